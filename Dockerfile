@@ -5,7 +5,7 @@ FROM python:3.12-slim AS build
 RUN pip install --no-cache-dir "hatchling>=1.27"
 WORKDIR /src
 COPY pyproject.toml ./
-# A file of its own: the layer of the dependencies is built anew when they change, not when a linter's rule does.
+# A separate file, so that the layer of the dependencies is rebuilt when they change, not when a linter's rule does.
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
       > /requirements.txt
 COPY README.md LICENSE ./

@@ -1,4 +1,4 @@
-# Everything runs in .venv, made on first use: nothing but Python >= 3.11, pip and make is needed.
+# Everything runs in .venv, made on first use: only Python >= 3.11, pip and make are needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,10 @@ STAMP := $(VENV)/.installed
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
 
-test: $(STAMP)  ## all of them, two files at a time, the longest first
+test: $(STAMP)  ## run all tests, two files at a time, the longest first
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check: $(STAMP)  ## lint, types, directions and circles of imports, fresh stubs, weaknesses: ours, and known ones of what we use
+check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -22,20 +22,20 @@ check: $(STAMP)  ## lint, types, directions and circles of imports, fresh stubs,
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core ps worker
 	$(BIN)/python scripts/audit.py
 
-proto: $(STAMP)  ## generate the stubs anew from proto/
+proto: $(STAMP)  ## regenerate the stubs from proto/
 	$(BIN)/python scripts/generate_stubs.py
 
-bench: $(STAMP)  ## measure beside the peers that are installed, and write docs/benchmarks.md (half an hour)
+bench: $(STAMP)  ## benchmark against the installed peers, and write docs/benchmarks.md (half an hour)
 	$(BIN)/python benchmarks/run.py
 
-chaos: $(STAMP)  ## train while faults strike, and say what it cost (forty minutes)
+chaos: $(STAMP)  ## train while processes are killed, and measure the cost (forty minutes)
 	$(BIN)/python benchmarks/chaos.py --faults workers
 	$(BIN)/python benchmarks/chaos.py --faults all
 
-fuzz: $(STAMP)  ## a million inputs for the decoders (a quarter of an hour)
+fuzz: $(STAMP)  ## fuzz the decoders with a million inputs (a quarter of an hour)
 	$(BIN)/python scripts/fuzz.py --inputs 1000000
 
-soak: $(STAMP)  ## train for two hours while processes die, and see whether anything grows: docs/soak.png
+soak: $(STAMP)  ## train for two hours while processes die, and check that nothing grows: docs/soak.png
 	$(BIN)/python benchmarks/soak.py --png docs/soak.png
 
 bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for bench

@@ -1,7 +1,8 @@
-"""The bytes of a row, made and taken in the fewest copies, and its arithmetic: what the sides that are limits share.
+"""The bytes of a row, created and received with the fewest copies, and its arithmetic, for the sides that are limits.
 
-No variables, no checks, no once-only updates, no snapshots, no coordinator: beside it one sees what ours cost, and what
-is left to gain. `grpc_side.py` and `socket_side.py` say how the bytes travel. Same allocator settings.
+There are no variables, checks, once-only updates, snapshots or coordinator: the comparison shows what ours cost, and
+what could be gained. `grpc_side.py` and `socket_side.py` say how the bytes are sent. The allocator settings are the
+same.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from model import ROWS
 from pscluster.core.role.process import tune_allocator
 
 WIDTH = 64
-# What the first byte of a small request asks for; a number is behind eight.
+# The first byte of a small request, for what it requests; a number follows it.
 READ, GATHER, UPDATE, ADAGRAD = b"r", b"g", b"u", b"a"
 
 Parts = Sequence[Any]
 
 
 class Data:
-    """What one of so many servers holds: bytes, by how many, and its share of the table."""
+    """What one of this many servers holds: bytes, by number, and its share of the table."""
 
     def __init__(self, servers: int) -> None:
         self._servers = servers
@@ -52,7 +53,7 @@ class Data:
         return np.full_like(self._table, 0.1)
 
     def held(self, size: int) -> memoryview:
-        """So many bytes."""
+        """This many bytes."""
         import numpy as np
 
         if size not in self._held:
@@ -60,13 +61,13 @@ class Data:
         return self._held[size]
 
     def scratch(self, size: int) -> memoryview:
-        """So many bytes of this thread's own, for what is added once it has all come."""
+        """This many bytes of this thread's, for what is added once it has all arrived."""
         if len(getattr(self._local, "scratch", b"")) != size:
             self._local.scratch = memoryview(bytearray(size))
         return self._local.scratch
 
     def add(self, values: memoryview) -> None:
-        """To as many bytes, as numbers: all of them at one moment."""
+        """Add them as numbers to this many bytes, all at one moment."""
         import numpy as np
 
         held = np.frombuffer(self.held(len(values)), np.float32)
@@ -74,7 +75,7 @@ class Data:
             np.add(held, np.frombuffer(values, np.float32), out=held)
 
     def answer(self, request: Any) -> Any:
-        """To a small request."""
+        """Answer a small request."""
         import numpy as np
 
         kind, (number,) = bytes(request[:1]), np.frombuffer(request, np.int64, 1, 8)
@@ -94,7 +95,7 @@ class Data:
 
 
 class Client(ABC):
-    """Of all servers at once, each of which has an equal part of everything."""
+    """A client of all servers at once, each of which has an equal part of everything."""
 
     def __init__(self, servers: int) -> None:
         self._servers = servers
@@ -103,29 +104,29 @@ class Client(ABC):
 
     @abstractmethod
     def pull(self, size: int) -> None:
-        """Take the bytes, each server's part into one piece of memory."""
+        """Receive the bytes, each server's part into one piece of memory."""
 
     @abstractmethod
     def push(self, size: int) -> None:
-        """Send so many bytes, which go to their place as they come."""
+        """Send this many bytes, which are stored in place as they arrive."""
 
     @abstractmethod
     def add(self, size: int) -> None:
-        """Send so many bytes, which are added once they have all come."""
+        """Send this many bytes, which are added once they have all arrived."""
 
     @abstractmethod
     def exchange(self, requests: Sequence[Parts]) -> list[Any]:
-        """A small request a server, in parts, and its answer."""
+        """Send a small request to each server, in parts, and return its answer."""
 
     def on_each(self, work: Callable[[int], None]) -> None:
-        """For each server, by its number, all at once."""
+        """Run it for each server, by its number, all at once."""
         if self._servers == 1:
             work(0)
         else:
             list(self._threads.map(work, range(self._servers)))
 
     def warm(self, size: int, server: int) -> Any:
-        """Bytes that are kept for the next time, of each server other ones."""
+        """Bytes that are kept for reuse, separately for each server."""
         import numpy as np
 
         if (size, server) not in self._data:
@@ -138,25 +139,25 @@ class Client(ABC):
         return self.exchange([(kind.ljust(8), np.int64(n).tobytes(), *payload) for kind, n, *payload in requests])
 
     def read(self, size: int) -> None:
-        """So many bytes, in one message a server."""
+        """Read this many bytes, in one message from each server."""
         self._exchanges([(READ, size // self._servers)] * self._servers)
 
     def gather(self, ids: int) -> None:
-        """Random rows of the table, in the order of the ids."""
+        """Read random rows of the table, in the order of the ids."""
         self._rows_of(self._split(ids))
 
     def gather_update(self, ids: int, what: bytes = UPDATE) -> None:
-        """The same, and as many rows sent back and subtracted."""
+        """Do the same, and send as many rows back, which are subtracted."""
         shares = self._split(ids)
         changed = self._rows_of(shares) * 2 + 1
         self._exchanges([(what, len(local), local, changed[place]) for place, local in shares])
 
     def gather_adagrad(self, ids: int) -> None:
-        """The same; they are divided by the roots of the sums of their squares, which are kept, before."""
+        """Do the same, but first divide them by the roots of the sums of their squares, which are kept."""
         self.gather_update(ids, ADAGRAD)
 
     def _split(self, ids: int) -> list[tuple[Any, Any]]:
-        """Random ids, and for each server which of them are its, and their numbers there."""
+        """Random ids, and for each server which of them it has, with their numbers there."""
         import numpy as np
 
         wanted, part = np.random.randint(0, ROWS, ids), ROWS // self._servers
@@ -180,7 +181,7 @@ Connect = Callable[[Sequence[int]], Client]
 
 
 def _client(mine: Client) -> None:
-    """Do what each line says, so many times."""
+    """Do what each line says, this many times."""
     for line in sys.stdin:
         request = json.loads(line)
         for _ in range(request["n"]):
@@ -238,7 +239,7 @@ def _start(stack: contextlib.ExitStack, script: str, connect: Connect, servers: 
 
 
 def main(script: str, server: Callable[[Data], None], connect: Connect, versions: Callable[[], dict[str, str]]) -> None:
-    """What a side's script is: as the side itself, or as one of its servers or clients."""
+    """Run a side's script: as the side itself, or as one of its servers or clients."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ps", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)

@@ -4,11 +4,11 @@
                                [--every S] [--seed N] [--tls] [--short]
 
 A real training job runs on 2 parameter servers and 3 workers, on two clusters in turn: one is left alone, the other
-gets a fault, drawn by a seeded generator, every 10 s of its time. Slices of both alternate, so that what disturbs the
-machine disturbs both. At the end a checker compares what the servers hold with what was acknowledged.
+gets a fault, drawn by a seeded generator, every 10 s of its time. Slices of both alternate, so that disturbances of the
+machine affect both. At the end a checker compares what the servers hold with what was acknowledged.
 
-Every function also counts itself on every shard of a variable of integers, and adds 1 to all of a large array. So it is
-known exactly how many updates each shard has had, and a torn read shows. Exit code 0: the checker found nothing.
+Every function also counts itself on every shard of a variable of integers, and adds 1 to all of a large array. So the
+exact number of updates of each shard is known, and a torn read shows. Exit code 0: the checker found nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from pscluster.core.security.tls import TLS_VARIABLE  # noqa: E402
 NUM_PS, NUM_WORKERS, BATCH = 2, 3, 64
 AHEAD = 30  # functions that are scheduled and not done
 LEASE = 2.0
-PATIENCE = 120.0
+TIMEOUT = 120.0
 WORKER_FAULTS = (
     "worker killed",
     "worker frozen",
@@ -91,7 +91,7 @@ PS_FAULTS = (
     "coordinator frozen",
 )
 SLOW = 100_000.0  # bytes/s
-LATE = 0.3  # seconds, at most, for which a bad link keeps a piece
+LATE = 0.3  # seconds, at most, for which a bad link delays a piece
 
 
 class Job:
@@ -112,7 +112,7 @@ class Job:
             tls=tls,
         )
         self.cluster = stack.enter_context(cluster)
-        # The coordinator has links to the servers of its own: over gRPC, as wherever a role has another address.
+        # The coordinator has separate links to the servers: over gRPC, as for any role at another address.
         self.to_ps = [
             stack.enter_context(Proxy(cluster.cluster_spec().task_address("ps", index))) for index in range(NUM_PS)
         ]
@@ -129,7 +129,7 @@ class Job:
         self.coordinator = ClusterCoordinator(self.strategy, worker_lease=LEASE)
         self._step, self.accuracy = getattr(self, f"_{name}")()
         self.done = 0
-        self.finished: list[float] = []  # when each function was
+        self.finished: list[float] = []  # when each function finished
         self._pending: list[Any] = []
 
     def _digits(self) -> tuple[Callable[[], Any], Callable[[], float]]:
@@ -191,24 +191,24 @@ class Job:
         return lambda: self.coordinator.schedule(step, args=(data,)), lambda: math.nan
 
     def link(self, kind: str, worker: int, server: int) -> Link | Proxy:
-        """What a fault of this kind cuts, where it strikes this worker or this server."""
+        """The link that a fault of this kind cuts when it strikes this worker or this server."""
         if "workers" in kind:
             return self.cluster.links["ps", server]
         return self.to_ps[server] if "coordinator" in kind else self.cluster.links["worker", worker]
 
     def run(self, seconds: float) -> None:
-        """Train for so long."""
+        """Train for this long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             while len(self._pending) < AHEAD:
                 self._pending.append(self._step())
             self._collect()
             time.sleep(0.005)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while self._pending and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.005)
-        self.coordinator.join(timeout=PATIENCE)
+        self.coordinator.join(timeout=TIMEOUT)
         self._collect()
 
     def _collect(self) -> None:
@@ -218,7 +218,7 @@ class Job:
             if value.status is RemoteValueStatus.NOT_READY:
                 left.append(value)
             else:
-                value.fetch(timeout=PATIENCE)  # raises what made it fail
+                value.fetch(timeout=TIMEOUT)  # raises the error that made it fail
                 self.finished.append(now)
                 self.done += 1
         self._pending = left
@@ -226,7 +226,7 @@ class Job:
 
 @dataclass
 class Strike:
-    """A fault, when it came, and how long nothing was finished around it."""
+    """A fault, when it came, and for how long nothing finished around it."""
 
     kind: str
     at: float
@@ -247,13 +247,13 @@ class Chaos:
     _deck: list[str] = field(default_factory=list)
 
     def during(self, seconds: float) -> None:
-        """While the job runs for so long, a fault every so often; later where the one before is not over."""
+        """Strike every so often while the job runs for this long; later if the previous fault is not over."""
         over, begin = threading.Event(), time.monotonic()
         moments = itertools.count(self.every / 2, self.every)
 
         def strike() -> None:
             while not over.wait(max(begin + next(moments) - time.monotonic(), 0.0)):
-                if not self._deck:  # each kind once, then each again
+                if not self._deck:  # each kind once, then all again
                     self._deck = self.rng.sample(self.kinds, len(self.kinds))
                 self.strikes.append(self._one(self._deck.pop()))
 
@@ -302,8 +302,8 @@ class Chaos:
             time.sleep(1.0)
             link.join()
         if kind == "worker out of memory":
-            # Where the function runs again, it does nothing.
-            job.coordinator.schedule(starve_once, args=(job.marks, str(len(self.strikes)))).fetch(timeout=PATIENCE)
+            # If the function runs again, it does nothing.
+            job.coordinator.schedule(starve_once, args=(job.marks, str(len(self.strikes)))).fetch(timeout=TIMEOUT)
         if kind.startswith(("nothing ", "slow link ", "bad link ")):
             link = job.link(kind, worker, server)
             if kind.startswith("nothing "):
@@ -320,14 +320,14 @@ class Chaos:
                     file.write(bytes(1 << 20))
             time.sleep(2.0)
             (job.disk / "ballast").unlink()
-        limit = time.monotonic() + PATIENCE
+        limit = time.monotonic() + TIMEOUT
         while job.coordinator.workers_up < NUM_WORKERS and time.monotonic() < limit:
             time.sleep(0.01)
         done.until_whole = time.monotonic() - done.at
         return done
 
     def measure(self) -> None:
-        """How long nothing was finished, at most, from each strike to the next."""
+        """The longest time without a finished function, from each fault to the next."""
         for strike, following in itertools.zip_longest(self.strikes, self.strikes[1:]):
             end = min(strike.until, following.at if following is not None else math.inf)
             times = [strike.at, *(at for at in self.job.finished if strike.at <= at <= end)]
@@ -335,14 +335,14 @@ class Chaos:
 
 
 class Checker:
-    """Reads all the time, and at the end compares."""
+    """Reads all the time, and compares at the end."""
 
     def __init__(self, job: Job, durability: str) -> None:
         self._job, self._durability = job, durability
         self.wrong: list[str] = []
         self.reads = 0
         self._over = threading.Event()
-        self._last: dict[int, tuple[int, float]] = {}  # by shard: process of its server, value
+        self._last: dict[int, tuple[int, float]] = {}  # by shard: its server's process, value
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> Checker:
@@ -373,7 +373,7 @@ class Checker:
                 self._last[shard] = pid, float(row[0])
 
     def verdict(self, deaths: int) -> str:
-        """What is wrong; empty: nothing is."""
+        """What is wrong; empty if nothing is."""
         job = self._job
         lost = job.strategy.lost_updates()
         for variable in (job.count, job.large):
@@ -381,7 +381,7 @@ class Checker:
                 values = np.unique(shard.numpy())
                 missing = job.done - int(values[0])
                 told = lost.get(variable.name, 0)
-                # Of those in flight as a server died the count that was told of may be a few too high.
+                # Of the updates in flight when a server died, the reported count may be a few too high.
                 slack = deaths * NUM_WORKERS if self._durability == "snapshot" else 0
                 if len(values) > 1 or missing < 0 or missing > told + slack:
                     self.wrong.append(
@@ -393,11 +393,10 @@ class Checker:
 
 @contextlib.contextmanager
 def small_disk(stack: contextlib.ExitStack, wanted: bool) -> Iterator[tuple[Path, bool]]:
-    """A folder; where that is possible, on a disk of its own that can be filled."""
+    """A folder; if possible, on a separate disk that can be filled."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-chaos-")))
     mounted = (
-        wanted
-        and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "none", folder], stderr=-3).returncode == 0
+        wanted and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "none", folder], stderr=-3).returncode == 0
     )
     try:
         yield folder, mounted
@@ -407,7 +406,7 @@ def small_disk(stack: contextlib.ExitStack, wanted: bool) -> Iterator[tuple[Path
 
 
 def show(chaos: Chaos, slices: list[tuple[float, float]], accuracies: tuple[float, float], verdict: str) -> None:
-    """What came out."""
+    """Print the results."""
     share = statistics.median(b / a for a, b in slices)
     calm, struck = (statistics.median(column) * BATCH for column in zip(*slices, strict=True))
     print(f"examples/s: {calm:,.0f} undisturbed, {struck:,.0f} under {len(chaos.strikes)} faults: {share:.2f} of it")
@@ -428,20 +427,20 @@ def show(chaos: Chaos, slices: list[tuple[float, float]], accuracies: tuple[floa
 
 
 def run(name: str, options: argparse.Namespace) -> bool:
-    """One job; True if the checker found nothing."""
+    """Run one job; True if the checker found nothing."""
     with contextlib.ExitStack() as stack:
         wants_disk = options.faults == "all" and hasattr(os, "geteuid") and os.geteuid() == 0
         folder, mounted = stack.enter_context(small_disk(stack, wants_disk))
-        for part in ("calm", "struck"):
-            (folder / part).mkdir()
-        calm = Job(name, options.durability, options.tls, stack, folder / "calm")
-        struck = Job(name, options.durability, options.tls, stack, folder / "struck")
+        # The other job must not fill that disk: it can't hold two jobs' logs.
+        quiet_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-chaos-")))
+        calm = Job(name, options.durability, options.tls, stack, quiet_folder)
+        struck = Job(name, options.durability, options.tls, stack, folder)
         kinds = WORKER_FAULTS + (() if options.faults == "workers" else PS_FAULTS)
         if not mounted:
             kinds = tuple(kind for kind in kinds if kind != "disk full")
         chaos = Chaos(struck, kinds, options.every, random.Random(options.seed))
         for job in (calm, struck):
-            job.run(2)  # warm
+            job.run(2)  # warm up
         slices: list[tuple[float, float]] = []
         length = min(options.seconds, max(30.0, 3 * options.every))
         with Checker(struck, options.durability) as checker:

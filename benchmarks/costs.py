@@ -1,6 +1,6 @@
 """What must not grow: our own costs by number of workers, of queued functions, of clients, by size of table.
 
-Each question starts a cluster of its own, in its shape, and ends it. Asked in a fresh process every time.
+Each question starts a separate cluster of suitable shape, and ends it. It is asked in a new process every time.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from pscluster.coordinator import (
     FixedShardsPartitioner,
     LocalCluster,
     ParameterServerStrategy,
+    SimpleClusterResolver,
     Variable,
     optimizers,
 )
-from pscluster.coordinator.cli.status import ask
+from pscluster.coordinator.cli.status import Asker, replies_by_task
 from pscluster.core.transport.unix_sockets import connect, path_of
 from pscluster.ps.storage.spill import LIMIT_BYTES
 
 MIB = 1 << 20
-QUEUE_SECONDS = 240.0  # bounds the functions that hold the workers while the queue fills
+QUEUE_SECONDS = 240.0  # limits the functions that hold the workers while the queue fills
 
 
 def memory(pid: int | str, field: str) -> int:
-    """Bytes of resident memory now (VmRSS), or at most so far (VmHWM)."""
+    """Bytes of resident memory now (VmRSS), or the highest so far (VmHWM)."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) << 10 if found else 0
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all its threads so far, those that have ended, too."""
+    """The processor time of all its threads so far, including those that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -58,7 +59,7 @@ def processor_seconds(pid: int) -> float:
 def cluster_of(
     num_ps: int, num_workers: int, env: dict[str, str] | None = None, **options: Any
 ) -> Iterator[tuple[LocalCluster, ParameterServerStrategy, ClusterCoordinator]]:
-    """A cluster and its coordinator. Its clients keep nothing, unless told to."""
+    """A cluster and its coordinator. Its clients cache nothing, unless told to."""
     settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **(env or {})}
     with (
         LocalCluster(num_ps, num_workers, env=settings, log_level="ERROR") as cluster,
@@ -72,7 +73,7 @@ def _nothing() -> None:
 
 
 def dispatch(workers: int, n: int) -> dict[str, float]:
-    """CPU of the coordinator's process for one empty function, and functions a second: the middle one of the rounds."""
+    """CPU of the coordinator's process per empty function, and functions per second: the medians of the rounds."""
     with cluster_of(1, workers) as (_, _, coordinator):
 
         def work() -> None:
@@ -91,7 +92,7 @@ def dispatch(workers: int, n: int) -> dict[str, float]:
 
 
 def queue(n: int) -> dict[str, float]:
-    """CPU and memory of one of so many functions that wait at the same time: the middle one of up to 7 rounds."""
+    """CPU and memory per function of this many that wait at the same time: the median of up to 7 rounds."""
     with cluster_of(1, 2, max_queued=n + 10) as (_, _, coordinator), tempfile.TemporaryDirectory() as directory:
         for _ in range(2000):
             coordinator.schedule(_nothing)
@@ -121,7 +122,7 @@ def queue(n: int) -> dict[str, float]:
 
 
 def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[str, float]:
-    """Resident memory of a server whose variable is read and updated by two workers all the time.
+    """Resident memory of a server whose variable two workers read and update all the time.
 
     Its state is written every few seconds, as by default.
     """
@@ -171,7 +172,7 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
 
 
 def unchanged(mib: int, keep: int, n: int) -> float:
-    """Seconds of a read of a tensor that nobody changes, by a client that may keep so many MiB."""
+    """Return the seconds that a client that may cache `mib` MiB takes to read a tensor that does not change."""
     with cluster_of(1, 1, env={"PSCLUSTER_KEEP_MIB": str(keep)}) as (_, strategy, coordinator):
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
@@ -183,7 +184,7 @@ def unchanged(mib: int, keep: int, n: int) -> float:
 
 
 def pushes(durability: str, seconds: float) -> float:
-    """Updates of 8 MiB a second, by one worker, on one server that keeps its state so."""
+    """Updates of 8 MiB per second, by one worker, on one server with this durability."""
     with (
         LocalCluster(1, 1, env=THREADS, log_level="ERROR", durability=durability) as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -205,7 +206,7 @@ def pushes(durability: str, seconds: float) -> float:
 
 
 def healing(mib: int, durability: str) -> dict[str, float]:
-    """Seconds from the start of a new process to the first update, and from when it serves; with so much state."""
+    """Seconds from the start of a new process to the first update, and from when it serves; with this much state."""
     with (
         LocalCluster(1, 1, env=THREADS, log_level="ERROR", durability=durability) as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -241,8 +242,8 @@ def healing(mib: int, durability: str) -> dict[str, float]:
 def starts(role: str, n: int, busy: int) -> dict[str, float]:
     """Seconds from the start of a worker's or server's process to the end of the first function, beside busy loops.
 
-    The launcher's own pause between restarts, which grows with their number, is left out: every other start is one that
-    was asked for, which gives the task its restarts back.
+    The launcher's own delay between restarts, which grows with their number, is left out: every other start is a
+    requested one, which resets the task's restarts.
     """
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
@@ -276,14 +277,14 @@ def starts(role: str, n: int, busy: int) -> dict[str, float]:
 
 
 def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
-    """The same array again and again."""
+    """The same array repeatedly."""
     ones = np.ones(shape, np.float32)
     while True:
         yield ones
 
 
 def client_memory(mib: int, push: bool) -> float:
-    """Peak of a fresh worker's memory over what it had, in tensors, while it reads or assigns one."""
+    """The increase to the peak of a new worker's memory, in tensors, while it reads or assigns one."""
     with cluster_of(1, 1) as (_, strategy, coordinator):
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
@@ -295,7 +296,7 @@ def client_memory(mib: int, push: bool) -> float:
                 return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
             value = np.ones((mib << 10, 256), np.float32) if push else None
-            strategy.read([small])  # connected, imported
+            strategy.read([small])  # connects and imports
             small.assign_add(1)
             before = resident("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")
@@ -309,7 +310,7 @@ def client_memory(mib: int, push: bool) -> float:
 
 
 def bandwidth(clients: int, mib: int, n: int) -> float:
-    """Bytes a second that one server sends to so many workers that read one variable at the same time."""
+    """Bytes per second that one server sends to this many workers that read one variable at the same time."""
     with cluster_of(1, clients) as (_, strategy, coordinator):
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
@@ -329,7 +330,7 @@ def bandwidth(clients: int, mib: int, n: int) -> float:
 
 
 def lookup(rows: int, ids: int, n: int) -> float:
-    """Seconds of a gather of so many random rows of 16 from a table of so many rows."""
+    """Seconds for a gather of this many random rows of 16 from a table of this many rows."""
     with cluster_of(2, 1) as (_, strategy, coordinator):
         with strategy.scope():
             table = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(rows, 16))
@@ -346,9 +347,9 @@ def lookup(rows: int, ids: int, n: int) -> float:
 
 
 def compared(ours: list[float], base: list[float]) -> dict[str, float]:
-    """Medians of what was measured in turn, that of the rounds' ratios, and half the width of its 95 % interval."""
+    """Medians of what was measured in turn, of the rounds' ratios, and half the width of its 95 % interval."""
     ratios = sorted(one / other for one, other in zip(ours, base, strict=True))
-    # From order statistics, which asks nothing of how the ratios lie.
+    # From order statistics, which do not depend on how the ratios are distributed.
     aside = max(math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2), 0)
     return {
         "ours": statistics.median(ours),
@@ -359,10 +360,10 @@ def compared(ours: list[float], base: list[float]) -> dict[str, float]:
 
 
 def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Examples a second of a small training step: with every example visited once, and by a loop of each worker's own.
+    """Examples per second of a small training step: with every example visited once, and by a loop on each worker.
 
-    How the two compare by `fit`, and with one batch a function. Of one job, asked in turn; batches of 64 shuffled rows
-    of 64, of 64,000.
+    The comparisons are for `fit`, and for one batch per function. One job, asked in turn; batches of 64 shuffled rows
+    of 64, from 64,000.
     """
     rows, size = 64_000, 64
     x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
@@ -409,7 +410,7 @@ def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
 
         ways = {
             "fit": (fitted(again), fitted(own)),
-            "one batch a function": (
+            "one batch per function": (
                 one_by_one(with_part, lambda: next(parts)),
                 one_by_one(with_iterator, lambda: iterator),
             ),
@@ -425,10 +426,10 @@ def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def packing(steps: int, rounds: int) -> dict[str, float]:
-    """Steps a second of 0.3 ms: by `fit` with one step a function, as many as it chooses, and without any dispatch.
+    """Steps of 0.3 ms per second: by `fit` with one step per function, with its own choice, and without any dispatch.
 
-    With one step a function, an eighth of the steps. And, in per cent, the share of the workers' time not within
-    functions, from the first to the last, where their size is chosen.
+    With one step per function, an eighth of the steps. Also the percentage of the workers' time outside functions, from
+    the first to the last, with `fit`'s own choice.
     """
     with cluster_of(2, 2) as (_, _, coordinator):
         step, data = multiplication(), coordinator.create_per_worker_dataset(multiplied)
@@ -447,7 +448,7 @@ def packing(steps: int, rounds: int) -> dict[str, float]:
 
         few = steps // 8
         ways = {
-            "one step a function": (few, fitted(few, 1)),
+            "one step per function": (few, fitted(few, 1)),
             "chosen": (steps, fitted(steps, "auto")),
             "no dispatch": (steps, without),
         }
@@ -490,9 +491,9 @@ while True:
 
 @contextlib.contextmanager
 def _watched(page: str, addresses: list[str]) -> Iterator[None]:
-    """Within the block somebody has the live page open, and all roles are asked for their figures every five seconds.
+    """Within the block the live page is open, and all roles are asked for their metrics every five seconds.
 
-    Prometheus asks every fifteen, or minute, where it is not told otherwise.
+    Prometheus asks every fifteen seconds, or every minute, by default.
     """
     command = [sys.executable, "-S", "-c", _WATCHER, page, *addresses]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as watcher:
@@ -506,13 +507,13 @@ def _watched(page: str, addresses: list[str]) -> Iterator[None]:
 
 
 def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[str, Any]:
-    """Empty functions a second, and bytes read and pushed, with all that shows a job on, and watched, and with none.
+    """Empty functions per second, and bytes read and pushed, with all telemetry on and watched, and with none.
 
-    Two clusters, asked in turn. What is counted is counted in both: for that compare with an older commit.
+    Two clusters are asked in turn. The counting itself is done in both: to measure it, compare with an older commit.
 
     Returns:
-        by what was done how the two compare; and the processor time of all roles a second while they do nothing but be
-        looked at, less what they take else.
+        the comparison, by what was done; and the additional processor time per second of all roles while they are
+        only being watched.
     """
 
     def push(variable: Variable) -> None:
@@ -550,9 +551,10 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
             clusters[name] = ways(coordinator, strategy)
             if name == "on":
                 page = stack.enter_context(Dashboard(coordinator, "127.0.0.1:0")).url
-                replies = [ask(peer) for peer in strategy.tasks]
-                assert not any(isinstance(reply, str) for reply in replies), replies
-                addresses = [strategy.metrics_address, *(reply.metrics_address for reply in replies)]
+                with contextlib.closing(Asker(strategy.tasks)) as asker:
+                    replies = replies_by_task(asker.ask())
+                assert len(replies) == len(strategy.tasks), replies
+                addresses = [strategy.metrics_address, *(reply.metrics_address for reply in replies.values())]
                 pids = [os.getpid(), *cluster.pids.values()]
 
         def watched(name: str) -> contextlib.AbstractContextManager[None]:
@@ -563,7 +565,7 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
         }
         for number in range(rounds + 1):
             for name in sorted(clusters, reverse=bool(number % 2)):
-                with watched(name):  # which takes a moment: functions, whose figure is the finest, have several goes
+                with watched(name):  # takes long to start: so several tries for functions, the most precise rate
                     for what in ("functions", "pull", "functions", "push", "functions"):
                         amount = n if what == "functions" else 2 * reads * mib * MIB
                         rate = amount / timed(clusters[name][what])
@@ -581,18 +583,19 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
         return {**rates, "idle": statistics.median(used["on"]) - statistics.median(used["off"])}
 
 
-# LocalCluster always has a token: its processes are started without one here.
+# LocalCluster always has a token: its processes are started without one here, and must not find the user's.
 _WITHOUT_TOKEN = """
 import json, os, runpy
 del os.environ["PSCLUSTER_TOKEN"]
+os.environ["PSCLUSTER_INSECURE"] = "1"
 runpy.run_module("pscluster." + json.loads(os.environ["TF_CONFIG"])["task"]["type"], run_name="__main__")
 """
 
 
 def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Functions a second, and GB/s of pulls and pushes by a worker, by how callers are known and what is encrypted.
+    """Functions per second, and GB/s of pulls and pushes by a worker, by authentication and encryption.
 
-    How each of these ways compares to none of it.
+    Each of these ways is compared to none of it.
     """
     kinds: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "none": ({"transport": "tcp", "_command": (sys.executable, "-c", _WITHOUT_TOKEN)}, {}),
@@ -604,17 +607,27 @@ def security(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dic
 
 
 def transports(functions: int, moves: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """The same over Unix sockets, and in mutual TLS, beside TCP on loopback."""
+    """Compare Unix sockets, and mutual TLS, with TCP on loopback in the same way."""
     tcp, unix, tls = ({"transport": "tcp"}, {}), ({"transport": "unix"}, {}), ({"tls": True}, {})
     return _in_turns({"tcp": tcp, "unix": unix, "mutual TLS": tls}, functions, moves, rounds)
+
+
+@contextlib.contextmanager
+def _insecure() -> Iterator[None]:
+    os.environ["PSCLUSTER_INSECURE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PSCLUSTER_INSECURE"]
 
 
 def _in_turns(
     kinds: dict[str, tuple[dict[str, Any], dict[str, str]]], functions: int, moves: int, rounds: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Compare clusters of these options and environments with the first of them.
+    """Compare clusters with these options and environments with the first of them.
 
-    All clusters are up at the same time and are asked in turn, so that what the machine does besides meets all of them.
+    All clusters are up at the same time and are asked in turn, so that other activity on the machine affects all of
+    them.
     """
     base = next(iter(kinds))
     with contextlib.ExitStack() as stack:
@@ -622,8 +635,10 @@ def _in_turns(
         for kind, (options, env) in kinds.items():
             settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **env}
             cluster = stack.enter_context(LocalCluster(1, 2, env=settings, log_level="ERROR", **options))
-            token = "" if kind == "none" else None
-            strategy = stack.enter_context(ParameterServerStrategy(cluster, token=token, job_name=kind))
+            with _insecure() if kind == "none" else contextlib.nullcontext():
+                # Like another's cluster: a LocalCluster passes its token to its strategies.
+                resolver = SimpleClusterResolver(cluster.cluster_spec()) if kind == "none" else cluster
+                strategy = stack.enter_context(ParameterServerStrategy(resolver, job_name=kind))
             coordinator = ClusterCoordinator(strategy)
             work.update({(kind, name): do for name, do in _moves(strategy, coordinator, functions, moves).items()})
         found: dict[tuple[str, str], list[float]] = {key: [] for key in work}
@@ -673,7 +688,7 @@ def _moves(
 
 
 def functions_since(last: int, coordinator: Any) -> tuple[list[list[tuple[float, float]]], int]:
-    """For each worker when each function behind that number began and ended there; and the last one's number."""
+    """For each worker, the begin and end there of each function after that number; and the last one's number."""
     with tempfile.NamedTemporaryFile() as file:
         coordinator.timeline(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
@@ -682,14 +697,14 @@ def functions_since(last: int, coordinator: Any) -> tuple[list[list[tuple[float,
     for event in events:
         facts = event["args"]
         function = facts.get("function", 0)
-        if "thread" in facts and function > last:  # of a worker's row
+        if "thread" in facts and function > last:  # in a worker's row
             ran.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
             numbers.append(function)
     return [sorted(each) for each in ran.values()], max(numbers)
 
 
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-    """Nothing to start: each question does."""
+    """Nothing to start: each question does it."""
     handlers: list[Callable[..., Any]] = [
         dispatch,
         queue,

@@ -14,7 +14,7 @@ def nothing() -> None:
 
 
 def one() -> int:
-    """One with a small result."""
+    """A function with a small result."""
     return 1
 
 

@@ -1,7 +1,7 @@
-"""What a driver speaks with the runner: a line of JSON asks, a line of JSON answers.
+"""How a driver and the runner communicate: a line of JSON asks, a line of JSON answers.
 
-A driver holds one system's cluster, warm, and measures what it is asked to. It runs in the environment of
-that system, so this file needs nothing but Python. The end of its standard input is its order to stop.
+A driver keeps one system's cluster warm, and measures what it is asked to. It runs in the environment of that system,
+so this file needs nothing but Python. It stops at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 
 def serve(start: Callable[[contextlib.ExitStack], tuple[Handlers, dict[str, str]]]) -> None:
-    """Start, say so with the versions that `start` returned, and answer until the input ends.
+    """Start, report that with the versions returned by `start`, and answer until the input ends.
 
     What the system prints goes to standard error; children inherit neither end of the conversation.
     """
@@ -54,7 +54,7 @@ def serve(start: Callable[[contextlib.ExitStack], tuple[Handlers, dict[str, str]
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that it took."""
+    """The seconds that it took."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

@@ -1,13 +1,13 @@
-"""Does a process grow? The judgement of `soak.py`: pure, samples in, sentences out.
+"""Does a process grow? The verdict of `soak.py`: pure, samples in, sentences out.
 
-A life is what one process did from its start to its death. Memory rises while a job warms up, caches fill and the
-allocator learns how much is needed; so the first third of a life says nothing. Over the rest the slope is Theil and
-Sen's, the median of the slopes between all pairs of samples: peaks in a quarter of all samples hardly move it.
+A life is one process from its start to its death. Memory rises while a job warms up, caches fill and the allocator
+adapts, so the first third of a life is ignored. Over the rest the slope is Theil and Sen's, the median of the slopes
+between all pairs of samples: peaks in a quarter of all samples hardly change it.
 
-It grows if the slope, taken for an hour, is above what is allowed an hour, and what it makes over the time looked at
-is above what is noise at any time. A process that is killed every few minutes has no life that is long enough. The
-levels that its lives came to, one after the other, are then judged in the same way: what is handed on from life to
-life, by its files or by those that stayed, would show there.
+A process grows if the slope exceeds the allowance per hour, and the growth over the observed time exceeds the noise at
+any time. A process that is killed every few minutes has no life that is long enough. The levels of its successive lives
+are then judged in the same way: anything passed on from life to life, by its files or by processes that stayed, would
+show there.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is no growth.
+    """What does not count as growth.
 
     Attributes:
-        hourly: so much more in an hour.
-        noise: so much more, in however long a time.
+        hourly: this increase per hour.
+        noise: this increase, over any time.
         unit: of both.
     """
 
@@ -64,7 +64,7 @@ ALLOWED = {
 """By measure. A file, a thread or a connection that is left behind is one too many, but some come and go."""
 
 SHORTEST = 600.0  # seconds of a life that is judged by itself
-SHORT_LIFE, FEWEST_LIVES = 60.0, 5  # of those that are judged together
+SHORT_LIFE, FEWEST_LIVES = 60.0, 5  # for lives that are judged together
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Life:
 
     @property
     def seconds(self) -> float:
-        """How long it was looked at."""
+        """How long it was observed."""
         return self.samples[-1].seconds - self.samples[0].seconds
 
     def series(self, measure: str) -> tuple[Series, Series]:
-        """Times and values."""
+        """The times and values of a measure."""
         return (
             np.array([sample.seconds for sample in self.samples]),
             np.array([getattr(sample, measure) for sample in self.samples], np.float64),
@@ -90,10 +90,10 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What a measure did in the last two thirds of a time: where it began and ended, and its slope."""
+    """The behaviour of a measure in the last two thirds of a time: its begin, end and slope."""
 
     role: str
-    lives: int  # 1: a life by itself; more: so many together
+    lives: int  # 1: a life by itself; more: this many together
     measure: str
     start: float
     end: float
@@ -102,7 +102,7 @@ class Trend:
 
     @property
     def grows(self) -> bool:
-        """Whether it is more than what is allowed."""
+        """Whether it exceeds the allowance."""
         allowed = ALLOWED[self.measure]
         return self.hourly > allowed.hourly and self.hourly * self.seconds / 3600 > allowed.noise
 
@@ -116,7 +116,7 @@ class Trend:
 
 
 def slope(times: Series, values: Series) -> float:
-    """Theil and Sen's: the median of the slopes between all pairs. Times rise."""
+    """The Theil-Sen slope: the median of the slopes between all pairs. Times increase."""
     first, second = np.triu_indices(len(times), 1)
     if not len(first):
         return 0.0
@@ -124,7 +124,7 @@ def slope(times: Series, values: Series) -> float:
 
 
 def trend(role: str, lives: int, measure: str, times: Series, values: Series) -> Trend:
-    """Of the last two thirds of the time."""
+    """The trend of the last two thirds of the time."""
     late = times >= times[0] + (times[-1] - times[0]) / 3
     times, values = times[late], values[late]
     edge = max(1, len(values) // 10)
@@ -140,7 +140,7 @@ def trend(role: str, lives: int, measure: str, times: Series, values: Series) ->
 
 
 def lives_of(samples: Iterable[Sample]) -> dict[str, list[Life]]:
-    """By role, in order."""
+    """All lives by role, in order."""
     found: dict[str, list[Life]] = {}
     for role, of_role in itertools.groupby(sorted(samples, key=lambda s: (s.role, s.seconds)), lambda s: s.role):
         found[role] = [Life(role, pid, tuple(life)) for pid, life in itertools.groupby(of_role, lambda s: s.pid)]
@@ -148,7 +148,7 @@ def lives_of(samples: Iterable[Sample]) -> dict[str, list[Life]]:
 
 
 def judge(samples: Iterable[Sample], shortest: float = SHORTEST) -> list[Trend]:
-    """All trends that can be told of: of each life of `shortest` seconds and more, and of short ones together."""
+    """All trends that can be determined: of each life of at least `shortest` seconds, and of short ones together."""
     return [trend for lives in lives_of(samples).values() for trend in _of_role(lives, shortest)]
 
 
@@ -166,7 +166,7 @@ def _of_role(lives: Sequence[Life], shortest: float) -> Iterator[Trend]:
 
 
 def _level(times: Series, values: Series) -> float:
-    """What a life came to: the median of its last third."""
+    """A life's level: the median of its last third."""
     return float(np.median(values[times >= times[-1] - (times[-1] - times[0]) / 3]))
 
 
@@ -174,12 +174,12 @@ COLUMNS = [field.name for field in fields(Sample)]
 
 
 def row_of(sample: Sample) -> str:
-    """A line of the file."""
+    """A line for the file."""
     return ",".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in asdict(sample).values())
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What `row_of` wrote, with COLUMNS above it. A last line that was cut off is left out."""
+    """Read what `row_of` wrote, below COLUMNS. A truncated last line is left out."""
     kinds = {"role": str, "pid": int, "descriptors": int, "threads": int, "sockets": int}
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if all(row.values())]

@@ -1,7 +1,7 @@
 """What Python's gRPC can reach: grpc_side.py [--ps N] [--workers N]; see `bare`.
 
-Large arrays go as frames of 1 MiB over streams, small requests over streams that the calling thread drives (those of
-our own sessions, since gRPC's public ones are slower).
+Large arrays are sent as frames of 1 MiB over streams, small requests over streams that the calling thread drives (those
+of our own sessions, since gRPC's public ones are slower).
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Client(bare.Client):
         import grpc
         from grpc.experimental import ChannelOptions
 
-        from pscluster.core.transport.grpc_streams import DirectStream
+        from pscluster.core.transport.grpc_streams import GrpcStream
 
         super().__init__(len(ports))
         options = [*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]
         self._channels: list[Any] = [grpc.insecure_channel(f"127.0.0.1:{port}", options=options) for port in ports]
-        self._sessions = [DirectStream(channel, "/bare/exchange", ()) for channel in self._channels]
+        self._sessions = [GrpcStream(channel, "/bare/exchange", ()) for channel in self._channels]
 
     def pull(self, size: int) -> None:
         import numpy as np
@@ -111,7 +111,7 @@ class Client(bare.Client):
 
 
 def versions() -> dict[str, str]:
-    """Of what it is measured with."""
+    """The versions of what it is measured with."""
     import grpc
 
     return {"grpcio": grpc.__version__}

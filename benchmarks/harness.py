@@ -1,4 +1,4 @@
-"""Sides: processes that measure, asked in turn. Whatever they start is gone when they are."""
+"""Sides: processes that measure, asked in turn. Everything they start ends with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PEERS = REPO / ".venv-peers" / "bin" / "python"
 
 
 class SideError(Exception):
-    """A side could not be started, failed, or gave no answer in time."""
+    """A side could not be started, failed, or did not answer in time."""
 
 
 class Side:
@@ -91,17 +91,17 @@ class Side:
         return reply["answer"]
 
     def loopback_bytes(self) -> int:
-        """Bytes that have come in over loopback in this side's network; 0 where that can't be told."""
+        """Bytes received over loopback in this side's network; 0 if that is unknown."""
         with contextlib.suppress(OSError):
             assert self._process is not None
             for line in Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines():
-                name, _, figures = line.partition(":")
+                name, _, value = line.partition(":")
                 if name.strip() == "lo":
-                    return int(figures.split()[0])
+                    return int(value.split()[0])
         return 0
 
     def cpu_seconds(self) -> float:
-        """Of all processes of this side, so far."""
+        """The CPU time of all processes of this side so far."""
         assert self._process is not None
         parents, used = {}, {}
         for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -118,7 +118,7 @@ class Side:
         return total / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End it and all that it started."""
+        """End it and everything it started."""
         process = self._process
         if process is None:
             return
@@ -141,13 +141,13 @@ class Side:
 
 
 def adopt_orphans() -> None:
-    """Grandchildren that outlive their parents become our children, so that we can end them."""
+    """Make grandchildren that outlive their parents our children, so that we can end them."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def end_orphans(grace: float = 3.0) -> list[str]:
-    """Wait a little for whatever is still our child, then kill it; the names of what had to be killed.
+    """Wait briefly for our remaining children, then kill them; return the names of those killed.
 
     To be called when all sides are closed.
     """
@@ -166,7 +166,7 @@ def end_orphans(grace: float = 3.0) -> list[str]:
 
 
 def _children() -> list[tuple[int, str]]:
-    """Their ids and command lines."""
+    """Our children's ids and command lines."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -178,7 +178,7 @@ def _children() -> list[tuple[int, str]]:
 
 
 def machine() -> str:
-    """Cores, memory, system."""
+    """The machine's cores, memory and system."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     model = ""
     with contextlib.suppress(OSError):
@@ -205,12 +205,12 @@ def commit() -> str:
 
 
 def can_isolate() -> bool:
-    """Whether a side can have a network of its own."""
+    """Whether a side can have a separate network."""
     return subprocess.run([sys.executable, HERE / "isolate.py"]).returncode == 0
 
 
 def peers_that_are_there(python: Path, modules: Sequence[str]) -> set[str]:
-    """Which of these the peers' environment has."""
+    """Those of these that are installed in the peers' environment."""
     if not python.exists():
         return set()
     code = "import importlib.util, sys; print(*[m for m in sys.argv[1:] if importlib.util.find_spec(m)])"

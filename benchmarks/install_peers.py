@@ -1,6 +1,6 @@
-"""Make the environment of the systems we compare ourselves with: benchmarks/install_peers.py DIRECTORY.
+"""Make the environment of the systems that we compare with: benchmarks/install_peers.py DIRECTORY.
 
-Each is installed by itself, so that one that can't be had here does not keep the others away.
+Each is installed separately, so that one that is unavailable here does not prevent the others.
 """
 
 import subprocess

@@ -1,7 +1,7 @@
-"""Run a command in a network of its own, in which there is loopback and nothing else: isolate.py COMMAND...
+"""Run a command in a separate network with nothing but loopback: isolate.py COMMAND...
 
-Some of the systems compared here listen on all interfaces and ask nobody who they are. Ends with 77, having
-run nothing, where the kernel does not let us have such a network.
+Some of the systems compared here listen on all interfaces without authentication. Exits with 77, having run nothing, if
+the kernel does not allow such a network.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ NOT_POSSIBLE = 77
 
 
 def enter() -> bool:
-    """Leave the machine's network; False if that may not be."""
+    """Leave the machine's network; False if that is not allowed."""
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     if unshare(NEW_NETWORK) == 0:
         return True
@@ -31,7 +31,7 @@ def enter() -> bool:
 
 
 def loopback_up() -> None:
-    """A new network begins with its loopback down."""
+    """Bring up loopback, which is down in a new network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         name = b"lo".ljust(16, b"\0")
         flags = struct.unpack_from("16sh", fcntl.ioctl(any_socket, GET_FLAGS, name + bytes(16)))[1]

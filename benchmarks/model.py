@@ -1,4 +1,5 @@
-"""The embedding model of the end-to-end row, in NumPy: a table, 26 ids and 13 numbers an example, two hidden layers."""
+"""The embedding model of the end-to-end row, in NumPy: a table, 26 ids and 13 numbers per example, two hidden
+layers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def dense_shapes() -> list[tuple[int, ...]]:
-    """Of the weights and biases, in turn."""
+    """The shapes of the weights and biases, in turn."""
     sizes = (IDS * WIDTH + DENSE, *HIDDEN, 1)
     return [shape for a, b in itertools.pairwise(sizes) for shape in ((a, b), (b,))]
 
@@ -33,7 +34,7 @@ def batches(seed: int, size: int, count: int = 16) -> list[tuple[Array, Array, A
 def forward_and_backward(
     rows: Array, features: Array, labels: Array, weights: list[Array]
 ) -> tuple[float, list[Array], Array]:
-    """Mean logistic loss, its gradients by the weights, and by the rows of the table."""
+    """The mean logistic loss, and its gradients by the weights and by the rows of the table."""
     w1, b1, w2, b2, w3, b3 = weights
     x = np.concatenate([rows.reshape(len(labels), -1), features], axis=1)
     h1 = np.maximum(x @ w1 + b1, 0)

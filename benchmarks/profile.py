@@ -3,7 +3,7 @@
     pip install py-spy
     python benchmarks/profile.py ROW [--seconds 5] [--native]
 
-ROW is one of the names below. Samples are taken of threads that run; what they wait for does not count.
+ROW is one of the names below. Only running threads are sampled; waiting does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def room(frame: str) -> str:
-    """Whose line this is."""
+    """The component that this line belongs to."""
     for part, name in (("grpc", "gRPC"), ("numpy", "NumPy"), ("asyncio", "asyncio"), ("model.py", "the model")):
         if part in frame:
             return name
@@ -48,7 +48,7 @@ def room(frame: str) -> str:
 
 
 def show(who: str, samples: Path) -> None:
-    """The shares of one process."""
+    """Print the shares of one process."""
     own, rooms = Counter[str](), Counter[str]()
     for line in samples.read_text().splitlines():
         stack, count = line.rsplit(" ", 1)

@@ -2,7 +2,7 @@
 
     pscluster_side.py [--ps N] [--workers N]
 
-Every function that is measured goes through the public API, as a user would write it.
+Every measured function uses the public API, as a user would write it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Bench:
     """The handlers, and the variables they share."""
 
     def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
-        env = {**THREADS, "PSCLUSTER_KEEP_MIB": "0"}  # what nobody changes is sent again: that is what is measured
-        # Over TCP, as all that it is compared with.
+        env = {**THREADS, "PSCLUSTER_KEEP_MIB": "0"}  # unchanged values are sent again: the transfer is measured
+        # Over TCP, like everything it is compared with.
         cluster = stack.enter_context(
             LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR"),
         )
@@ -60,7 +60,7 @@ class Bench:
         return self._made[name]
 
     def _run(self, n: int, function: Any, args: tuple[Any, ...] = ()) -> float:
-        """Seconds for so many functions, on all workers."""
+        """Seconds for this many functions, on all workers."""
 
         def work() -> None:
             for _ in range(n):
@@ -75,17 +75,17 @@ class Bench:
         return self._made[key]
 
     def _constant(self, shape: tuple[int, ...]) -> Any:
-        """An iterator that gives each worker the same array of ones again and again."""
+        """An iterator that repeatedly gives each worker the same array of ones."""
         return iter(self.coordinator.create_per_worker_dataset(lambda: itertools.repeat(np.ones(shape, np.float32))))
 
     def optimizer_names(self) -> list[str]:
-        """What can be compared."""
+        """The optimizers that can be compared."""
         return [name for name in ("Adagrad", "SGD") if hasattr(optimizers, name)]
 
     # Dispatch
 
     def empty(self, n: int, result: bool) -> float:
-        """Empty functions: scheduled, joined and, where they have a result, fetched."""
+        """Run empty functions: scheduled, joined and, if they have a result, fetched."""
         function = self._once(f"empty{result}", lambda: _one if result else _nothing)
         if not result:
             return self._run(n, function)
@@ -104,7 +104,7 @@ class Bench:
     # Dense
 
     def pull(self, mib: int, n: int) -> float:
-        """So many functions, each of which reads the whole variable."""
+        """Run this many functions, each of which reads the whole variable."""
         strategy, variable = self.strategy, self._variable(f"dense{mib}", (mib << 10, 256))
 
         def pull() -> None:
@@ -114,7 +114,7 @@ class Bench:
         return self._run(n, self._once(f"pull{mib}", lambda: pull))
 
     def push(self, mib: int, n: int) -> float:
-        """So many functions, each of which adds to the whole variable."""
+        """Run this many functions, each of which adds to the whole variable."""
         variable, shape = self._variable(f"dense{mib}", (mib << 10, 256)), (mib << 10, 256)
 
         def make() -> tuple[Any, Any]:
@@ -127,7 +127,7 @@ class Bench:
         return self._run(n, push, (iterator,))
 
     def many(self, n: int, variables: int) -> float:
-        """So many functions, each of which reads many variables of 4 KiB."""
+        """Run this many functions, each of which reads many variables of 4 KiB."""
         strategy, small = self.strategy, [self._variable(f"small{i}", (1024,)) for i in range(variables)]
 
         def read_all() -> None:
@@ -139,7 +139,7 @@ class Bench:
     # Sparse
 
     def gather(self, n: int, ids: int) -> float:
-        """So many functions, each of which reads random rows of 64 of a million."""
+        """Run this many functions, each of which reads random rows of 64 of a million."""
         table = self._variable("table64", (ROWS, 64))
 
         def gather() -> None:
@@ -149,7 +149,7 @@ class Bench:
         return self._run(n, self._once(f"gather{ids}", lambda: gather))
 
     def gather_update(self, n: int, ids: int, optimizer: str) -> float:
-        """The same, and a gradient for these rows applied by an optimizer."""
+        """Do the same, with a gradient for these rows that an optimizer applies."""
         table, rule = self._variable("table64", (ROWS, 64)), self._optimizer(optimizer)
 
         def step() -> None:
@@ -162,7 +162,7 @@ class Bench:
     # End to end
 
     def embedding(self, n: int, batch: int, optimizer: str) -> float:
-        """So many training steps of the model in model.py."""
+        """Run this many training steps of the model in model.py."""
         strategy, rule = self.strategy, self._optimizer(optimizer)
         table = self._variable("embeddings", (ROWS, 32))
 
@@ -189,7 +189,7 @@ class Bench:
         return self._run(n, step, (iterator,))
 
     def loop(self, n: int, packing: int) -> float:
-        """An epoch of so many steps of a multiplication, by `fit`; 0 steps a function: its own choice."""
+        """Run an epoch of this many steps of a multiplication, by `fit`; 0 steps per function: its own choice."""
 
         def make() -> tuple[Any, Any]:
             return multiplication(), self.coordinator.create_per_worker_dataset(multiplied)
@@ -204,7 +204,7 @@ class Bench:
     # One client, one server
 
     def single(self, mib: int, n: int, push: bool) -> list[float]:
-        """Seconds of each read or `assign` of one tensor, timed inside of the client."""
+        """Seconds of each read or `assign` of one tensor, timed inside the client."""
         strategy, variable = self.strategy, self._variable(f"single{mib}", (mib << 10, 256))
 
         def make() -> tuple[Any, Any]:
@@ -227,7 +227,7 @@ class Bench:
 
 
 def multiplied() -> Iterator[Any]:
-    """What the training loop's steps get."""
+    """The input of the training loop's steps."""
     return itertools.repeat(np.full((LOOP_SIDE, LOOP_SIDE), 1 / LOOP_SIDE, np.float32))
 
 

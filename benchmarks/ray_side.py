@@ -18,10 +18,10 @@ class Actor:
     """A worker."""
 
     def nothing(self) -> None:
-        """An empty function."""
+        """An empty method."""
 
     def one(self) -> int:
-        """One with a small result."""
+        """A method with a small result."""
         return 1
 
 
@@ -42,7 +42,7 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
 
     def empty(n: int, result: bool) -> float:
         def without() -> None:
-            # Nothing comes back but for the last call of each actor: calls of one actor run in order.
+            # Only the last call of each actor returns a value: calls of one actor run in order.
             quick = [actor.nothing.options(num_returns=0) for actor in actors]
             for i in range(n):
                 quick[i % 2].remote()

@@ -1,4 +1,4 @@
-"""What came out, as lines and as a page."""
+"""The results, as lines for the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from pathlib import Path
 
 
 def shown(value: float) -> str:
-    """Three figures."""
+    """Return a number with about three significant digits."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 @dataclass
-class Figures:
-    """A row: the figures of each side, by round."""
+class Results:
+    """A row: the values of each side, by round."""
 
     key: str
     title: str
     unit: str
-    figures: dict[str, list[float]]
+    values: dict[str, list[float]]
     goals: tuple[tuple[tuple[str, ...], float], ...]
     higher_is_better: bool
     cpu: dict[str, list[float]]
-    """Seconds of all of a side's processes for one function, by round."""
+    """CPU seconds of all of a side's processes for one function, by round."""
 
     def median(self, side: str) -> float | None:
-        """Of the rounds."""
-        values = self.figures.get(side)
+        """Return the median of the rounds."""
+        values = self.values.get(side)
         return statistics.median(values) if values else None
 
     def cpu_ratio(self, ours: str, peer: str) -> float:
-        """How many times our CPU time the peer takes for one function; 0 where it is too little to tell."""
+        """Return the peer's CPU time for one function by ours; 0 if ours is too small to measure."""
         mine, theirs = statistics.median(self.cpu[ours]), statistics.median(self.cpu[peer])
         return theirs / mine if mine else 0.0
 
     def comparisons(self, ours: str) -> list[tuple[str, float, float, float, float]]:
-        """For each goal that can be judged: the best peer, our ratio to it, the lowest and highest, the goal."""
-        found = []
-        mine = self.figures.get(ours)
+        """Return for each goal with results: the best peer, our ratio to it, the lowest and highest, the goal."""
+        comparisons = []
+        mine = self.values.get(ours)
         for peers, goal in self.goals:
-            there = [peer for peer in peers if self.figures.get(peer)]
-            if not mine or not there:
+            measured = [peer for peer in peers if self.values.get(peer)]
+            if not mine or not measured:
                 continue
-            medians = {peer: statistics.median(self.figures[peer]) for peer in there}
+            medians = {peer: statistics.median(self.values[peer]) for peer in measured}
             best = (
                 max(medians, key=medians.__getitem__)
                 if self.higher_is_better
                 else min(medians, key=medians.__getitem__)
             )
-            pairs = list(zip(mine, self.figures[best], strict=False))
+            pairs = list(zip(mine, self.values[best], strict=False))
             by_round = [a / b if self.higher_is_better else b / a for a, b in pairs]
             middle = statistics.median(mine) / medians[best]
             ratio = middle if self.higher_is_better else 1 / middle
-            found.append((best, ratio, min(by_round), max(by_round), goal))
-        return found
+            comparisons.append((best, ratio, min(by_round), max(by_round), goal))
+        return comparisons
 
     def line(self, ours: str) -> str:
-        """For the terminal."""
-        sides = ", ".join(f"{name} {shown(statistics.median(v))}" for name, v in self.figures.items() if v)
+        """Return a line for the terminal."""
+        sides = ", ".join(f"{name} {shown(statistics.median(v))}" for name, v in self.values.items() if v)
         judged = "; ".join(
             f"{ratio:.2f} x {peer} ({low:.2f}-{high:.2f}; CPU {self.cpu_ratio(ours, peer):.2f}), goal {goal:g}: "
             f"{'reached' if ratio >= goal else 'MISSED'}"
@@ -71,23 +71,23 @@ class Figures:
 
 @dataclass
 class Cost:
-    """A row of our own costs."""
+    """One of our own costs."""
 
     title: str
     goal: str
-    figures: str
+    result: str
     reached: bool
 
     def line(self) -> str:
-        """For the terminal."""
-        return f"{self.title}: {self.figures}; goal: {self.goal}: {'reached' if self.reached else 'MISSED'}"
+        """Return a line for the terminal."""
+        return f"{self.title}: {self.result}; goal: {self.goal}: {'reached' if self.reached else 'MISSED'}"
 
 
 @dataclass
 class Report:
-    """All of it."""
+    """All results."""
 
-    rows: list[Figures] = field(default_factory=list)
+    rows: list[Results] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -95,40 +95,41 @@ class Report:
 
 
 HOW = """\
-Every system has two parameter servers, two workers and one coordinator, a process each, that talk over TCP on
-loopback; torch's RPC has no servers, and may use shared memory, as it does by itself. The clusters are warm, and asked
-in turn, round after round: what disturbs one disturbs all. A ratio is that of the medians, above 1 where pscluster is
-ahead (times are compared upside down); in brackets the lowest and highest ratio of a single round. The CPU ratio is the
-CPU time that all processes of the peer took for one function, by ours: on a machine that is busy otherwise it is the
-steadier of the two. Every process does arithmetic on one thread. Nothing is timed before the workers have run it;
-TensorFlow's functions are traced by then.
+Every system has two parameter servers, two workers and one coordinator, each a process, that communicate over TCP on
+loopback; torch's RPC has no servers, and may use shared memory, as it does by default. The clusters are warm, and are
+asked in turn, round after round, so that a disturbance affects all of them. A ratio is that of the medians, above 1 if
+pscluster is ahead (for times it is inverted); in brackets are the lowest and highest ratio of a single round. The CPU
+ratio is the CPU time that all processes of the peer took for one function, divided by ours: on a machine that is also
+doing other work it is the steadier of the two. Every process does arithmetic on one thread. Nothing is timed before the
+workers have run it; TensorFlow's functions are traced by then.
 
-- **Empty functions**: scheduled, joined, and fetched where they have a result. Ray calls two actors, in the row without
-  a result with `num_returns=0`; torch calls two workers with `rpc_async`.
-- **Dense pull and push**: each function reads, or adds to, a whole variable that is cut in two, one half a server; both
-  workers at once. The bytes that cross loopback are counted, lest a graph optimiser save the transfer.
+- **Empty functions**: scheduled, joined, and fetched if they have a result. Ray calls two actors, in the row without a
+  result with `num_returns=0`; torch calls two workers with `rpc_async`.
+- **Dense pull and push**: each function reads, or adds to, a whole variable that is cut in two, one half per server;
+  both workers at once. The bytes that cross loopback are counted, in case a graph optimiser omits the transfer.
 - **Sparse rows**: random ids of a table of a million rows; the same optimizer on both sides.
-- **Embedding model**: a million rows of 32, 26 uniform ids and 13 numbers an example, hidden layers of 256 and 128,
+- **Embedding model**: a million rows of 32, 26 uniform ids and 13 numbers per example, hidden layers of 256 and 128,
   batches of 512; ours in NumPy, TensorFlow's a traced function with its own gradients and kernels.
-- **Training loop**: an epoch of `fit` over data of each worker's own, each step a multiplication of two matrices;
-  beside it functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16 in a loop.
+- **Training loop**: an epoch of `fit` over a separate dataset on each worker, each step a multiplication of two
+  matrices; compared with functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16
+  in a loop.
 - **One client, one server**: a worker reads or assigns one tensor.
-- **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each
-  worker to each server, with nothing around it (`socket_side.py`) but the row's arithmetic: no variables, no checks, no
-  once-only updates, nothing kept for a restart, and memory that is warm and the same each time. A dense push is added,
-  by NumPy, once it has all come; an assignment goes to its place as it comes; rows are updated by Adagrad where the row
-  says so. For "schedule to fetch" it is a byte there and back, no queue and no function. Its connections are as the
-  kernel sets them; with the settings of our data plane (`tuned_socket_side.py`) it is the limit of what Python can do.
-- **Bare gRPC** is the same by Python's gRPC (`grpc_side.py`). Ours goes over its data plane; see
+- **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each worker to each
+  server, with nothing else (`socket_side.py`) but the row's arithmetic: no variables, no checks, no once-only updates,
+  nothing kept for a restart, and the same warm memory each time. A dense push is added, by NumPy, once it has all
+  arrived; an assignment is stored in place as it arrives; rows are updated by Adagrad if the row says so. For
+  "schedule to fetch" it is a byte there and back, without a queue or a function. Its connections have the kernel's
+  settings; with those of our data plane (`tuned_socket_side.py`) it is the limit of what Python can do.
+- **Bare gRPC** is the same with Python's gRPC (`grpc_side.py`). Ours uses its data plane; see
   [Performance](performance.md#the-data-plane).
-- Nothing is kept by clients (`PSCLUSTER_KEEP_MIB=0`), but where the row says so: rows are about moving bytes.
+- Clients cache nothing (`PSCLUSTER_KEEP_MIB=0`), unless the row says so: rows are about moving bytes.
 """
 
 
 def write(report: Report, path: Path, ours: str) -> None:
-    """The page."""
+    """Write the page."""
     facts = report.facts
-    peers = list(dict.fromkeys(name for row in report.rows for name in row.figures if name != ours))
+    peers = list(dict.fromkeys(name for row in report.rows for name in row.values if name != ours))
     lines = [
         "# Benchmarks",
         "",
@@ -154,7 +155,7 @@ def write(report: Report, path: Path, ours: str) -> None:
         goals = "<br>".join(f"{goal:g} x" for *_, goal in judged)
         verdicts = "<br>".join("reached" if ratio >= goal else "missed" for _, ratio, _, _, goal in judged)
         lines.append(f"| {row.title} | {row.unit} | {' | '.join(cells)} | {ratios} | {cpus} | {goals} | {verdicts} |")
-    lines += ["", "## What must not grow", "", "| cost | figures | goal | |", "| --- | --- | --- | --- |"]
-    lines += [f"| {c.title} | {c.figures} | {c.goal} | {'reached' if c.reached else 'missed'} |" for c in report.costs]
+    lines += ["", "## What must not grow", "", "| cost | result | goal | |", "| --- | --- | --- | --- |"]
+    lines += [f"| {c.title} | {c.result} | {c.goal} | {'reached' if c.reached else 'missed'} |" for c in report.costs]
     lines += ["", "## How it is measured", "", HOW]
     path.write_text("\n".join(lines))

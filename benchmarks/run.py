@@ -2,9 +2,9 @@
 
     python benchmarks/run.py [--quick] [--only ROW]... [--rounds N] [--out FILE]
 
-Every side keeps a warm cluster of its own: 2 parameter servers, 2 workers, 1 coordinator, a process each, in a
-network of its own that has loopback only. A round asks each side once; a row is as many rounds as `--rounds`
-says, and its ratio is that of the medians. Peers that are not installed are left out.
+Every side keeps a separate warm cluster: 2 parameter servers, 2 workers and 1 coordinator, each a process, in a
+separate network with nothing but loopback. A round asks each side once; a row is as many rounds as `--rounds` says,
+and its ratio is that of the medians. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness import (
     machine,
     peers_that_are_there,
 )
-from report import Cost, Figures, Report, write
+from report import Cost, Report, Results, write
 
 OURS, TENSORFLOW, RAY, TORCH, DASK = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
@@ -55,7 +55,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `goals`: a group of peers, and how many times their figure (the best of them) we must reach."""
+    """One measurement. `goals`: groups of peers, and the multiple of a group's best result that we must reach."""
 
     key: str
     title: str
@@ -63,16 +63,16 @@ class Row:
     do: str
     n: dict[str, int]
     goals: tuple[tuple[tuple[str, ...], float], ...]
-    figure: Callable[[Any, int], float]
+    measure: Callable[[Any, int], float]
     arguments: dict[str, Any] = field(default_factory=dict)
     higher_is_better: bool = True
     pick_optimizer: bool = False
     slow_to_prepare: bool = False  # left out of the quick run
-    moves: int = 0  # bytes that a function must move, where that is known
+    moves: int = 0  # bytes that a function must move, if known
 
     @property
     def sides(self) -> list[str]:
-        """Who takes part."""
+        """The sides that take part."""
         return list(self.n)
 
 
@@ -81,11 +81,11 @@ def _rate(per_function: float) -> Callable[[Any, int], float]:
 
 
 def _quantile(share: float) -> Callable[[Any, int], float]:
-    def figure(times: Any, _: int) -> float:
+    def quantile(times: Any, _: int) -> float:
         ordered = sorted(times)
         return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3
 
-    return figure
+    return quantile
 
 
 DISPATCH_GOALS = (((TENSORFLOW,), 20.0), ((RAY, TORCH), 3.0))
@@ -194,7 +194,7 @@ def _loop_rows() -> list[Row]:
             _rate(1),
             {"packing": packing},
         )
-        for key, what, packing in (("1", "one a function", 1), ("packed", "several a function", 0))
+        for key, what, packing in (("1", "one per function", 1), ("packed", "several per function", 0))
     ]
 
 
@@ -220,7 +220,7 @@ def _single_rows() -> list[Row]:
 
 
 class Bench:
-    """Runs rows, and keeps what came out."""
+    """Runs rows, and collects the results."""
 
     def __init__(self, rounds: int, isolated: bool, peers: set[str], quick: bool) -> None:
         self.rounds = rounds
@@ -239,7 +239,7 @@ class Bench:
         return Side(name, script, python=PEERS, isolated=self._isolated)
 
     def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2) -> None:
-        """Rows on the same clusters; a side is ended after the last row that it takes part in."""
+        """Run rows on the same clusters; a side is ended after the last row that it takes part in."""
         rows = [row for row in rows if not (self.quick and row.slow_to_prepare)]
         if not rows:
             return
@@ -278,7 +278,7 @@ class Bench:
             known = [side.ask("optimizer_names") for name, side in mine.items() if name not in LIMITS]
             arguments["optimizer"] = next(each for each in known[0] if all(each in other for other in known))
             title = title.format(optimizer=arguments["optimizer"])
-        figures: dict[str, list[float]] = {name: [] for name in mine}
+        values: dict[str, list[float]] = {name: [] for name in mine}
         cpu: dict[str, list[float]] = {name: [] for name in mine}
         for number in range(self.rounds + 1):
             for name, side in list(mine.items()):
@@ -289,21 +289,21 @@ class Bench:
                     answer = side.ask(row.do, n=n, **arguments)
                 except SideError as error:
                     mine.pop(name)
-                    figures.pop(name)
+                    values.pop(name)
                     self._lose(sides, name, error)
                     continue
                 moved = side.loopback_bytes() - before
                 if self._isolated and row.moves and moved < 0.95 * row.moves * n:
                     raise SystemExit(f"{name}: {title} moved {moved} bytes, not {row.moves} x {n}: it measures nothing")
                 if number:
-                    figures[name].append(row.figure(answer, n))
+                    values[name].append(row.measure(answer, n))
                     cpu[name].append((side.cpu_seconds() - cpu_before) / n)
-        done = Figures(row.key, title, row.unit, figures, row.goals, row.higher_is_better, cpu)
+        done = Results(row.key, title, row.unit, values, row.goals, row.higher_is_better, cpu)
         self.report.rows.append(done)
         print(done.line(OURS), flush=True)
 
     def cost(self, title: str, goal: str, do: str, cases: dict[str, dict[str, Any]], show: Any) -> None:
-        """A row of our own costs: each case in a fresh process; the middle one of some rounds where they are cheap."""
+        """Run a row of our own costs: each case in a new process; the median of some rounds if they are cheap."""
         answers = {}
         for label, arguments in cases.items():
             try:
@@ -332,7 +332,7 @@ def _ratio(found: dict[str, float]) -> str:
 
 
 def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
-    """What must not grow."""
+    """Measure what must not grow."""
     quick = bench.quick
 
     def cpu(answers: dict[str, Any]) -> tuple[str, bool]:
@@ -343,7 +343,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         cases = {
             str(w): {"workers": w, "n": 5_000 if quick else 20_000} for w in ((1, 4) if quick else (1, 2, 4, 8, 16))
         }
-        bench.cost("coordinator's CPU a function, by workers", "flat (within 1.5 x)", "dispatch", cases, cpu)
+        bench.cost("coordinator's CPU per function, by workers", "flat (within 1.5 x)", "dispatch", cases, cpu)
     if wanted("cost-queue"):
         sizes = (1_000, 50_000) if quick else (1_000, 10_000, 100_000, 1_000_000)
         cases = {f"{n:,}": {"n": n} for n in sizes}
@@ -415,7 +415,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     if wanted("cost-unchanged"):
         cases = {"kept": {"mib": 40, "keep": 256, "n": 20}, "sent again": {"mib": 40, "keep": 0, "n": 20}}
         bench.cost(
-            "a read of 40 MiB that nobody has changed",
+            "a read of 40 MiB that have not changed",
             "not sent again (0.5 x the time)",
             "unchanged",
             cases,
@@ -488,7 +488,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
 
         bench.cost(
             "a training step on batches of 64 rows, each visited once",
-            "0.95 x of a loop of each worker's own",
+            "0.95 x of a separate loop on each worker",
             "data_path",
             {"": {"batches": 500 if quick else 1000, "rounds": 3 if quick else 25}},
             kept,
@@ -498,15 +498,15 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         def packed(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
             rates = dict(answers["in turn"])
             beside = rates.pop("beside")
-            ratio, share = (rates["chosen"] / rates[way] for way in ("one step a function", "no dispatch"))
+            ratio, share = (rates["chosen"] / rates[way] for way in ("one step per function", "no dispatch"))
             return (
-                f"{_listed(rates, ' steps/s')}; {ratio:.2f} x one step a function, {share:.3f} x no dispatch; "
-                f"of the workers' time {beside:.2f} % beside functions"
+                f"{_listed(rates, ' steps/s')}; {ratio:.2f} x one step per function, {share:.3f} x no dispatch; "
+                f"of the workers' time {beside:.2f} % outside functions"
             ), beside <= 2
 
         bench.cost(
             "a training loop with steps of 0.3 ms, by how many a function takes",
-            "2 % of the workers' time beside functions, where their size is chosen",
+            "2 % of the workers' time outside functions, if their size is chosen",
             "packing",
             {"in turn": {"steps": 8000 if quick else 32_000, "rounds": 3 if quick else 9}},
             packed,
@@ -520,12 +520,12 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
                 f"functions {rates['functions']['ours']:,.0f}/s with, {rates['functions']['base']:,.0f}/s without",
                 *(f"{what} {rates[what]['ours'] / GIB:.2f}, {rates[what]['base'] / GIB:.2f} GiB/s" for what in MOVES),
             ]
-            idle = f"processor time of all roles while nothing runs: {1000 * found['idle']:.1f} ms a second more"
+            idle = f"processor time of all roles while nothing runs: {1000 * found['idle']:.1f} ms per second more"
             reached = min(each["ratio"] for each in rates.values()) >= 0.98
             return f"{'; '.join(shown)}; {', '.join(map(_ratio, rates.values()))}; {idle}", reached
 
         bench.cost(
-            "metrics served, and asked for every 5 s, and the live page, and looked at",
+            "metrics served and scraped every 5 s, and the live page open",
             "0.98 x of none",
             "telemetry",
             {
@@ -607,7 +607,7 @@ def main() -> int:
     def wanted(key: str) -> bool:
         return key in options.only if options.only else not (options.quick and key in SLOW_COSTS)
 
-    begin, measured = time.monotonic(), commit()  # now: the tree may go on while this runs
+    begin, measured = time.monotonic(), commit()  # now: the working tree may change while this runs
     adopt_orphans()
     isolated = can_isolate()
     peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed"))

@@ -1,19 +1,19 @@
-"""Hours of work, with the memory, descriptors, threads and sockets of every process looked at: `make soak`.
+"""Hours of work, during which the memory, descriptors, threads and sockets of every process are sampled: `make soak`.
 
     python benchmarks/soak.py [--hours H] [--every S] [--durability KIND] [--no-faults] [--csv FILE] [--png FILE]
                               [--worker-every S] [--ps-every S] [--shortest MINUTES] [--turns N]
     python benchmarks/soak.py --judge FILE [--png FILE] [--shortest MINUTES]     samples that were taken before
 
 A job (`soak_job.py`) does whatever could leave something behind, on 2 parameter servers and 3 workers; each of them and
-the coordinator is a process of its own. This process holds the `LocalCluster`, strikes it, and takes the samples, which
-it writes to the file at once: it keeps none, and loads what draws them when all is over. So none of the roles has
-anything of the measurement in it, and this process can be looked at like the others ("cluster").
+the coordinator is a separate process. This process holds the `LocalCluster`, kills roles, and takes the samples, which
+it writes to the file immediately: it keeps none, and loads the drawing library only at the end. So no role contains
+anything of the measurement, and this process can be judged like the others ("cluster").
 
-Worker 0 and server 0 are never struck: they and the coordinator outlive all reconnections, and their lives are as long
-as the run. The others are killed in turn, and start again.
+Worker 0 and server 0 are never killed: they and the coordinator outlive all reconnections, and live as long as the run.
+The others are killed in turn, and restarted.
 
-Exit code 0: nothing grows, by the rule of `growth.py`, and the job had no error. Ctrl-C ends early, and judges what
-there is. Linux: what is sampled is read from /proc.
+Exit code 0: nothing grows, by the rule of `growth.py`, and the job had no error. Ctrl-C ends the run early, and the
+samples taken so far are judged. Linux only: the samples are read from /proc.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from growth import ALLOWED, COLUMNS, Sample, Series, Trend, judge, lives_of, rea
 from harness import commit, machine
 
 from pscluster.coordinator import LocalCluster
-from pscluster.coordinator.local.local_cluster import child_environ
+from pscluster.coordinator.local.environment import child_environ
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 NUM_PS, NUM_WORKERS = 2, 3
 MOST_SAMPLES = 2000  # of a process, by default
-PATIENCE = 300.0  # for the job to end
+TIMEOUT = 300.0  # for the job to end
 COORDINATOR, CLUSTER = "coordinator", "cluster"
 COLOURS = {  # Okabe and Ito's, which most people can tell apart
     COORDINATOR: "#000000",
@@ -59,7 +59,7 @@ COLOURS = {  # Okabe and Ito's, which most people can tell apart
     "worker 2": "#CC79A7",
     CLUSTER: "#999999",
 }
-STARTING, POINTS = 10.0, 400  # seconds of a life that the picture leaves out; points of a line in it
+STARTING, POINTS = 10.0, 400  # seconds of a life that the picture omits; points of a line in it
 PANELS = {"resident": "resident memory, MiB", "descriptors": "descriptors", "threads": "threads", "sockets": "sockets"}
 
 
@@ -81,17 +81,17 @@ def established() -> set[str]:
 
 
 def disk_use(folders: Sequence[Path]) -> int:
-    """Bytes of the files in there."""
+    """The total size of the files in there."""
     total = 0
     for folder in folders:
         for path in folder.rglob("*"):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # it has just been removed
                 total += path.stat().st_size if path.is_file() else 0
     return total
 
 
 def sample(seconds: float, role: str, pid: int, connected: set[str], folders: Sequence[Path]) -> Sample:
-    """A process as it is now. OSError if it is gone."""
+    """Sample a process now. OSError if it does not exist."""
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     rollup = re.findall(r"^Private_\w+:\s+(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE)
@@ -113,14 +113,14 @@ def sample(seconds: float, role: str, pid: int, connected: set[str], folders: Se
 
 
 class Run:
-    """The cluster, its job, and what strikes them."""
+    """The cluster, its job, and the faults."""
 
     def __init__(self, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         self.done: dict[str, Any] = {}
         self.strikes = 0
         self._over = threading.Event()
         self._striking = threading.Lock()
-        self._struck_at = 0  # the turn of the last strike
+        self._struck_at = 0  # the turn of the last fault
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-soak-")))
         self._state, self._checkpoints = folder / "state", folder / "checkpoints"
         for each in (self._state, self._checkpoints):
@@ -143,11 +143,11 @@ class Run:
         script = [str(HERE / "soak_job.py"), "--checkpoints", str(self._checkpoints), *limit]
         self.job = subprocess.Popen(
             [*role, *self.cluster.hand_over_port("chief", 0), *script],
-            stdin=subprocess.PIPE,  # its end stops the job
+            stdin=subprocess.PIPE,  # closing it stops the job
             stdout=subprocess.PIPE,
             text=True,
             env=child_environ(env, self.cluster.tf_config("chief", 0), self.cluster.token, self.cluster.tls_folder),
-            start_new_session=True,  # Ctrl-C comes to this process alone
+            start_new_session=True,  # Ctrl-C reaches this process alone
         )
         threads = [threading.Thread(target=self._listen)]
         if options.faults:
@@ -178,7 +178,7 @@ class Run:
     def _strike(self, role: str, indices: Iterator[int], every: float) -> None:
         while not self._over.wait(every):
             with self._striking:
-                # On a busy machine what was killed is not back in time: the job is to get on between two strikes.
+                # On a busy machine a killed role may not be back in time: the job must progress between two faults.
                 while self._turns <= self._struck_at and not self._over.wait(0.1):
                     pass
                 index = next(indices)
@@ -193,18 +193,18 @@ class Run:
 
     @property
     def working(self) -> bool:
-        """Whether the job goes on."""
+        """Whether the job is running."""
         return not self.done.get("over") and self.job.poll() is None
 
     def processes(self) -> Iterator[tuple[str, int, list[Path]]]:
-        """Who is to be sampled, and where they keep files."""
+        """The processes to sample, and where they keep files."""
         yield COORDINATOR, self.job.pid, [self._checkpoints]
         for (role, index), pid in self.cluster.pids.items():
             yield f"{role} {index}", pid, list(self._state.glob(f"{role}-{index}-*"))
         yield CLUSTER, os.getpid(), []
 
     def watch(self, path: Path, every: float, limit: float) -> str:
-        """Sample until the job is over; what was wrong."""
+        """Sample until the job is over; return what was wrong."""
         begin = told = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8", buffering=1) as file, contextlib.suppress(KeyboardInterrupt):
@@ -229,14 +229,14 @@ class Run:
         return ""
 
     def account(self) -> str:
-        """What was done."""
+        """What the job has done."""
         done = {kind: count for kind, count in self.done.items() if kind not in ("over", "lost")}
         said = ", ".join(f"{count:,} {kind}" for kind, count in sorted(done.items(), key=lambda item: -item[1]))
         return f"{said or 'nothing'}; {self.strikes} processes killed"
 
 
 def show(samples: Sequence[Sample], trends: Sequence[Trend]) -> None:
-    """The table, in Markdown."""
+    """Print the table, in Markdown."""
     lives = lives_of(samples)
     print("| process | lives | minutes | memory, MiB | MiB an hour | descriptors | threads | sockets | disk, MiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -254,19 +254,19 @@ def show(samples: Sequence[Sample], trends: Sequence[Trend]) -> None:
 
 
 def verdict(trends: Sequence[Trend]) -> list[str]:
-    """What grows, and nothing if nothing does."""
+    """What grows; empty if nothing does."""
     return [str(trend) for trend in trends if trend.grows]
 
 
 def thinned(times: Series, values: Series, points: int) -> tuple[Series, Series]:
-    """At most so many points and one: each the median of those that lie together."""
+    """At most this many points plus one: each the median of a group of neighbours."""
     together = -(-len(times) // points)
     starts = range(0, len(times), together)
     return times[::together], np.array([np.median(values[start : start + together]) for start in starts])
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """Four panels, a line a process, a triangle where one was started anew."""
+    """Draw four panels, with a line per process, and a triangle where one was restarted."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -305,7 +305,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
 
 
 def report(csv: Path, png: Path | None, shortest: float) -> bool:
-    """Table, picture and verdict of the samples in the file; True if nothing grows."""
+    """Write the table, picture and verdict for the samples in the file; True if nothing grows."""
     samples = read_samples(csv)
     trends = judge(samples, shortest)
     show(samples, trends)
@@ -323,7 +323,7 @@ def report(csv: Path, png: Path | None, shortest: float) -> bool:
 
 
 def run(options: argparse.Namespace) -> bool:
-    """The whole run; True if nothing grows and nothing was wrong."""
+    """Do the whole run; True if nothing grows and nothing was wrong."""
     every = options.every or max(0.5, 3600 * options.hours / MOST_SAMPLES)
     how = f"faults: a worker every {options.worker_every:.0f} s, a server every {options.ps_every:.0f} s"
     print(f"{machine()}; commit {commit()}")
@@ -331,7 +331,7 @@ def run(options: argparse.Namespace) -> bool:
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         running = Run(options, stack)
-        wrong = running.watch(options.csv, every, 3600 * options.hours + PATIENCE)
+        wrong = running.watch(options.csv, every, 3600 * options.hours + TIMEOUT)
         print(f"{running.account()}; updates known to be lost: {running.done.get('lost') or 'none'}", flush=True)
     calm = report(options.csv, options.png, 60 * options.shortest)
     if wrong:
@@ -355,7 +355,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.judge is not None:
         return 0 if report(options.judge, options.png, 60 * options.shortest) else 1
-    logging.getLogger("pscluster.local_cluster").setLevel(logging.ERROR)  # what dies here dies on purpose
+    logging.getLogger("pscluster.local_cluster").setLevel(logging.ERROR)  # these deaths are deliberate
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     return 0 if run(options) else 1
 

@@ -1,11 +1,11 @@
-"""The job of `soak.py`: the coordinator's script, which does again and again whatever could leave something behind.
+"""The job of `soak.py`: the coordinator's script, which repeatedly does whatever could leave something behind.
 
 A turn does all of it once: steps with a dataset, sparse rows, arrays as arguments and results, RemoteValues passed on
 and dropped, functions and classes that are new every time, large reads and updates. Some turns also raise, make and
-delete a variable, exchange the dataset, look at metrics and health, save a checkpoint, or restore one. At the end of a
-turn everything has been joined, so never more functions wait than one turn has.
+delete a variable, replace the dataset, check metrics and health, save a checkpoint, or restore one. At the end of a
+turn everything has been joined, so no more functions wait than one turn has.
 
-Every now and then it prints a line of JSON: what it has done so far. The last line says that it is over.
+From time to time it prints a line of JSON with what it has done so far. The last line says that it is over.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from pscluster.coordinator.cli.health import is_healthy
 from pscluster.core.security.tokens import load_token
 
 ROWS, WIDTH = 50_000, 32
-LARGE = 2_200_000  # elements: 4.2 MiB a shard, so that requests are streamed, and copies kept
-BATCH, STEPS, NEW, PATIENCE = 64, 30, 20, 300.0
+LARGE = 2_200_000  # elements: 4.2 MiB per shard, so that requests are streamed, and copies kept
+BATCH, STEPS, NEW, TIMEOUT = 64, 30, 20, 300.0
 PRINT_EVERY = 1.0
 
 
 class ExpectedError(Exception):
-    """What a step raises on purpose."""
+    """An error that a step raises on purpose."""
 
 
 class Load:
-    """All that a turn does. `done` counts it, by kind."""
+    """Everything that a turn does. `done` counts it, by kind."""
 
     def __init__(self, strategy: ParameterServerStrategy, folder: str) -> None:
         self.done: Counter[str] = Counter()
@@ -122,7 +122,7 @@ class Load:
         self._total, self._temporary, self._fail = total, temporary, fail
 
     def turn(self, number: int) -> None:
-        """All of it once."""
+        """Do everything once."""
         parts = [self._steps, self._rows, self._arrays, self._functions, self._streams]
         for at in self._rng.permutation(len(parts)):
             parts[at](number)
@@ -140,7 +140,7 @@ class Load:
         self.done["turns"] += 1
 
     def _join(self) -> None:
-        self._coordinator.join(timeout=PATIENCE)
+        self._coordinator.join(timeout=TIMEOUT)
 
     def _schedule(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         self.done["functions"] += 1
@@ -148,8 +148,8 @@ class Load:
 
     def _steps(self, number: int) -> None:
         kept = [self._schedule(self._train, self._data, i) for i in range(STEPS)]
-        del kept[::3]  # nobody ever asks for these
-        results = self._coordinator.fetch(kept[: STEPS // 3], PATIENCE)
+        del kept[::3]  # these are never fetched
+        results = self._coordinator.fetch(kept[: STEPS // 3], TIMEOUT)
         assert all(np.isfinite(result["loss"]) for result in results)
 
     def _rows(self, number: int) -> None:
@@ -161,12 +161,13 @@ class Load:
         for _ in range(3):
             value = self._schedule(self._total, value, scale=0.5)
         if number % 2:
-            assert float(value.fetch(PATIENCE)[0]) == 0.25
+            assert float(value.fetch(TIMEOUT)[0]) == 0.25
 
     def _functions(self, number: int) -> None:
-        """Functions, classes and captured values that no worker has seen before.
+        """Use functions, classes and captured values that no worker has seen before.
 
-        A worker keeps up to 256 of them: so many a turn that it has, and drops, that many in the first minutes.
+        A worker keeps up to 256 of them: so many are used per turn that it reaches that number, and drops some, within
+        minutes.
         """
         captured = self._rng.normal(size=NEW)
 
@@ -181,17 +182,17 @@ class Load:
             return lambda: Weights(at).total()
 
         values = [self._schedule(make(at)) for at in range(NEW)]
-        assert np.allclose(self._coordinator.fetch(values, PATIENCE), captured.sum() * np.arange(NEW))
+        assert np.allclose(self._coordinator.fetch(values, TIMEOUT), captured.sum() * np.arange(NEW))
         self.done["new functions"] += NEW
 
     def _variables(self, number: int) -> None:
-        """Not for users: "there is no call that deletes one". What makes variables takes back what it has half made.
+        """Create a variable and delete it.
 
         A worker keeps the handle of each, some hundred bytes: so not at every turn.
         """
         with self._strategy.scope():
             variable = Variable(np.zeros((100, 50), np.float32), name=f"temporary-{number}")
-        assert self._schedule(self._temporary, variable).fetch(PATIENCE).shape == (100, 50)
+        assert self._schedule(self._temporary, variable).fetch(TIMEOUT).shape == (100, 50)
         self._strategy.delete_variable(variable)
         self.done["variables"] += 1
 
@@ -203,7 +204,8 @@ class Load:
         self.done["large updates"] += 1
 
     def _error(self, number: int) -> None:
-        """The first error is raised once, what waits is cancelled; with `retries` the function runs again before."""
+        """Check that the first error is raised once and cancels what waits; with `retries` the function first runs
+        again."""
         waiting = [self._schedule(self._train, self._data, i) for i in range(5)]
         waiting.append(self._coordinator.schedule(self._fail, (number,), retries=number % 3))
         try:
@@ -213,15 +215,15 @@ class Load:
             self.done["errors" if f"number {number}" in str(error) else "errors of others"] += 1
         for value in waiting:
             try:
-                value.fetch(PATIENCE)
+                value.fetch(TIMEOUT)
             except (errors.FunctionError, errors.CancelledError):
                 self.done["failed or cancelled"] += 1
 
     def _datasets(self, number: int) -> None:
-        """A new one; the one before goes on all workers."""
+        """Make a new dataset; the previous one is dropped on all workers."""
         self._data = iter(self._coordinator.create_per_worker_dataset(self._examples))
         fixed = iter(self._coordinator.create_per_worker_dataset([np.ones(1000)] * 3))
-        self._schedule(lambda data: next(data), fixed).fetch(PATIENCE)
+        self._schedule(lambda data: next(data), fixed).fetch(TIMEOUT)
         self.done["datasets"] += 1
 
     def _look(self, number: int) -> None:
@@ -230,20 +232,20 @@ class Load:
         self._strategy.save_progress(turn=number)
         self._strategy.lost_updates()
         self._coordinator.explain()
-        for address in self._addresses:  # a connection each; one that is being restarted does not answer
+        for address in self._addresses:  # one connection each; a role that is being restarted does not answer
             self.done["health checks"] += is_healthy(address, self._token)[0]
 
     def _save(self, number: int) -> None:
         self._settle()
         try:
             self._saving = self._manager.save(wait=False)
-        except errors.PsClusterError as error:  # a server died just then
+        except errors.PsClusterError as error:  # a server has just died
             self._failed("saving", error)
 
     def _settle(self) -> None:
         if self._saving is not None:
             try:
-                self._saving.result(PATIENCE)
+                self._saving.result(TIMEOUT)
                 self.done["checkpoints"] += 1
             except errors.PsClusterError as error:
                 self._failed("writing", error)
@@ -259,12 +261,12 @@ class Load:
                 self._failed("restoring", error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """A checkpoint that failed: the job goes on, and says so."""
+        """Record a failed checkpoint: the job continues."""
         self.done["checkpoints failed"] += 1
         print(f"{what} a checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is being written any more."""
+        """Wait until nothing is being written."""
         self._settle()
         self._manager.close()
 

@@ -1,7 +1,7 @@
-"""The limit: TCP connections between Python processes, nothing on them but the bytes; see `bare`.
+"""The limit: TCP connections between Python processes that carry only the bytes; see `bare`.
 
-socket_side.py [--ps N] [--workers N]. A client receives into, and sends from, memory that is warm; a server likewise.
-A push ends with a byte that says it has all come.
+socket_side.py [--ps N] [--workers N]. A client receives into, and sends from, warm memory; a server likewise. A push
+ends with a byte that confirms that everything has arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prepare = Callable[[socket.socket], object]
 
 
 def _prompt(connected: socket.socket) -> None:
-    """A connection that sends at once, else as the kernel sets it."""
+    """Make a connection send immediately; otherwise it has the kernel's settings."""
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -127,7 +127,7 @@ class _Client(bare.Client):
 
 
 def main(script: str, prepare: Prepare) -> None:
-    """What a side of sockets is, by how its connections are set."""
+    """Run a side of sockets with connections set up in this way."""
     bare.main(script, partial(_server, prepare), partial(_Client, prepare), lambda: {"python": sys.version.split()[0]})
 
 

@@ -1,7 +1,7 @@
 """TensorFlow's side: ParameterServerStrategy and ClusterCoordinator on a cluster of the same shape as ours.
 
-Two servers, two workers, one coordinator, a process each. All functions are tf.functions, traced before
-anything is timed. Reads are made to arrive: the worker touches the first and the last element of what it read.
+Two servers, two workers and one coordinator, each a process. All functions are tf.functions, traced before anything is
+timed. Reads are forced to arrive: the worker touches the first and the last element of what it read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import tensorflow as tf
 from driver import Handlers, serve, timed
 from model import IDS, LOOP_SIDE, ROWS, WIDTH, batches, dense_shapes
 
-INTER_OP = 8  # threads for kernels that wait: fewer than tasks can lock up
+INTER_OP = 8  # threads for kernels that wait: with fewer, tasks can deadlock
 INTRA_OP = 1
 LEARNING_RATE = 0.01
-LOOP_PACKING = 16  # steps a function, where nothing is said: ours come to about as many
+LOOP_PACKING = 16  # steps per function, by default: ours come to about as many
 
 
 def serve_task(job: str, index: int, cluster: str) -> None:
-    """A server's or worker's process, until its standard input ends."""
+    """Run a server or worker until its standard input ends."""
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=INTER_OP, intra_op_parallelism_threads=INTRA_OP)
     spec = tf.train.ClusterSpec(json.loads(cluster))
     server = tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config, start=True)
@@ -42,7 +42,7 @@ def serve_task(job: str, index: int, cluster: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody had a moment ago."""
+    """Return ports that were free a moment ago."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -117,13 +117,13 @@ class Bench:
         return timed(work)
 
     def optimizer_names(self) -> list[str]:
-        """What can be compared."""
+        """The optimizers that can be compared."""
         return ["Adagrad", "SGD"]
 
     # Dispatch
 
     def empty(self, n: int, result: bool) -> float:
-        """Empty functions: scheduled, joined and, where they have a result, fetched."""
+        """Run empty functions: scheduled, joined and, if they have a result, fetched."""
 
         def make() -> Any:
             @tf.function
@@ -156,7 +156,7 @@ class Bench:
     # Dense
 
     def pull(self, mib: int, n: int) -> float:
-        """So many functions, each of which reads the whole variable."""
+        """Run this many functions, each of which reads the whole variable."""
         variable = self._variable(f"dense{mib}", (mib << 10, 256))
 
         def make() -> Any:
@@ -170,7 +170,7 @@ class Bench:
         return self._run(n, self._once(f"pull{mib}", make))
 
     def push(self, mib: int, n: int) -> float:
-        """So many functions, each of which adds to the whole variable."""
+        """Run this many functions, each of which adds to the whole variable."""
         variable, shape = self._variable(f"dense{mib}", (mib << 10, 256)), (mib << 10, 256)
 
         def make() -> tuple[Any, Any]:
@@ -187,7 +187,7 @@ class Bench:
         return self._run(n, push, (iterator,))
 
     def many(self, n: int, variables: int) -> float:
-        """So many functions, each of which reads many variables of 4 KiB."""
+        """Run this many functions, each of which reads many variables of 4 KiB."""
         small = [self._variable(f"small{i}", (1024,)) for i in range(variables)]
 
         def make() -> Any:
@@ -202,7 +202,7 @@ class Bench:
     # Sparse
 
     def gather(self, n: int, ids: int) -> float:
-        """So many functions, each of which reads random rows of 64 of a million."""
+        """Run this many functions, each of which reads random rows of 64 of a million."""
         table = self._variable("table64", (ROWS, 64))
 
         def make() -> Any:
@@ -216,7 +216,7 @@ class Bench:
         return self._run(n, self._once(f"gather{ids}", make))
 
     def gather_update(self, n: int, ids: int, optimizer: str) -> float:
-        """The same, and a gradient for these rows applied by an optimizer."""
+        """Do the same, with a gradient for these rows that an optimizer applies."""
         table = self._variable("table64", (ROWS, 64))
 
         def make() -> Any:
@@ -239,7 +239,7 @@ class Bench:
     # End to end
 
     def embedding(self, n: int, batch: int, optimizer: str) -> float:
-        """So many training steps of the model in model.py."""
+        """Run this many training steps of the model in model.py."""
         table = self._variable("embeddings", (ROWS, WIDTH))
 
         def make() -> tuple[Any, Any]:
@@ -274,7 +274,7 @@ class Bench:
         return self._run(n, step, (iterator,))
 
     def loop(self, n: int, packing: int) -> float:
-        """So many steps of a multiplication, several a function."""
+        """Run this many steps of a multiplication, several per function."""
         packing = packing or LOOP_PACKING
 
         def make() -> tuple[Any, Any]:
@@ -303,12 +303,12 @@ class Bench:
 
 
 def parts_of(variable: Any) -> list[Any]:
-    """A variable's shards; itself where it is whole."""
+    """A variable's shards; the variable itself if it is whole."""
     return list(getattr(variable, "variables", [variable]))
 
 
 def apply(optimizer: str, variable: Any, slot: Any, gradient: Any) -> None:
-    """TensorFlow's own kernels, on the variable's server, as its optimizers call them (duplicate rows summed first)."""
+    """Apply TensorFlow's own kernels on the variable's server, as its optimizers do (duplicate rows summed first)."""
     if isinstance(gradient, tf.IndexedSlices):
         ids, positions = tf.unique(gradient.indices)
         values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
@@ -336,7 +336,7 @@ def apply(optimizer: str, variable: Any, slot: Any, gradient: Any) -> None:
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     """Start the cluster and connect to it."""
-    # What is left of the coordinator's threads at the end does not keep the process.
+    # Remaining threads of the coordinator must not keep the process alive.
     stack.callback(lambda: (time.sleep(0.1), os._exit(0)))
     children = stack.enter_context(contextlib.ExitStack())
     bench = Bench(children)

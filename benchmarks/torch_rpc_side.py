@@ -1,6 +1,6 @@
 """torch.distributed.rpc's side: two workers, each a process, called with rpc_async from a third.
 
-Its transports are its own choice: on one machine that is shared memory, which is faster than TCP.
+It chooses its own transports: on one machine that is shared memory, which is faster than TCP.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def nothing() -> None:
 
 
 def one() -> int:
-    """One with a small result."""
+    """A function with a small result."""
     return 1
 
 
 def join(rank: int, where: str) -> None:
-    """Enter the group; it meets over a file, so that nothing listens but the transport, on loopback."""
+    """Join the group, over a file, so that only the transport listens, on loopback."""
     torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{where}", rpc_timeout=60, num_worker_threads=4)
     rpc.init_rpc("driver" if not rank else f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
@@ -75,6 +75,6 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         join(int(sys.argv[1]), sys.argv[2])
-        time.sleep(3600)  # the driver ends it; an hour is the bound
+        time.sleep(3600)  # the driver ends it, after an hour at most
     else:
         serve(start)

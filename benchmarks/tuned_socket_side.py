@@ -1,4 +1,4 @@
-"""The limit of what Python can do: `socket_side`, with connections set as those of our data plane are."""
+"""The limit of what Python can do: `socket_side`, with connections set up like those of our data plane."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def main() -> None:
     parameters = [w1, b1, w2, b2]
     coordinator = ClusterCoordinator(strategy)
 
-    # Functions at the top level, with what they need as arguments, run without pickles, too (--no-pickle).
+    # Functions at the top level that get what they need as arguments also run without pickles (--no-pickle).
     train = functools.partial(step, strategy, parameters, optimizer)
     dataset = coordinator.create_per_worker_dataset(functools.partial(batches, options.batch_size, options.seed))
     iterator = iter(dataset)

@@ -1,4 +1,4 @@
-"""Train a wide embedding model on generated clicks; only the rows that a batch touches travel.
+"""Train a wide embedding model on generated clicks; only the rows that a batch touches are sent.
 
     pscluster run --ps 2 --workers 2 examples/embedding.py
 
@@ -35,7 +35,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def clicks(rng: np.random.Generator, size: int, rows: int) -> tuple[Array, Array, Array]:
-    """Ids (size, FIELDS), dense features (size, DENSE), and how likely each click is. All fields share one table."""
+    """Ids (size, FIELDS), dense features (size, DENSE), and the probability of each click. All fields share one
+    table."""
     per_field = rows // FIELDS
     truth = np.random.default_rng(1)  # the true weights: the same wherever this runs
     of_ids, of_dense = truth.normal(0, 0.5, rows), truth.normal(0, 0.2, DENSE)
@@ -49,7 +50,7 @@ def sigmoid(z: Array) -> Array:
 
 
 def log_loss(p: Array, predicted: Array | float) -> float:
-    """What is expected of such predictions where p is the truth; p itself is the best prediction."""
+    """The expected log-loss of such predictions if p is the truth; p itself is the best prediction."""
     return float(-(p * np.log(predicted) + (1 - p) * np.log1p(-predicted)).mean())
 
 
@@ -86,7 +87,7 @@ def torch_step(
 
 
 class Model(NamedTuple):
-    """What the step trains, and what it trains it with."""
+    """What the step trains, and with what."""
 
     table: Variable
     head: Variable
@@ -97,7 +98,7 @@ class Model(NamedTuple):
 
 
 def batches(batch_size: int, rows: int, context: InputContext) -> Iterator[tuple[Array, Array, Array]]:
-    """Run on each worker, without end."""
+    """Run on each worker, endlessly."""
     rng = np.random.default_rng([2, context.worker_index])
     while True:
         ids, x, p = clicks(rng, batch_size, rows)
@@ -137,7 +138,7 @@ def main() -> None:
     strategy = ParameterServerStrategy(TFConfigClusterResolver())
     num_ps = strategy.cluster_resolver.cluster_spec().num_tasks("ps")
     with strategy.scope():
-        # A part of the table on each server, where its initial values are made: they do not travel, either.
+        # A part of the table is on each server, where its initial values are made: they are not sent, either.
         table = Variable(
             initializers.RandomNormal(stddev=0.01, seed=0),
             name="table",
@@ -151,7 +152,7 @@ def main() -> None:
         training_loss = metrics.Mean("training_loss")
     coordinator = ClusterCoordinator(strategy)
 
-    # Functions at the top level, with what they need as arguments, run without pickles, too (--no-pickle).
+    # Functions at the top level that get what they need as arguments also run without pickles (--no-pickle).
     model = Model(table, head, w, b, optimizer, training_loss)
     train = functools.partial(step, strategy, model, torch_step if options.framework == "torch" else numpy_step)
     dataset = coordinator.create_per_worker_dataset(functools.partial(batches, options.batch_size, rows))

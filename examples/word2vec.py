@@ -1,11 +1,11 @@
-"""Learn what words mean from the company they keep; of the tables only the rows that a batch touches travel.
+"""Learn what words mean from the company they keep; of the tables only the rows that a batch touches are sent.
 
     pscluster run --ps 2 --workers 3 examples/word2vec.py
     pscluster run --ps 2 --workers 3 examples/word2vec.py --files novel.txt letters.txt --words love death
 
-Skip-gram with negative sampling (Mikolov et al. 2013). The text is what every machine with Python has, the
-documentation strings of its standard library, or the files you give. Each word has a row in two tables, cut over all
-servers and made there: a table larger than one machine is a matter of --vocabulary and --shards.
+Skip-gram with negative sampling (Mikolov et al. 2013). The text is what every machine with Python has, the docstrings
+of its standard library, or the files you give. Each word has a row in two tables, which are cut over all servers and
+made there: for a table larger than one machine set --vocabulary and --shards.
 """
 
 import argparse
@@ -41,14 +41,14 @@ from pscluster.coordinator import (
     optimizers,
 )
 
-WINDOW = 3  # words that count as near, before and behind
+WINDOW = 3  # words that count as near, before and after
 OFFSETS = np.array([offset for offset in range(-WINDOW, WINDOW + 1) if offset])
-DRAWN = 6  # words drawn for each word of the text, to tell its neighbours from
-NEGATIVES = 2  # what they weigh together for each neighbour
-RARE = 5  # a word that is less frequent is passed over
-THIN = 1e-3  # of a word that is more frequent than this, some are passed over
-HELD_OUT = 20  # one sentence of so many is not trained on
-BLOCK = 1 << 16  # rows or words at a time, where all are gone through
+DRAWN = 6  # words drawn for each word of the text, as negative examples
+NEGATIVES = 2  # their total weight for each neighbour
+RARE = 5  # less frequent words are left out
+THIN = 1e-3  # of more frequent words, some occurrences are left out
+HELD_OUT = 20  # one of this many sentences is held out
+BLOCK = 1 << 16  # rows or words at a time, in passes over all of them
 NO_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}  # folders
 ASKED = ("file", "socket", "thread", "integer", "error", "encoding", "month", "server", "header", "left", "mouse")
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -58,13 +58,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def documentation() -> Iterator[str]:
-    """The documentation strings of the standard library, read in its sources: nothing is imported."""
+    """The docstrings of the standard library, read from its sources: nothing is imported."""
     for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = sorted({*folders} - NO_TEXT)
         for file in sorted(each for each in files if each.endswith(".py")):
             try:
                 nodes: list[Any] = [ast.parse(Path(folder, file).read_bytes())]
-            except SyntaxError:  # of another version's, or a template
+            except SyntaxError:  # for another version, or a template
                 continue
             while nodes:
                 node = nodes.pop()
@@ -74,7 +74,7 @@ def documentation() -> Iterator[str]:
 
 
 def sentences(texts: Iterable[str]) -> list[tuple[str, ...]]:
-    """Their words, each sentence once, in an order that has nothing to do with the text's, and is always the same."""
+    """Their words, each sentence once, in a fixed order that is unrelated to the text's."""
     paragraphs = [paragraph for text in texts for paragraph in re.split(r"\n\s*\n", text)]
     prose = [paragraph for paragraph in paragraphs if not paragraph.lstrip().startswith(">>>")]
     parts = [part for paragraph in prose for part in re.split(r"(?<=[.!?:;])\s", paragraph)]
@@ -85,14 +85,14 @@ def sentences(texts: Iterable[str]) -> list[tuple[str, ...]]:
 
 @dataclass(eq=False)
 class Windows:
-    """The words of a text, each with those near it in its sentence, -1 where there is none. Made when it is read."""
+    """The words of a text, each with those near it in its sentence, -1 if there is none. Created when read."""
 
     ids: Array
-    lies_in: Array  # the number of the sentence
+    lies_in: Array  # the sentence's number
 
     @classmethod
     def of(cls, text: Sequence[Sequence[str]], ids: dict[str, int], kept: Array) -> "Windows":
-        """Of a word with this id so many are kept, from 0 to 1."""
+        """The share, from 0 to 1, of the occurrences of a word with this id that is kept."""
         rng = np.random.default_rng(2)
         known = [[ids[word] for word in words if word in ids] for words in text]
         flat = np.array([each for words in known for each in words], np.int32)
@@ -112,7 +112,8 @@ class Windows:
 
 
 def corpus(text: Sequence[Sequence[str]], vocabulary: int) -> tuple[list[str], Windows, Windows]:
-    """The distinct words, most frequent first; and, with their numbers there as ids, what to train on and what not."""
+    """The distinct words, most frequent first; and, with their numbers there as ids, what to train on and what to hold
+    out."""
     frequent = Counter(word for words in text for word in words).most_common(vocabulary)
     ids = {word: each for each, (word, count) in enumerate(frequent) if count >= RARE}
     shares = np.array([count for _, count in frequent[: len(ids)]]) / max(1, sum(map(len, text)))
@@ -126,12 +127,12 @@ Batch = tuple[Array, Array, Array, Array]
 
 
 def shares_below(counts: Array) -> Array:
-    """For each word, how many of those that are drawn are words up to it: by their counts."""
+    """For each word, the share of draws that are words up to it, from their counts."""
     return np.cumsum(counts**0.75) / np.sum(counts**0.75)
 
 
 def draw(drawn_below: Array, seed: int, batch: tuple[Array, Array]) -> Batch:
-    """Add words that are not near to a batch: of each batch the same ones at every attempt."""
+    """Add words that are not near to a batch: for each batch the same ones at every attempt."""
     words, near = batch
     rng = np.random.default_rng([seed, zlib.crc32(words.tobytes()), zlib.crc32(near.tobytes())])
     drawn = np.searchsorted(drawn_below[:-1], rng.random((len(words), DRAWN)), "right")
@@ -146,7 +147,7 @@ def draw(drawn_below: Array, seed: int, batch: tuple[Array, Array]) -> Batch:
 
 
 def row_of(ids: Array | Sequence[int], vocabulary: int) -> Array:
-    """A word's row in the tables. Words lie all over them, so that of frequent ones, too, each shard has its share."""
+    """A word's row in the tables. Words are spread over them, so that each shard has its share of the frequent ones."""
     stride = round(0.618 * vocabulary)
     while math.gcd(stride, vocabulary) > 1:
         stride += 1
@@ -155,13 +156,13 @@ def row_of(ids: Array | Sequence[int], vocabulary: int) -> Array:
 
 
 def likely(of_words: Array, of_others: Array) -> Array:
-    """How likely each other word is near, from the rows (size, dim) and (size, others, dim)."""
+    """The probability that each other word is near, from the rows (size, dim) and (size, others, dim)."""
     predicted: Array = 1 / (1 + np.exp(-np.matmul(of_others, of_words[:, :, np.newaxis])[:, :, 0]))
     return predicted
 
 
 def gradients(d_scores: Array, of_words: Array, of_others: Array) -> tuple[Array, Array]:
-    """By the rows of the words and of the others, from those by the scores."""
+    """The gradients by the rows of the words and of the others, from those by the scores."""
     return np.matmul(d_scores[:, np.newaxis], of_others)[:, 0], d_scores[:, :, np.newaxis] * of_words[:, np.newaxis]
 
 
@@ -173,23 +174,23 @@ def step(tables: Sequence[Variable], optimizer: optimizers.Optimizer, batch: Bat
     """Train on a batch, on whichever worker is free."""
     words, others, labels, weights = batch
     places = [row_of(words, len(tables[0])), row_of(others, len(tables[1]))]
-    rows = embedding_lookup(tables, places)  # each distinct row once, one request a server
+    rows = embedding_lookup(tables, places)  # each distinct row once, one request per server
     predicted = likely(*rows)
     found = gradients((predicted - labels) * weights, *rows)
     slices = [IndexedSlices(d.reshape(-1, d.shape[-1]), ids.reshape(-1)) for d, ids in zip(found, places, strict=True)]
-    optimizer.apply_gradients(zip(slices, tables, strict=True))  # what one row has several times is summed
+    optimizer.apply_gradients(zip(slices, tables, strict=True))  # gradients for the same row are summed
     return float(np.average(log_losses(predicted, labels), weights=weights))
 
 
 def predict(tables: Sequence[Variable], batch: Batch) -> dict[str, tuple[Array, ...]]:
-    """What the metrics take of a batch, on workers, too: each example counts once."""
+    """The metrics' input for a batch, on workers, too: each example counts once."""
     words, others, labels, weights = batch
     predicted = likely(*embedding_lookup(tables, [row_of(words, len(tables[0])), row_of(others, len(tables[1]))]))
     return {"loss": (log_losses(predicted, labels), weights), "auc": (labels, predicted, weights)}
 
 
 class Speed(callbacks.Callback):
-    """How many words of the text are trained on in a second, evaluation left out."""
+    """How many words of the text are trained on per second, without evaluation."""
 
     def __init__(self, train: DistributedDataset) -> None:
         self._train = train
@@ -213,7 +214,7 @@ class Speed(callbacks.Callback):
 
 
 def baselines(train: Windows, batches: Iterable[Batch], counts: Array) -> tuple[float, float]:
-    """The AUC that one reaches by how frequent words are alone, and by how often two were near each other."""
+    """The AUC reached by word frequencies alone, and by how often two words were near each other."""
     held_out = list(batches)
     keys = [words[:, np.newaxis].astype(np.int64) * len(counts) + others for words, others, _, _ in held_out]
     asked = np.unique(np.concatenate(keys))
@@ -226,10 +227,10 @@ def baselines(train: Windows, batches: Iterable[Batch], counts: Array) -> tuple[
     auc = metrics.AUC(num_thresholds=1000)
     by_frequency, by_pairs = auc.initial(), auc.initial()
     for key, (words, others, labels, weights) in zip(keys, held_out, strict=True):
-        more = counts[others] ** 0.25  # near so many times as often as drawn
+        more = counts[others] ** 0.25  # near this many times for each time drawn
         frequency = more / (more + np.mean(counts) ** 0.25)
         found, expected = pairs[np.searchsorted(asked, key)], counts[words][:, np.newaxis] * counts[others]
-        excess = found / (found + expected / len(train) * 2 * WINDOW)  # over what there would be by chance
+        excess = found / (found + expected / len(train) * 2 * WINDOW)  # relative to what chance would give
         by_frequency = auc.update(by_frequency, labels, frequency, weights)
         by_pairs = auc.update(by_pairs, labels, np.where(found, 1 + excess, frequency) / 2, weights)
     return auc.result(by_frequency), auc.result(by_pairs)
@@ -239,13 +240,13 @@ def baselines(train: Windows, batches: Iterable[Batch], counts: Array) -> tuple[
 
 
 def unit(rows: Array) -> Array:
-    """The same directions, of length 1."""
+    """The same directions, with length 1."""
     scaled: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9)
     return scaled
 
 
 def neighbours(table: Variable, number: int, asked: Sequence[int], count: int = 6) -> Array:
-    """For each id asked for those of all the words whose rows lie nearest by their angle, nearest first."""
+    """For each given id, all words by the angle between their rows, nearest first."""
     of_asked = unit(embedding_lookup(table, row_of(asked, len(table))))
     blocks = [row_of(np.arange(start, min(start + BLOCK, number)), len(table)) for start in range(0, number, BLOCK)]
     cosines = np.concatenate([of_asked @ unit(embedding_lookup(table, block)).T for block in blocks], axis=1)
@@ -254,7 +255,7 @@ def neighbours(table: Variable, number: int, asked: Sequence[int], count: int = 
 
 
 def draw_picture(file: str, rows: Array, names: Sequence[str], groups: Sequence[int]) -> None:
-    """The words in the plane that shows most of how they differ (the two first principal components)."""
+    """Draw the words in the plane that shows most of their differences (the first two principal components)."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -324,7 +325,7 @@ def main() -> None:
     if options.checkpoints:
         backup = [callbacks.BackupAndRestore(str(options.checkpoints.resolve()), delete_checkpoint=False)]
     coordinator.fit(
-        functools.partial(step, tables, adagrad),  # at the top level: it runs without pickles, too (--no-pickle)
+        functools.partial(step, tables, adagrad),  # at the top level: runs without pickles, too (--no-pickle)
         train,
         epochs=options.epochs,
         validation_data=held_out,

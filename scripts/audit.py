@@ -1,7 +1,7 @@
-"""Known weaknesses of what is installed beside us, by pip-audit: `make check` runs this.
+"""Check the installed packages for known vulnerabilities, with pip-audit. `make check` runs this.
 
-Without the database of advisories nothing is known: that is said aloud, and is no failure. pip-audit alone would call
-it success where an index answers that has packages but no advisories.
+If the database of advisories is unreachable, warn but do not fail. pip-audit alone would report success when an index
+answers that has packages but no advisories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = 10
 
 
 def audit(*arguments: str) -> list[dict[str, Any]]:
-    """What pip-audit says of each package; nothing if it could not ask."""
+    """Return pip-audit's report on each package; nothing if it could not reach the database."""
     command = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off"]
     try:
         done = subprocess.run(
@@ -29,23 +29,23 @@ def audit(*arguments: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """1 if a weakness is known."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as one:  # asks for one package before it asks for a hundred
+    """Return 1 if a vulnerability is known."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as one:  # try one package before a hundred
         one.write(f"pip=={metadata.version('pip')}\n")
         one.flush()
         reached = [each for each in audit("--requirement", one.name, "--no-deps", "--disable-pip") if "vulns" in each]
     found = audit("--skip-editable") if reached else []
     asked = [each for each in found if "vulns" in each]
     if not asked:
-        print("WARNING: advisories not reachable: NOT CHECKED for known weaknesses", file=sys.stderr)
+        print("WARNING: advisories unreachable: NOT CHECKED for known vulnerabilities", file=sys.stderr)
         return 0
-    weak = [(each, weakness) for each in asked for weakness in each["vulns"]]
-    for each, weakness in weak:
-        mend = ", ".join(weakness["fix_versions"]) or "none yet"
-        print(f"{each['name']} {each['version']}: {weakness['id']}; mended in: {mend}", file=sys.stderr)
-    left = f"; {len(found) - len(asked)} are unknown there" if len(found) > len(asked) else ""
-    print(f"pip-audit: {len(asked)} packages, {len(weak)} known weaknesses{left}")
-    return bool(weak)
+    vulnerable = [(each, vulnerability) for each in asked for vulnerability in each["vulns"]]
+    for each, vulnerability in vulnerable:
+        fixes = ", ".join(vulnerability["fix_versions"]) or "no version yet"
+        print(f"{each['name']} {each['version']}: {vulnerability['id']}; fixed in: {fixes}", file=sys.stderr)
+    unknown = f"; {len(found) - len(asked)} are unknown there" if len(found) > len(asked) else ""
+    print(f"pip-audit: {len(asked)} packages, {len(vulnerable)} known vulnerabilities{unknown}")
+    return bool(vulnerable)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Fail where more than two modules import each other in a circle, imports for types and in functions included.
+"""Fail if more than two modules import each other in a circle, including imports for types and in functions.
 
-`make check` runs this for all of the repository; other packages can be given.
+`make check` runs this for the whole repository; other packages can be given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import grimp
 
 MOST = 2
-"""So many modules may import each other: they are read together."""
+"""The number of modules that may import each other: they are read together."""
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = "benchmarks", "examples", "scripts", "tests"
@@ -28,7 +28,7 @@ def circles(graph: grimp.ImportGraph) -> list[list[str]]:
 
 
 def described(graph: grimp.ImportGraph, circle: list[str]) -> str:
-    """Say which module imports which others of the circle, and in which line."""
+    """Return a text that says which module imports which others of the circle, and in which lines."""
     lines = [f"{len(circle)} modules import each other in a circle:"]
     for importer in circle:
         for imported in sorted(graph.find_modules_directly_imported_by(importer) & {*circle}):
@@ -39,7 +39,7 @@ def described(graph: grimp.ImportGraph, circle: list[str]) -> str:
 
 
 def main(packages: list[str]) -> int:
-    """1 if there is such a circle."""
+    """Return 1 if there is such a circle."""
     if not packages:
         sys.path.insert(0, str(ROOT))
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())

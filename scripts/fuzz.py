@@ -1,7 +1,7 @@
-"""Fuzz every decoder: python scripts/fuzz.py --inputs 1000000. What is wrongly taken is kept in tests/fuzz/found.
+"""Fuzz every decoder: python scripts/fuzz.py --inputs 1000000. Inputs that reveal a bug are saved in tests/fuzz/found.
 
-The same numbers give the same inputs: --first says where to begin. Each input has a bound of time and of memory; the
-process has one, too (RLIMIT_AS), so that what would take all of the machine's is a MemoryError here.
+The same numbers give the same inputs; --first is the first one. Time and memory are limited for each input, and memory
+for the process (RLIMIT_AS), so that an input that would use all of the machine's raises MemoryError.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ADDRESS_SPACE = 3 << 30
 
 
 def peak() -> int:
-    """The most memory that this process has had, in bytes."""
+    """Return this process's peak memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 class HangsError(Exception):
-    """A decoder waits for what does not come."""
+    """A decoder does not return."""
 
 
 def give_up(_number: int, _frame: object) -> None:
-    """The handler of the alarm."""
+    """Handle the alarm."""
     raise HangsError(f"not within {HANGS:g} s")
 
 
 def one(decoder: Decoder, data: bytes) -> tuple[bool, str]:
-    """Was it refused? And what is wrong, if anything is."""
+    """Return whether the decoder refused the input, and what went wrong, if anything."""
     before, begin = peak(), time.thread_time()
     try:
         signal.setitimer(signal.ITIMER_REAL, HANGS)
@@ -67,7 +67,7 @@ def one(decoder: Decoder, data: bytes) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Fuzz; 1 if anything was found."""
+    """Fuzz. Return 1 if a bug was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000, help="in all, spread over the decoders")
     parser.add_argument("--first", type=int, default=0, help="number of each decoder's first input")
@@ -88,8 +88,8 @@ def main() -> int:
                 data = mutated(source, decoder.examples)
                 if source.random() < 0.8:
                     data = decoder.fit(data)
-                said, wrong = one(decoder, data)
-                refused += said
+                was_refused, wrong = one(decoder, data)
+                refused += was_refused
                 if wrong:
                     key = f"{decoder.name}: {wrong.partition(': ')[0]}"
                     kept[key] += 1

@@ -1,4 +1,4 @@
-"""Generate the protobuf stubs from proto/, or with --check say whether the committed ones are fresh.
+"""Generate the protobuf stubs from proto/, or with --check verify that the committed ones are up to date.
 
 Only messages are generated. Services are read from the descriptors at run time
 (pscluster.core.transport.methods), so the stubs do not tie the project to one version of grpcio.
@@ -22,7 +22,7 @@ def generate(target: Path) -> None:
 
 
 def stale(target: Path) -> list[str]:
-    """Names of stubs that differ from freshly generated ones in `target`, are missing, or have no source."""
+    """Return the stubs that differ from those generated in `target`, are missing, or have no source."""
     fresh = {path.relative_to(target): path.read_bytes() for path in target.rglob("*_pb2.py*")}
     committed = {path.relative_to(ROOT): path.read_bytes() for path in ROOT.rglob("*_pb2.py*")}
     return sorted(str(name) for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))

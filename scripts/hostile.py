@@ -1,7 +1,7 @@
-"""A crowd of strangers at a role of a cluster that works: python scripts/hostile.py --connections 10000.
+"""A crowd of hostile connections to a role of a working cluster: python scripts/hostile.py --connections 10000.
 
-Says, before, meanwhile and behind it, what the role's memory and descriptors are, how long a call of somebody who
-belongs there takes, and how many functions a second the job does.
+Print, before, during and after it, the role's memory and descriptors, the duration of an authorized call, and the job's
+functions per second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS = 5.0
 
 
 def both(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
-    """Rubbish, then bombs."""
+    """Send rubbish, then bombs."""
     rubbish(address, random.Random(1))
     bombs(address, services)
 
@@ -79,7 +79,7 @@ def main() -> None:
                 try:
                     Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), timeout=5)
                     break
-                except Exception:  # refused a place: it comes again
+                except Exception:  # no slot is free: retry
                     time.sleep(0.05)
                 finally:
                     channel.close()
@@ -103,12 +103,12 @@ def main() -> None:
                 say(f"{job}: {count:,} connections", job)
             over.set()
             slow.join()
-            say(f"{job}: they are gone", job)
+            say(f"{job}: after them", job)
             hostile = threading.Thread(target=both, args=(address, SERVICES[job][:-1]))
             hostile.start()
             say(f"{job}: rubbish and bombs", job)
             hostile.join()
-            say(f"{job}: behind them", job)
+            say(f"{job}: after these", job)
         assert w.numpy().tolist() == [done] * 4
         print(f"all {done:,} functions ran once")
 

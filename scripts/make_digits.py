@@ -1,6 +1,6 @@
 """Make examples/data/digits.npz from the copy of the UCI handwritten digits that scikit-learn bundles.
 
-Neither the project nor its tests need scikit-learn; this script does. Run it in an environment of its own:
+Neither the project nor its tests need scikit-learn; this script does. Run it in a separate environment:
 
     python3 -m venv /tmp/digits && /tmp/digits/bin/pip install scikit-learn
     /tmp/digits/bin/python scripts/make_digits.py

@@ -1,9 +1,10 @@
-"""Fixtures of the tests that use a real cluster: one for all of them, since to start one takes a second."""
+"""Fixtures for tests on a real cluster: one cluster for all of them, since starting one takes a second."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import itertools
 import os
 import shutil
@@ -21,7 +22,7 @@ from typing import Any
 import grpc
 import hypothesis
 import pytest
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -35,7 +36,7 @@ from pscluster.coordinator import (
 from pscluster.core.transport.unix_sockets import path_of
 from pscluster.worker.evaluation import results_of, states_of
 
-# A shared machine may be slow at any moment: no test is about time.
+# A shared machine may be slow at any moment: no test depends on time.
 hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
 
@@ -44,15 +45,15 @@ SEARCH = float(os.environ.get("PSCLUSTER_SEARCH", "1"))
 
 
 def search(examples: int, steps: int) -> hypothesis.settings:
-    """What a state machine tries: so many examples, of so many steps at most."""
+    """Settings of a state machine: this many examples, of at most this many steps."""
     return hypothesis.settings(max_examples=round(examples * SEARCH), stateful_step_count=steps, deadline=None)
 
 
 NUM_PS = 2
 NUM_WORKERS = 2
 
-# Threads that live as long as the process: the library's, gRPC's beneath it, and the one that times the test.
-_LASTING_THREADS = ("pscluster-loop", "session-watchdog", "(_poll_wrapper)", "pytest_timeout")
+# Threads that live as long as the process: the library's, those of gRPC, and the one that limits a test's time.
+_LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "(_poll_wrapper)", "pytest_timeout")
 
 
 _LONGEST = (
@@ -79,63 +80,69 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no process has one to itself at the end, while the others have nothing."""
+    """Run the longest files first, so that no process runs one alone at the end while the others idle."""
     order = {Path(__file__).parent / file: place for place, file in enumerate(_LONGEST)}
     assert all(map(Path.exists, order)), "_LONGEST names a file that is not there"
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some send."""
+    """Restore Ctrl-C, which some tests send: a shell that starts them in the background makes all processes ignore
+    it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Parameter servers that tests start by themselves keep their state here, not in the user's own directory.
+    # Parameter servers started by tests keep their state here, not in the user's directory.
     folder = tempfile.mkdtemp(prefix="pscluster-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
-    os.environ["XDG_CONFIG_HOME"] = folder  # and find the token of this user, which is another one
+    os.environ["XDG_CONFIG_HOME"] = folder  # and use a token of this user that is not the real one
 
 
 def wait_for_file(path: str) -> None:
-    """For a step: run, without a call of the library, until there is such a file."""
-    deadline = time.monotonic() + PATIENCE
+    """For a step: wait until the file exists, without calling the library."""
+    deadline = time.monotonic() + TIMEOUT
     while not os.path.exists(path):
         assert time.monotonic() < deadline, f"waited in vain for {path}"
         time.sleep(0.002)
 
 
 class OpenCall:
-    """The context of a call that somebody waits for, until `end`."""
+    """The context of an open call, until `end`."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], None]] = []
         self._active = True
 
     def is_active(self) -> bool:
-        """Whether it goes on."""
+        """Whether the call is active."""
         return self._active
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """None."""
+        """No metadata."""
         return ()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """To be called at its end."""
+        """Add a callback for the end."""
         self._callbacks.append(callback)
         return self._active
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """It has shown no certificate."""
+        """No certificate."""
         return {}
 
+    def cancel(self) -> bool:
+        """End it."""
+        self.end()
+        return True
+
     def end(self) -> None:
-        """The caller has gone."""
+        """End it, as if the caller had gone."""
         self._active = False
         for callback in self._callbacks:
             callback()
 
 
 class Gate:
-    """What steps wait at, with `wait_for_file(gate.path)`, until the test opens it."""
+    """A gate at which steps wait, with `wait_for_file(gate.path)`, until the test opens it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -148,19 +155,19 @@ class Gate:
 
 
 def leave_mark(path: str, name: str) -> None:
-    """For a step: say that it was here."""
+    """For a step: record that it was here."""
     (Path(path).parent / f"mark-{name}").touch()
 
 
 def marks(gate: Gate) -> set[str]:
-    """Who has said so."""
+    """The marks that steps have left."""
     return {path.name.removeprefix("mark-") for path in Path(gate.path).parent.glob("mark-*")}
 
 
 def in_one_process(
     step: Callable[[Any], Any], named: Mapping[str, metrics.MetricLike], data: DistributedDataset, shards: int
 ) -> dict[str, Any]:
-    """What an evaluation comes to in this process alone, with the same shards, batches and order of merging."""
+    """The result of an evaluation in this process alone, with the same shards, batches and order of merging."""
     elements = list(data.local())
     cuts = [len(elements) * shard // shards for shard in range(shards + 1)]
     parts = [elements[first:after] for first, after in itertools.pairwise(cuts) if first < after]
@@ -168,7 +175,7 @@ def in_one_process(
 
 
 def is_gone(pid: int) -> bool:
-    """Whether there is no such process any more."""
+    """Whether the process no longer exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -177,7 +184,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_free(address: str) -> bool:
-    """Whether one could listen at this address, where nothing is left of a socket."""
+    """Whether this address can be listened on, with nothing left of a socket."""
     if (path := path_of(address)) is not None:
         return not Path(path).parent.exists()
     host, port = address.rsplit(":", 1)
@@ -192,7 +199,7 @@ def is_free(address: str) -> bool:
 
 @contextmanager
 def grpc_server(threads: int, **settings: Any) -> Iterator[grpc.Server]:
-    """A gRPC server, to be started; it and its threads end with the block, not with the garbage collector."""
+    """A gRPC server, not yet started; it and its threads end with the block, not with the garbage collector."""
     with ThreadPoolExecutor(threads) as pool:
         server = grpc.server(pool, **settings)
         try:
@@ -202,7 +209,7 @@ def grpc_server(threads: int, **settings: Any) -> Iterator[grpc.Server]:
 
 
 def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
-    """A cluster for a fixture. At its end nothing has crashed, and nothing is left."""
+    """A cluster for a fixture. At its end check that nothing has crashed, and nothing is left."""
     threads = set(threading.enumerate())
     with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster:
         pids = cluster.pids
@@ -218,12 +225,13 @@ def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
         new = [thread for thread in threading.enumerate() if thread not in threads]
         return [thread for thread in new if not any(name in thread.name for name in _LASTING_THREADS)]
 
+    gc.collect()  # some thread pools of the tests' gRPC servers end only with them
     # gRPC's own threads notice the end of their channels a little later.
     until(lambda: not left(), "no thread is left", left)
 
 
 def run_strategy(num_ps: int, num_workers: int) -> Iterator[ParameterServerStrategy]:
-    """A strategy on a cluster of its own, for a module's fixture."""
+    """A strategy on a separate cluster, for a module's fixture."""
     with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
         yield strategy
 
@@ -236,14 +244,14 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
-    """A strategy of the test's own; its variables are whole."""
+    """A strategy for this test alone; its variables are whole."""
     with ParameterServerStrategy(cluster) as strategy:
         yield strategy
 
 
 @pytest.fixture
 def sharding_strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
-    """A strategy of the test's own that cuts every variable in three."""
+    """A strategy for this test alone that cuts every variable in three."""
     with ParameterServerStrategy(cluster, FixedShardsPartitioner(3)) as strategy:
         yield strategy
 
@@ -255,7 +263,7 @@ def coordinator(strategy: ParameterServerStrategy) -> ClusterCoordinator:
 
 
 def _held(step: Callable[..., Any], args: tuple[Any, ...], path: str) -> tuple[int, Any]:
-    """A step that keeps its worker until all workers have had theirs."""
+    """A step that holds its worker until all workers have got theirs."""
     worker, result = experimental_get_current_worker_index(), step(*args)
     leave_mark(path, str(worker))
     wait_for_file(path)
@@ -268,7 +276,7 @@ Everywhere = Callable[..., list[Any]]
 
 @pytest.fixture
 def everywhere(tmp_path: Path) -> Iterator[Everywhere]:
-    """Runs a step once on every worker. What ran on them before has ended then."""
+    """Run a step once on every worker, after what ran on them before has ended."""
     gates: list[Gate] = []
 
     def run(coordinator: ClusterCoordinator, step: Callable[..., Any], *args: Any) -> list[Any]:
@@ -278,7 +286,7 @@ def everywhere(tmp_path: Path) -> Iterator[Everywhere]:
         values = [coordinator.schedule(held, args=(args, gate.path)) for _ in range(NUM_WORKERS)]
         until(lambda: coordinator.done() or len(marks(gate)) == NUM_WORKERS, "every worker has had one")
         gate.open()
-        found = dict(coordinator.fetch(values, PATIENCE))
+        found = dict(coordinator.fetch(values, TIMEOUT))
         return [found[worker] for worker in range(NUM_WORKERS)]
 
     yield run
@@ -288,7 +296,7 @@ def everywhere(tmp_path: Path) -> Iterator[Everywhere]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    """A gate that is open at the test's end, whatever happens, so that no step outlives it."""
+    """A gate that is always opened at the end of the test, so that no step outlives it."""
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.open()

@@ -38,7 +38,7 @@ def test_file_holds_all_digits() -> None:
 
 
 def test_split_is_stratified_and_whole(digits: ModuleType) -> None:
-    """A fifth of every class is for the test, and both parts together are the whole set, each row once."""
+    """A fifth of every class is for testing, and both parts together are the whole set, each row once."""
     x_train, y_train, x_test, y_test = digits.load()
     with np.load(EXAMPLES / "data" / "digits.npz") as file:
         images, labels = file["images"], file["labels"]

@@ -1,20 +1,20 @@
-"""How tests wait: for a condition, with a limit. Imports nothing of ours: step functions take it along to workers."""
+"""How tests wait: for a condition, with a limit. Imports nothing of the project, since step functions pickle it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-PATIENCE = 90.0
-"""Seconds to wait for what comes within one on an idle machine."""
+TIMEOUT = 90.0
+"""Seconds to wait for something that takes less than one on an idle machine."""
 
 
 def until(
-    predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "", patience: float = PATIENCE
+    predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "", timeout: float = TIMEOUT
 ) -> None:
-    """Wait until the predicate holds; if it does not come to that, say how it is."""
+    """Wait until the predicate holds; fail after `timeout` seconds, showing the state."""
     begin = time.monotonic()
     while not predicate():
         waited = time.monotonic() - begin
-        assert waited < patience, f"waited in vain until {what}: {state()}"
-        time.sleep(min(0.002 + waited / 50, 0.5))  # what takes long is not asked for all the time
+        assert waited < timeout, f"waited in vain until {what}: {state()}"
+        time.sleep(min(0.002 + waited / 50, 0.5))  # poll less often as the wait gets longer

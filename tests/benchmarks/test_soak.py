@@ -1,4 +1,4 @@
-"""The short form of `make soak`: all that its job does, once under faults, and its picture."""
+"""The short form of `make soak`: everything that its job does, once under faults, and its picture."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TURNS = 10
 
 
 def soak(*arguments: str) -> tuple[int, str]:
-    """Its exit code and what it said."""
+    """Its exit code and output."""
     done = subprocess.run([*SOAK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
     return done.returncode, done.stdout
 
 
 @pytest.mark.timeout(300)
 def test_the_job_under_faults(tmp_path: Path) -> None:
-    """Every part of it is done, workers and servers die meanwhile, all processes are sampled; nothing is judged."""
+    """Every part of it is done while workers and servers die, and all processes are sampled; nothing is judged."""
     samples = tmp_path / "deep" / "samples.csv"
     arguments = ["--turns", str(TURNS), "--every", "0.5", "--worker-every", "2", "--ps-every", "3"]
     code, said = soak(*arguments, "--csv", str(samples))
@@ -44,7 +44,7 @@ def test_the_job_under_faults(tmp_path: Path) -> None:
     for role in ("cluster", "coordinator", "ps 0", "worker 0"):
         assert len(lives[role]) == 1, said
     for role in ("coordinator", "ps 0", "worker 0"):
-        seen = lives[role][0].samples  # the last one may be of a process that has closed its connections
+        seen = lives[role][0].samples  # the last one may be from a process that has closed its connections
         for measure in ("resident", "private", "descriptors", "threads", "sockets"):
             assert max(getattr(sample, measure) for sample in seen) > 1, (role, measure)
     assert max(sample.disk for sample in lives["ps 0"][0].samples) > 1

@@ -1,4 +1,4 @@
-"""The checks of numbers and flags: what they take, and how they refuse."""
+"""The checks of numbers and flags: what they accept, and how they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_numbers_of_any_kind_become_pythons(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, np.False_, "3", b"3", None, 3j, [3], math.nan, math.inf])
 def test_what_is_no_number_is_refused(value: Any) -> None:
-    """Flags, strings and what is not finite are no numbers."""
+    """Flags, strings and non-finite numbers are refused."""
     with pytest.raises(ValueError, match=r"^x is .*; it must be a finite number$"):
         checks.real("x", value)
     with pytest.raises(ValueError, match=r"^x is .*; it must be a whole number$"):
@@ -29,10 +29,11 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
 
 
 def test_limits_and_what_to_do_are_said() -> None:
-    """A refusal has the name, the value, the limits and the mend; a limit itself is inside or outside as it says."""
+    """A refusal has the name, the value, the limits and the remedy; a limit itself is in or out, as the message
+    says."""
     assert checks.real("x", 0, at_least=0, below=1) == 0
     assert checks.real("x", 1, above=0, at_most=1) == 1
-    assert checks.whole("x", 10**400) == 10**400  # which no float is
+    assert checks.whole("x", 10**400) == 10**400  # too large for a float
     with pytest.raises(ValueError, match=r"it must be a finite number$"):
         checks.real("x", 10**400)
     for value in (-0.1, 1):
@@ -45,7 +46,7 @@ def test_limits_and_what_to_do_are_said() -> None:
 
 
 def test_infinity_where_it_is_allowed() -> None:
-    """Without `finite` infinities and NaN are numbers, but NaN is within no limits."""
+    """Without `finite` infinities are numbers, and so is NaN, but NaN is within no limits."""
     assert checks.real("x", math.inf, finite=False, above=0) == math.inf
     assert math.isnan(checks.real("x", math.nan, finite=False))
     with pytest.raises(ValueError, match="x is nan"):

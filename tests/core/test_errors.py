@@ -13,7 +13,8 @@ from pscluster.core.errors import PsClusterError, RefusedError, UnavailableError
     [("Internal error from Core", UnavailableError), ("an assertion failed", RefusedError)],
 )
 def test_a_call_that_ended_while_it_was_written(details: str, expected: type[PsClusterError]) -> None:
-    """What grpc.aio says of it is no answer of the peer's: the call may be repeated. Other internal errors are."""
+    """What grpc.aio says of it is not the peer's answer, so the call may be repeated. Other internal errors are
+    answers."""
     empty = grpc.aio.Metadata()
     error = from_rpc(grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, details=details), "worker 1")
     assert type(error) is expected

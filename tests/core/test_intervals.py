@@ -14,13 +14,17 @@ TOP = 40
 intervals = st.tuples(st.integers(-3, TOP), st.integers(-3, TOP))
 
 
-@given(st.lists(intervals, max_size=30))
-def test_an_interval_set_holds_what_a_set_would(added: list[tuple[int, int]]) -> None:
-    """Whatever is added in whatever order, membership is that of a set, and the form is the shortest one."""
+@given(st.lists(st.tuples(intervals, st.booleans()), max_size=30))
+def test_an_interval_set_holds_what_a_set_would(changes: list[tuple[tuple[int, int], bool]]) -> None:
+    """Whatever is added and removed in any order, membership is that of a set, in the shortest form."""
     found, expected = IntervalSet(), set[int]()
-    for start, stop in added:
-        found.add(start, stop)
-        expected.update(range(start, stop))
+    for (start, stop), added in changes:
+        if added:
+            found.add(start, stop)
+            expected.update(range(start, stop))
+        else:
+            found.remove([(start, stop)])
+            expected.difference_update(range(start, stop))
         assert {number for number in range(-5, TOP + 5) if number in found} == expected
         pairs = list(found)
         assert {number for low, high in pairs for number in range(low, high)} == expected
@@ -31,7 +35,7 @@ def test_an_interval_set_holds_what_a_set_would(added: list[tuple[int, int]]) ->
 @given(st.permutations(range(200)))
 @settings(max_examples=20)
 def test_numbers_without_a_gap_are_one_interval(order: list[int]) -> None:
-    """Functions that end in any order take one interval in the end."""
+    """Functions that end in any order are finally one interval."""
     found = IntervalSet()
     for number in order:
         found.add(number, number + 1)

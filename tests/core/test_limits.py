@@ -1,4 +1,4 @@
-"""Bounds of what a peer may ask for: what lies above them is refused in words that name the limit."""
+"""Limits on what a peer may request: anything above is refused with a message that names the limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS = node_pb2.Identity(version=VERSION, role="ps", name="ps 0")
 
 
 def context() -> grpc.ServicerContext:
-    """Of a call that goes on."""
+    """The context of an active call."""
     return cast("grpc.ServicerContext", OpenCall())
 
 
@@ -45,7 +45,7 @@ def attach(**fields: Any) -> None:
 
 
 def ps() -> ParameterServerService:
-    """Of a server without variables."""
+    """A server without variables."""
     role = ParameterServerRole(0)
     role.job_began(node_pb2.AttachRequest(job=JOB))
     return ParameterServerService(role)
@@ -104,7 +104,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
         lambda: decode(value_pb2.Value(array=value_pb2.Array(dtype=LONG, data=b"x"))),
         "no element type 'xxx",
     ),
-    "a part of a dataset": (lambda: Part("3/1/-5/9", cast("Any", None), cast("Any", None)), "'3/1/-5/9' is no part"),
+    "a part of a dataset": (lambda: Part("3/1/-5/9", cast("Any", None), cast("Any", None)), "'3/1/-5/9' is not a part"),
 }
 
 
@@ -142,7 +142,7 @@ def test_a_request_that_is_no_frame() -> None:
 
 
 def test_the_same_row_again_and_again() -> None:
-    """A read of rows may not come to more than a GiB where the variable has less."""
+    """A read of rows may not total more than a GiB if the variable is smaller."""
     service = ps()
     spec = ps_pb2.VariableSpec(id=1, name="v", dtype="float32", shape=[2, 1 << 16], owners=[0])
     spec.splits.extend([ps_pb2.AxisSplit(ends=[2]), ps_pb2.AxisSplit(ends=[1 << 16])])
@@ -158,7 +158,7 @@ def test_the_same_row_again_and_again() -> None:
 
 
 def test_errors_are_short() -> None:
-    """What an error says of a peer's long text is cut, and stays text; a log's line stays one."""
+    """A peer's long text is cut in an error, and stays text; a line of the log stays one line."""
     assert limits.shortened("short") == "short"
     for text in ("x" * 100_000, "é" * 100_000, "\N{OLD PERSIAN NUMBER HUNDRED}" * 100_000, "\ud800" * 9000):
         cut = limits.shortened(text)
@@ -178,7 +178,7 @@ def test_errors_are_short() -> None:
     ],
 )
 def test_descriptors(soft: int, hard: int, most: int, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the process may have; some systems refuse the hard limit that they name themselves."""
+    """As many as the process may have; some systems refuse the hard limit that they themselves report."""
     now = [(soft, hard)]
 
     def setrlimit(_which: int, wanted: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Text of peers and files reaches no terminal raw: each place that shows some, with text that means harm."""
+"""Text from peers and files reaches no terminal raw: each place that shows it is tried with malicious text."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ EVIL = "w[/bold][red]\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e\u2028\x00\x7f[/]"
 
 
 def is_harmless(text: str) -> bool:
-    """Is there nothing in it that a terminal obeys, but for line ends?"""
+    """Whether it holds nothing that a terminal obeys, except for line ends."""
     return not any(unicodedata.category(each) in ("Cc", "Cf", "Zl", "Zp") for each in text.replace("\n", ""))
 
 
 @given(st.text())
 def test_nothing_harmful_is_left(text: str) -> None:
-    """Whatever the text; what is harmless stays as it is, and JSON says the same."""
+    """This holds for any text; harmless text is unchanged, and JSON says the same."""
     assert is_harmless(shown(text))
     assert "\n" not in shown(text)
     assert is_harmless(shown(text, lines=True).replace("\t", ""))
@@ -53,19 +53,19 @@ IDENTITY = node_pb2.Identity(role="ps", index=0, incarnation=1, name=EVIL, versi
 
 
 class Evil(NodeService):
-    """A role that says of itself what no role should."""
+    """A role that gives malicious text for itself."""
 
     def status(self, _request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
-        """How it does."""
+        """Answer with it."""
         load = node_pb2.VariableLoad(name=EVIL, bytes=8, reads=1, read_bytes=8)
         return node_pb2.StatusReply(identity=IDENTITY, state=EVIL, detail=EVIL, busiest=[load], metrics_address=EVIL)
 
 
 class Refusing(Evil):
-    """One that refuses with such words."""
+    """A role that refuses with such text."""
 
     def status(self, _request: node_pb2.StatusRequest, context: grpc.ServicerContext) -> node_pb2.StatusReply:
-        """It does not say."""
+        """Refuse."""
         context.abort(grpc.StatusCode.PERMISSION_DENIED, EVIL.replace("\x00", ""))
         raise AssertionError("abort raises")
 
@@ -82,7 +82,7 @@ def config(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_what_a_role_says_of_itself(config: str) -> None:
-    """`status`, as a table and as JSON, and `top`."""
+    """`status`, as a table and as JSON, and `top` show it harmlessly."""
     for arguments in (["status"], ["status", "--json"], ["top", "--rounds", "1", "--every", "0.1"]):
         _code, output = run(*arguments, config=config, PSCLUSTER_INSECURE="1")
         assert "Traceback" not in output, output
@@ -91,7 +91,7 @@ def test_what_a_role_says_of_itself(config: str) -> None:
 
 
 def test_what_a_checkpoint_says_of_itself(tmp_path: Path) -> None:
-    """`checkpoint inspect` shows names, types and rules with markup as they are, and errors in a line."""
+    """`checkpoint inspect` shows names, types and rules with markup unchanged, and errors in one line."""
     index = Index(3, EVIL, 0.25)
     index.optimizers[EVIL] = {"rule": EVIL}
     variable = SavedVariable(EVIL, (1,), "float32", True, ((1,),), {}, [1], [{}], [[]])
@@ -114,7 +114,7 @@ def test_what_a_checkpoint_says_of_itself(tmp_path: Path) -> None:
 
 
 def test_what_fails_elsewhere() -> None:
-    """Errors of peers, remote tracebacks with their lines, and the log of a role."""
+    """Errors of peers, remote tracebacks with their lines, and a role's log are harmless."""
     assert is_harmless(str(from_kind("misuse", EVIL)))
     failure = worker_pb2.Failure(module="m", qualname=EVIL, message=EVIL, traceback=f"Traceback:\n  {EVIL}")
     error = rebuild_failure(failure, function="step", worker=0, attempts=1)

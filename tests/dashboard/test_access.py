@@ -1,4 +1,4 @@
-"""Who may look at the live page, and what strangers can do to it: nothing, and least of all to the job."""
+"""Who may see the live page; unauthenticated callers can do nothing to it, and least of all to the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import until
 from pscluster.coordinator import ClusterCoordinator, Dashboard, LocalCluster, ParameterServerStrategy
 from pscluster.coordinator.dashboard import pages
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
-from pscluster.core.security import http_access, tokens
+from pscluster.core.security import tokens
 from pscluster.core.security.tokens import load_token, new_token
 
 PATHS = ["/", "/page.js", "/page.css", "/uplot.js", "/uplot.css", "/state.json", "/events"]
@@ -111,7 +111,7 @@ def certificate(folder: Path, name: str) -> Path:
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl, which makes the certificates")
 def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a certificate and the token it listens anywhere; a renewed certificate is shown to whoever comes next."""
-    monkeypatch.setattr(http_access, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(tokens, "CHECK_SECONDS", 0.05)
     first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
     token = coordinator.strategy.token
 
@@ -161,7 +161,7 @@ def test_of_a_job_that_is_over(coordinator: ClusterCoordinator) -> None:
 
 def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere than on loopback: the token once, in the address, then a cookie; or the header that calls have."""
-    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "CHECK_SECONDS", 0.0)
     token, next_one = new_token(), new_token()
     file = tmp_path / "token"
     file.write_text(token + "\n")
@@ -195,7 +195,9 @@ def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         assert ask(page, f"/?token={next_one}")[0] == 303
 
 
-def test_strangers_cost_the_job_nothing(coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+def test_unauthenticated_callers_cost_the_job_nothing(
+    coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
     """Hundreds of connections, halves of requests, rubbish, and watchers who do not read: functions go on, and the log
     says nothing of what is no HTTP."""
     with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
@@ -251,10 +253,10 @@ def test_the_silent_make_room(
         assert [each.recv(1) for each in first[:2]] == [b"", b""]
         assert status() == 200
         assert first[2].recv(1) == b""
-        monkeypatch.setattr(pages, "WELCOME_SECONDS", 0.01)
+        monkeypatch.setattr(pages, "ADMISSION_SECONDS", 0.01)
         second = [silent() for _ in range(6)]
         assert {each.recv(1) for each in (*first[2:], *second)} == {b""}
-        monkeypatch.setattr(pages, "WELCOME_SECONDS", 600.0)
+        monkeypatch.setattr(pages, "ADMISSION_SECONDS", 600.0)
         assert status() == 200
         for _ in range(3):
             silent()

@@ -158,7 +158,7 @@ def check_width(driver: Any, width: int) -> None:
 
 
 def test_a_worker_dies(tmp_path: Path, gate: Gate) -> None:
-    """A worker that is killed is shown as gone, and what is wrong is said first; one that returns is shown as back."""
+    """A worker that is killed is shown as down, and what is wrong is said first; one that returns is shown as back."""
     with job(restart=False) as (cluster, coordinator), Dashboard(coordinator, "127.0.0.1:0") as page:
         path = gate.path
 
@@ -173,15 +173,15 @@ def test_a_worker_dies(tmp_path: Path, gate: Gate) -> None:
             driver.execute_script("""
                 const workers = document.querySelector("#workers");
                 new MutationObserver(() => {
-                    if (!window.shown && workers.innerText.includes("gone:")) window.shown = Date.now();
+                    if (!window.shown && workers.innerText.includes("down:")) window.shown = Date.now();
                 }).observe(workers, {subtree: true, childList: true, characterData: true});
                 window.before = Date.now();
             """)
             cluster.kill("worker", 1)
-            shows(driver, lambda: driver.execute_script("return window.shown"), "that it is gone")
+            shows(driver, lambda: driver.execute_script("return window.shown"), "that it is down")
             took = driver.execute_script("return window.shown - window.before")
             print(f"a killed worker was shown after {took} ms")
-            shows(driver, lambda: "worker 1 is gone" in text_of(driver, "#problems"), "it among what is wrong")
+            shows(driver, lambda: "worker 1 is down" in text_of(driver, "#problems"), "it among what is wrong")
             shows(driver, lambda: "was killed by SIGKILL" in row(driver, "workers", "worker 1"), "how it ended")
             assert text_of(driver, "#happened").count("worker 1") == 2, "that it came, and that it went, once"
             assert text_of(driver, "#verdict") == "Needs attention"
@@ -209,8 +209,8 @@ def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None
             const picture = structuredClone(last);
             picture.training.logs = [["Done", 1], ["Running for", 2], ["loss", 3]];
             const found = [];
-            for (const problems of [["worker 0 is gone", "worker 1 is gone"], ["worker 1 is gone", "worker 2 is gone"],
-                                    ["worker 2 is gone"]]) {
+            for (const problems of [["worker 0 is down", "worker 1 is down"], ["worker 1 is down", "worker 2 is down"],
+                                    ["worker 2 is down"]]) {
                 picture.health.problems = problems;
                 show(picture);
                 const shown = [...document.querySelectorAll("#problems li")].map((each) => each.textContent);
@@ -240,4 +240,4 @@ def test_another_job_at_the_same_address(coordinator: ClusterCoordinator, tmp_pa
             assert "the old one's" not in text_of(driver, "main")
         port = address.rpartition(":")[2]
         with Dashboard(coordinator, f"0.0.0.0:{port}", insecure=True):
-            shows(driver, lambda: "asks for its token" in text_of(driver, "main"), "the form")
+            shows(driver, lambda: "requires its token" in text_of(driver, "main"), "the form")

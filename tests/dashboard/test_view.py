@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pscluster.coordinator import ClusterCoordinator
 from pscluster.coordinator.cli.status import Answer, Asker
-from pscluster.coordinator.dashboard.view import JobSnapshot, ServerStats, page
+from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
@@ -62,7 +62,7 @@ def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting:
         "ended": False,
         "connected": True,
         "queue": queue,
-        "servers": [ServerStats(PS[0], 0.0), ServerStats(PS[1], gone)],
+        "servers": {PS[0]: 0.0, PS[1]: gone},
         "workers": WORKERS,
         "replies": replies,
         "asked": True,
@@ -96,7 +96,7 @@ def test_verdicts() -> None:
     assert (state, text) == ("bad", "Needs attention")
     assert problems == [
         "ps 1 is unreachable for 3 s: reads and updates there wait",
-        "worker 2 is gone: killed; its functions run again elsewhere",
+        "worker 2 is down: killed; its functions run again elsewhere",
         "worker 1 is a straggler: its functions take 3 times as long as the others'",
     ]
     assert health(snapshot(worker(0), worker(1), dead))[0] == "warn"
@@ -114,7 +114,7 @@ def test_slow_data() -> None:
     """Who spends most of the time in waiting for it is named."""
     rates = Rates({f"worker {index}": TaskRates(waited=waited) for index, waited in enumerate((0.1, 0.62, 0.5))}, [])
     (problem,) = health(snapshot(*(worker(index) for index in range(3)), rates=rates))[2]
-    assert problem.startswith("worker 1, worker 2: up to 62% of the time goes by in waiting for data")
+    assert problem.startswith("worker 1, worker 2: up to 62% of the time is spent waiting for data")
 
 
 def test_a_checkpoint_that_is_missing() -> None:
@@ -212,20 +212,24 @@ def test_a_series_forgets_no_function(steps: list[tuple[float, int]], most: int)
     for seconds, more in steps:
         now, done = now + seconds, done + more
         series.add(now, done, (1.0, 1.0))
-    times, rates, losses = series.rows()
+    times, losses = series.rows()
     assert len(times) <= most
     assert times == sorted(times)
     assert times[-1] == now
-    lengths = [after - before for before, after in zip([50.0, *times], times, strict=False)]
-    total = sum(rate * length for rate, length in zip(rates, lengths, strict=True))
-    assert total == pytest.approx(done - 3, abs=1e-6 * (1 + done))
     assert set(losses) == {1.0}
+    rates = series.curve()
+    assert len(rates) == len(times)
+    if len(times) < len(steps):  # points are means over their own time; the last one is the rate of now
+        lengths = [after - before for before, after in zip([50.0, *times], times, strict=False)]
+        total = sum(rate * length for rate, length in zip(rates[:-1], lengths[:-1], strict=True))
+        assert total == pytest.approx(series._points[-2].done - 3 if len(times) > 1 else 0, abs=1e-6 * (1 + done))
 
 
 def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A role that has answered is silent when it does not twice; one that never has, at once."""
-    found: list[Answer] = [node_pb2.StatusReply(state="serving"), "it does not answer"]
     peers = coordinator.strategy.tasks[:2]
+    found: dict[PeerAddress, Answer] = dict.fromkeys(peers, "it does not answer")
+    found[peers[0]] = node_pb2.StatusReply(state="serving")
     monkeypatch.setattr(Asker, "ask", lambda *_: found)
 
     async def silent() -> list[list[str]]:
@@ -235,7 +239,7 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
         for _ in range(4):
             await watch._ask_once()
             shown.append([peer.task for peer in peers if peer.task not in watch._replies])
-            found[0] = "it does not answer" if len(shown) < 3 else node_pb2.StatusReply(state="serving")
+            found[peers[0]] = "it does not answer" if len(shown) < 3 else node_pb2.StatusReply(state="serving")
         watch.close()
         return shown
 
@@ -249,7 +253,7 @@ def test_the_words_of_the_launcher() -> None:
     event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")
     dead = worker(2, up=False, has=0, why="Socket closed")
     (problem,) = health(snapshot(worker(0), worker(1), dead, event_log=event_log))[2]
-    assert problem.startswith("worker 2 is gone: (pid 7) was killed by SIGKILL; restarting in 0.5 s; its functions")
+    assert problem.startswith("worker 2 is down: (pid 7) was killed by SIGKILL; restarting in 0.5 s; its functions")
     event_log.record("worker 2", "up", "is back")
     event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarted as pid 8")
     (row,) = (
@@ -304,11 +308,11 @@ def test_a_hot_server_needs_attention() -> None:
     text, problems = at(1e7, (0, 0.22), (1, 0.78))
     assert text == "Needs attention"
     assert problems == [
-        "ps 1 carries 78% of the load of 2 servers, most of it for emb, 78% of whose traffic goes there; the rows that "
-        "are used most lie there: spread frequent ids (permute or hash them), or cut it into more shards, such as "
+        "ps 1 carries 78% of the load of 2 servers, most of it for emb, 78% of whose traffic goes there; its most used "
+        "rows are there: spread frequent ids (permute or hash them), or divide it into more shards, such as "
         "FixedShardsPartitioner(16)"
     ]
     (problem,) = at(1e7, (0, 1.0))[1]
-    assert problem.endswith("cut it over the servers: Variable(..., partitioner=FixedShardsPartitioner(2))")
+    assert problem.endswith("divide it among the servers: Variable(..., partitioner=FixedShardsPartitioner(2))")
     assert at(1e7, (0, 0.4), (1, 0.6)) == ("Healthy, at work", [])
     assert at(1e3, (0, 1.0)) == ("Healthy, at work", [])

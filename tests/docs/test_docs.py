@@ -5,10 +5,10 @@ What they show is compared:
 
     expression  # -> text            str() of its value, whitespace apart
     statement   # raises Error       it ends with exactly this error
-    statement   # raises Error: a ... b    whose message contains a and, behind it, b
+    statement   # raises Error: a ... b    whose message contains a followed by b
 
 A block followed by "prints" and an indented text prints that text with its last statement.
-So are tables with the header `| call | error | message |`: each call runs in `strategy.scope()`.
+Tables with the header `| call | error | message |` are compared too: each call runs in `strategy.scope()`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAISES = re.compile(r"# raises (\w+)(?:: (.+))?$", re.MULTILINE)
 
 
 class Statement(NamedTuple):
-    """A statement of a document, what it is said to give or to raise, and where it stands."""
+    """A statement of a document, the result or error that the document shows for it, and its place."""
 
     node: ast.stmt
     line: int
@@ -98,12 +98,12 @@ def _of_row(row: str, line: int) -> Statement:
 
 
 def flat(value: object) -> str:
-    """As text, on one line."""
+    """The text of a value, on one line."""
     return " ".join(str(value).split())
 
 
 def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
-    """Run a statement, and see that what comes is what was said."""
+    """Run a statement, and check that its result is what the document says."""
     node, where = statement.node, f"{name}:{statement.line}"
     with contextlib.ExitStack() as stack:
         if statement.in_scope:
@@ -129,11 +129,11 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that it shows can be run, gives what it says, and leaves nothing behind. Relative paths are of `tmp_path`."""
+    """Everything that it shows can be run, gives what it says, and leaves nothing. Paths are relative to `tmp_path`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `pscluster`
-    namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes travel by value
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes are sent by value
     found = list(statements((ROOT / name).read_text(encoding="utf-8")))
     assert [s for s in found if s.error], "no error is shown"
     try:
@@ -163,7 +163,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "error"), WRONG, ids=[line for line, _ in WRONG])
 def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> None:
-    """The test of the documents fails where what they show is not so."""
+    """The test of the documents fails if what they show is not true."""
     (statement,) = statements(f"# Title\n\n```python\n{line}\n```\n")
     assert statement.line == 4
     with pytest.raises(error):
@@ -172,7 +172,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "docs/guarantees.md", "docs/security.md"])
 def test_links_and_lines(name: str) -> None:
-    """A document is in the README's list, its links to files lead somewhere, and its lines are not too long."""
+    """A document is in the README's list, its links to files are valid, and its lines are not too long."""
     path = ROOT / name
     assert f"({name})" in (ROOT / "README.md").read_text(encoding="utf-8")
     text = path.read_text(encoding="utf-8")
@@ -182,7 +182,7 @@ def test_links_and_lines(name: str) -> None:
 
 
 def names_in(path: Path) -> set[str]:
-    """What a module defines at its top level, and in its classes."""
+    """The names that a module defines at its top level, and in its classes."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -194,7 +194,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_the_map_is_true() -> None:
-    """Every file that docs/architecture.md names is there, and has the name that stands beside it."""
+    """Every file that docs/architecture.md names exists, and defines the name beside it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"`((?:core|ps|worker|coordinator)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
     assert len(rows) > 40

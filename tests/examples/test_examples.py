@@ -1,4 +1,4 @@
-"""The examples as a user starts them: what they print, and how they end."""
+"""The examples as a user runs them: what they print, and how they end."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from tests.roles.processes import run
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
-# Fewer steps and examples than by default, of clicks that are easier to foretell: it meets the bound all the same.
+# Fewer steps and examples than by default, of clicks that are easier to predict: it still meets the bound.
 QUICK = ("--steps", "200", "--batch-size", "256", "--rows", "300000")
 TABLE_BYTES = 300_000 * 8 * 4
 
 
 def number(pattern: str, output: str) -> float:
-    """The number that stands in the output where the pattern has its group."""
+    """The number in the output that the pattern's group matches."""
     found = re.search(pattern, output)
     assert found is not None, output
     return float(found[1].replace(",", ""))
 
 
 def run_example(name: str, *arguments: str) -> tuple[int, str]:
-    """Run an example on a local cluster of two servers and two workers: exit code and output."""
+    """Run an example on a local cluster of two servers and two workers; return its exit code and output."""
     return run("run", "--ps", "2", "--workers", "2", str(EXAMPLES / name), *arguments)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_embedding(framework: str) -> None:
-    """The click model comes below the log-loss that the example promises, and moves a hundredth of the table a step."""
+    """The click model gets below the log-loss that the example promises, and transfers a hundredth of the table per
+    step."""
     if framework == "torch":
         pytest.importorskip("torch")
     code, output = run_example("embedding.py", *QUICK, "--framework", framework)
@@ -47,16 +48,16 @@ def test_embedding(framework: str) -> None:
 
 
 def test_a_bound_that_is_missed() -> None:
-    """A model that does not come below the target says so, and the exit code with it."""
+    """A model that does not get below the target says so, and the exit code shows it."""
     code, output = run_example("embedding.py", "--steps", "3", "--rows", "2600")
     assert code == 1
     assert output.splitlines()[-1].startswith("that is more than the 0.42 ")
 
 
 def test_digits() -> None:
-    """The classifier learns within a few steps, though not what the example promises: the exit code says so.
+    """After a few steps the classifier has learned, though less than the example promises: the exit code says so.
 
-    That it keeps its promise is tested from the wheel.
+    That it reaches what it promises is tested from the wheel.
     """
     code, output = run_example("digits.py", "--steps", "50")
     assert code == 1

@@ -1,4 +1,4 @@
-"""examples/word2vec.py: its text, its gradients, and the whole of it with workers that come to different ends."""
+"""examples/word2vec.py: its text, its gradients, and complete runs whose workers end in different ways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 QUICK = ("--epochs", "2", "--dim", "32")
 SMALL = ("--epochs", "12", "--batch-size", "50", "--dim", "8", "--vocabulary", "1000", "--learning-rate", "0.5")
 # Over six seeds the AUC of such a training had a standard deviation of 0.0014 with one worker, and of 0.0029 with four
-# on two busy cores, where gradients are older: 0.002 lower in the mean. So two trainings differ by 0.003 as a rule; by
+# on two busy cores, where gradients are older: 0.002 lower on average. So two runs usually differ by 0.003; by
 # 0.008 in the worst pair. What was learned is the 0.09 above frequency alone.
 SPREAD = 0.02
 SCORES = r"held-out AUC ([\d.]+); ([\d.]+) by frequency alone, ([\d.]+) by counting pairs"
@@ -40,7 +40,7 @@ def word2vec() -> ModuleType:
 
 
 def topics(folder: Path) -> str:
-    """A text of 60 words in ten groups; the words of a sentence are of one group."""
+    """A text of 60 words in ten groups; the words of a sentence are from one group."""
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghij"))
     words = np.array([[f"{group}{group}{'xyzuvw'[each]}" for each in range(6)] for group in letters])
@@ -53,9 +53,10 @@ def topics(folder: Path) -> str:
 # The text
 
 
-@pytest.mark.timeout(300)  # 700 files are parsed: 6 s of a processor's time, which a busy machine may be slow to give
+@pytest.mark.timeout(300)  # 700 files are parsed: 6 s of processor time, which a busy machine may be slow to give
 def test_documentation_is_prose_of_the_library(word2vec: ModuleType) -> None:
-    """Docstrings of modules, classes and methods are there; each sentence once, none a doctest, always in one order."""
+    """It has the docstrings of modules, classes and methods, each sentence once, no doctests, always in the same
+    order."""
     texts = list(word2vec.documentation())
     doc = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text().split('"""')[1]
     assert any(text.strip() == doc.strip() for text in texts)
@@ -67,7 +68,7 @@ def test_documentation_is_prose_of_the_library(word2vec: ModuleType) -> None:
 
 
 def test_sentences(word2vec: ModuleType) -> None:
-    """They end with a stop or a paragraph; numbers, single letters, doctests and what is short are left out."""
+    """They end at a full stop or a paragraph; numbers, single letters, doctests and short ones are left out."""
     text = "One two three. Four a five 6 six\nseven!\n\n>>> never been here\n\nEight nine ten eleven_twelve\n\none two"
     assert sorted(word2vec.sentences([text, "One, two, three?"])) == [
         ("eight", "nine", "ten", "eleven", "twelve"),
@@ -77,7 +78,7 @@ def test_sentences(word2vec: ModuleType) -> None:
 
 
 def test_windows_end_with_the_sentence(word2vec: ModuleType) -> None:
-    """Near are WINDOW words before and behind, of the same sentence, however much is read at once."""
+    """Near are WINDOW words before and after, in the same sentence, however much is read at once."""
     ids = {word: number for number, word in enumerate("abcdefghij")}
     windows = word2vec.Windows.of(["abc", "defghxij"], ids, np.ones(10))
     words, near = windows.read(0, 10)
@@ -95,7 +96,7 @@ def test_windows_end_with_the_sentence(word2vec: ModuleType) -> None:
 
 
 def test_frequent_words_are_thinned_out(word2vec: ModuleType) -> None:
-    """Of a word as many are kept as its share says; what is held out is a twentieth of the sentences."""
+    """A word's occurrences are kept according to its share; a twentieth of the sentences is held out."""
     text = [("the", "one", "the", "two") for _ in range(2000)] + [("rare", "words", "here")] * 5
     words, train, held_out = word2vec.corpus(text, 4)
     assert words[0] == "the"
@@ -129,7 +130,7 @@ def test_what_is_drawn_is_of_the_batch_alone(word2vec: ModuleType) -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 60, 1000, 4096, 10_000, 1_000_003])
 def test_rows(word2vec: ModuleType, vocabulary: int) -> None:
-    """Each word has a row of its own; the frequent ones lie in all shards, a fourth in each of four, give or take."""
+    """Each word has one row; the frequent ones are in all shards, about a fourth in each of four."""
     rows = word2vec.row_of(np.arange(vocabulary), vocabulary)
     np.testing.assert_array_equal(np.sort(rows), np.arange(vocabulary))
     for words in (vocabulary // 10, vocabulary // 2, vocabulary):
@@ -138,7 +139,7 @@ def test_rows(word2vec: ModuleType, vocabulary: int) -> None:
 
 
 def test_gradients(word2vec: ModuleType) -> None:
-    """They are those of the weighted sum of the log-losses, by finite differences."""
+    """They equal those of the weighted sum of the log-losses, by finite differences."""
     rng = np.random.default_rng(0)
     rows, other_rows = rng.normal(size=(4, 3)), rng.normal(size=(4, 5, 3))
     labels, weights = rng.random((4, 5)) < 0.5, rng.random((4, 5))
@@ -158,11 +159,11 @@ def test_gradients(word2vec: ModuleType) -> None:
             assert found[place] == pytest.approx(slope, abs=1e-7)
 
 
-# The whole of it
+# The whole example
 
 
 def score(output: str) -> float:
-    """The AUC, which is more than what frequency alone gives."""
+    """The AUC, which is higher than that of frequency alone."""
     found = re.search(SCORES, output)
     assert found is not None, output
     reached, by_frequency, _ = map(float, found.groups())
@@ -172,7 +173,7 @@ def score(output: str) -> float:
 
 @contextmanager
 def started(folder: Path, workers: int, *arguments: str) -> Iterator[tuple[Process, list[Process]]]:
-    """The example with two servers and so many workers: its process, and the workers'. In the end all are killed."""
+    """The example with two servers and this many workers: its process, and the workers'. At the end all are killed."""
     with Roles(make_cluster(ps=2, workers=workers), folder) as roles:
         for index in range(2):
             roles.ps(index)
@@ -182,7 +183,7 @@ def started(folder: Path, workers: int, *arguments: str) -> Iterator[tuple[Proce
 
 @pytest.mark.timeout(400)
 def test_workers_that_end(tmp_path: Path) -> None:
-    """One worker, and four of which one is killed between two epochs, come to the same score but for noise."""
+    """One worker, and four of which one is killed between two epochs, reach the same score except for noise."""
     reached = {}
     for workers in (1, 4):
         folder = tmp_path / str(workers)
@@ -201,7 +202,7 @@ def test_workers_that_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Killed with its whole cluster, and started with another one, it goes on with the epochs that are left."""
+    """Killed with its whole cluster, and started on another one, it continues with the remaining epochs."""
     arguments = [*SMALL, "--files", topics(tmp_path), "--picture", str(tmp_path / "words.png")]
     arguments += ["--checkpoints", str(tmp_path / "checkpoints"), "--words", "aax", "bbx"]
     with started(tmp_path, 2, *arguments) as (script, _):
@@ -220,7 +221,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_words_that_keep_no_company(tmp_path: Path) -> None:
-    """Where words follow one another by chance nothing beats their frequency, and the exit code says so."""
+    """If words follow one another by chance nothing beats their frequency, and the exit code says so."""
     rng = np.random.default_rng(0)
     words = [f"{one}{two}" for one in "abcdefgh" for two in "abcdefgh"]
     lines = [" ".join(words[each - 1] for each in rng.zipf(1.3, 8) if each <= 64) for _ in range(3000)]
@@ -232,7 +233,7 @@ def test_words_that_keep_no_company(tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_too_short(tmp_path: Path) -> None:
-    """It is said what is missing, before anything is made on the servers."""
+    """The error says what is missing, before anything is created on the servers."""
     (tmp_path / "short.txt").write_text("there is too little to learn from")
     code, output = run("run", "--workers", "1", str(EXAMPLE), "--files", str(tmp_path / "short.txt"))
     assert code == 1

@@ -1,4 +1,4 @@
-"""A cluster whose roles fail where they are told to, while it runs."""
+"""A cluster whose roles fail at chosen points while it runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,9 @@ from tests.faults.arming.faults import environment, parse
 from tests.faults.counting import Counting
 from tests.faults.steps import note, wait_for
 from tests.faults.support import quiet, status
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
-from pscluster.coordinator.api import (
-    Checkpoint,
-    ClusterCoordinator,
-    LocalCluster,
-    ParameterServerStrategy,
-    Variable,
-)
+from pscluster.coordinator.api import Checkpoint, ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.spec import SESSION_BYTES
 
@@ -48,33 +42,33 @@ class Armed:
     folder: Path
 
     def arm(self, *faults: str) -> None:
-        """From now on these, and no others; each strikes once."""
+        """Arm these faults and no others; each strikes once."""
         for mark in (*self.folder.glob("struck-*"), *self.folder.glob("ended-*")):
             mark.unlink()
         new = self.folder / "new"
         new.write_text(";".join(faults))
-        new.rename(self.folder / "armed")  # another file: even within a clock's tick it is seen
+        new.rename(self.folder / "armed")  # a new file, so that a change within one clock tick is noticed
 
     def has_struck(self, fault: str) -> bool:
-        """Has it?"""
+        """Return whether the fault has struck."""
         return Path(self.folder, f"struck-{parse(fault)[0].name}").exists()
 
     def how_it_ended(self, fault: str) -> str:
-        """Of a call that it struck; empty: that goes on."""
+        """Return how the call that the fault struck ended; empty while it continues."""
         try:
             return Path(self.folder, f"ended-{parse(fault)[0].name}").read_text()
         except FileNotFoundError:
             return ""
 
     def until_all_live(self) -> None:
-        """Wait until every role is there, and answers."""
+        """Wait until every role is up and answers."""
         for role in ("ps", "worker"):
             for index in range(2):
                 until(lambda role=role, index=index: self.cluster.is_alive(role, index), "it lives")  # type: ignore[misc]
                 status(self.cluster, role, index)
 
     def until_struck(self, *faults: str, calls: bool = True) -> None:
-        """Wait until all that they bring about has happened: what never struck is no test."""
+        """Wait until the faults and all their effects are over: a fault that never strikes tests nothing."""
         for fault in faults:
             until(lambda fault=fault: self.has_struck(fault), f"{fault} strikes")  # type: ignore[misc]
             if calls:
@@ -85,11 +79,11 @@ class Armed:
 def armed_cluster(
     folder: Path, num_ps: int, num_workers: int, *, revive: bool = False, **options: Any
 ) -> Iterator[Armed]:
-    """Nothing is armed yet. With `revive`, who has died is started again at once, however often that happens."""
+    """Yield a cluster without armed faults. With `revive`, a role that dies is restarted immediately, every time."""
     folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         for name, level in (("pscluster.coordinator", logging.CRITICAL), ("pscluster.local_cluster", logging.ERROR)):
-            stack.enter_context(quiet(name, level))  # what fails here fails on purpose
+            stack.enter_context(quiet(name, level))  # these failures are deliberate
         options.setdefault("log_level", os.environ.get("ARMED_LOG_LEVEL", "ERROR"))
         options["env"] = {**environment(folder), **options.get("env", {})}
         cluster = stack.enter_context(LocalCluster(num_ps, num_workers, restart=False, **options))
@@ -102,14 +96,14 @@ def armed_cluster(
 
 @contextmanager
 def _reviving(cluster: LocalCluster, tasks: list[tuple[str, int]]) -> Iterator[None]:
-    """A cluster's own restarts come later and later; these do not."""
+    """Restart without the growing delays of a cluster's own restarts."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.02):
             for role, index in tasks:
                 if not cluster.is_alive(role, index):
-                    cluster.restart(role, index, timeout=PATIENCE)
+                    cluster.restart(role, index, timeout=TIMEOUT)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -117,11 +111,11 @@ def _reviving(cluster: LocalCluster, tasks: list[tuple[str, int]]) -> Iterator[N
         yield
     finally:
         over.set()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
 
 
 class Round:
-    """A job that makes every call there is, and knows what it must come to."""
+    """A job that makes every kind of call, and knows its right results."""
 
     def __init__(self, armed: Armed, fault: str, strategy: ParameterServerStrategy, folder: Path) -> None:
         self.armed = armed
@@ -133,7 +127,7 @@ class Round:
         self.coordinator = ClusterCoordinator(strategy, max_attempts=10)
 
     def insist(self, call: Callable[[], object]) -> None:
-        """Again, where the documentation says that an error is what becomes of it."""
+        """Try again where the documentation says that the call ends with an error."""
         for _ in range(3):
             try:
                 call()
@@ -145,21 +139,21 @@ class Round:
         raise AssertionError(f"three times in vain: {self.refused}")
 
     def until_serving(self) -> None:
-        """A server is not waited for here, but it may be tried again when it is back with its coordinator."""
+        """Wait until a server that came back has its coordinator, for calls that do not wait for a server."""
         self.armed.until_all_live()
         for index in range(2):
             until(lambda index=index: status(self.armed.cluster, "ps", index).state == "serving", "it is back")  # type: ignore[misc]
 
     def functions(self, count: int) -> list[Any]:
-        """Schedule so many that count."""
+        """Schedule this many functions that count."""
         step = self.counting.step()
         return [self.coordinator.schedule(step, args=(number,)) for number in range(count)]
 
     def run(self, *parts: str, exact: bool = True) -> None:
-        """Functions that count, and these parts of it; asserts on the way.
+        """Run functions that count, and these parts of the job, with assertions.
 
         Args:
-            exact: nothing may be lost. Otherwise what is missing is what is said to be lost, and in flight at a death.
+            exact: nothing may be lost. Otherwise only reported losses and updates in flight at a death may be missing.
         """
         count = 0
         if "directory" in parts:
@@ -185,7 +179,7 @@ class Round:
         assert self.counting.one_count() == self.counting.sgd.iterations == count
         if "checkpoint" in parts:
             self.insist(lambda: Checkpoint(self.strategy).read(middle, partial=True))
-            assert self.counting.one_count() <= count  # of one moment, between functions
+            assert self.counting.one_count() <= count  # taken at one moment, between functions
             count = self.counting.one_count()
         self.strategy.save_progress(done=count + 10)
         self.join(self.functions(10))
@@ -198,12 +192,13 @@ class Round:
             assert self.made_anew.numpy().tolist() == [1, 1, 1, 1], "a late copy has deleted it"
 
     def join(self, values: list[Any]) -> None:
-        """All have ended, with their values."""
-        self.coordinator.join(PATIENCE)
-        assert self.coordinator.fetch(values, PATIENCE) == list(range(len(values)))
+        """Wait for all functions, and check their values."""
+        self.coordinator.join(TIMEOUT)
+        assert self.coordinator.fetch(values, TIMEOUT) == list(range(len(values)))
 
     def tell(self) -> int:
-        """Every worker updates all variables once more, and so says what it was told before a death; how many count."""
+        """Have every worker update all variables once more, and so report what it was told before a death; return the
+        count."""
         add, folder = self.counting.step(), str(self.folder)
 
         def add_and_wait(number: int) -> int:
@@ -217,12 +212,12 @@ class Round:
             for number in range(WORKERS):
                 wait_for(folder, f"told-{number}")
         finally:
-            note(folder, "all-told")  # else they would keep their worker from the next job
+            note(folder, "all-told")  # otherwise they would keep their workers from the next job
         self.join(values)
         return WORKERS
 
     def check_lost(self, count: int, *, all_told: bool) -> None:
-        """See `run`. Of two deaths, one close behind the other, it may be that not all is told: a lower bound."""
+        """See `run`. If two deaths follow each other closely, not every loss may be reported: a lower bound."""
         counts, lost = self.counting.counts(), self.strategy.lost_updates()
         for name, shards in counts.items():
             assert max(shards) <= count
@@ -231,7 +226,7 @@ class Round:
             assert untold <= 2 * WORKERS or not all_told, (counts, lost)
 
     def saving(self) -> None:
-        """What is made while functions run is saved with what they have done by then."""
+        """Create variables while functions run: they are saved with everything done until then."""
         with self.strategy.scope():
             for number in range(20):
                 if self.armed.has_struck(self.fault):
@@ -239,23 +234,23 @@ class Round:
                 Variable(np.zeros(2), name=f"more-{number}")
 
     def stop(self) -> None:
-        """Both of a kind are asked to stop while functions run; the one that the fault strikes has no time for it."""
+        """Ask both roles of a kind to stop while functions run; the one that the fault strikes cannot do so cleanly."""
         role = self.fault.partition("/")[0]
         for index in range(2):
-            self.armed.cluster.kill(role, index, signal.SIGTERM, timeout=PATIENCE)
+            self.armed.cluster.kill(role, index, signal.SIGTERM, timeout=TIMEOUT)
 
     def directory(self) -> None:
-        """A variable that is deleted leaves its name to another one."""
+        """Delete a variable and give its name to another one."""
         with self.strategy.scope():
             first = Variable(np.zeros(3), name="temporary")
             if "kill" in self.fault:
-                self.strategy.client.delete_variable(first.name, first.number, patient=True)
+                self.strategy.client.delete_variable(first.name, first.id, patient=True)
             self.strategy.delete_variable(first)
             self.made_anew = Variable(np.ones(4), name="temporary")
         assert self.made_anew.numpy().tolist() == [1, 1, 1, 1]
 
     def save(self) -> str:
-        """A checkpoint while functions run: its path."""
+        """Save a checkpoint while functions run, and return its path."""
         path = ""
 
         def write() -> None:
@@ -267,23 +262,27 @@ class Round:
         return path
 
     def recall(self) -> int:
-        """Functions run, and others wait behind them, when a checkpoint wants all of them back; how many count."""
+        """Make a checkpoint ask for all functions back while some run and others wait; return how many functions
+        count."""
         held = [self.coordinator.schedule(wait_for, args=(str(self.folder), "gate")) for _ in range(WORKERS)]
         behind = self.functions(10)
         try:
-            until(lambda: self.coordinator._dispatcher.counts()[1] >= WORKERS, "functions are with the workers")
+            until(
+                lambda: self.coordinator._dispatcher.status.stats().in_flight >= WORKERS,
+                "functions are with the workers",
+            )
             with ThreadPoolExecutor(1) as pool:
                 done = pool.submit(Checkpoint(self.strategy).write, str(self.folder / "recalled"))
                 until(lambda: self.armed.has_struck(self.fault), "they were asked for")
                 note(str(self.folder), "gate")
-                done.result(PATIENCE)
+                done.result(TIMEOUT)
         finally:
-            note(str(self.folder), "gate")  # else they would keep their worker from the next job
-        assert self.coordinator.fetch([*held, *behind], PATIENCE) == [*([""] * WORKERS), *range(10)]
+            note(str(self.folder), "gate")  # otherwise they would keep their workers from the next job
+        assert self.coordinator.fetch([*held, *behind], TIMEOUT) == [*([""] * WORKERS), *range(10)]
         return len(behind)
 
     def beside_the_stream(self) -> None:
-        """A dataset, large arguments and results, a large variable."""
+        """Use a dataset, large arguments and results, and a large variable."""
         with self.strategy.scope():
             big = Variable(np.zeros(3 * SESSION_BYTES, np.uint8), name="big")  # its shards are too large for a session
         iterator = iter(self.coordinator.create_per_worker_dataset(lambda: range(10_000)))
@@ -297,10 +296,10 @@ class Round:
 
         elements = [self.coordinator.schedule(element, args=(iterator,)) for _ in range(6)]
         values = [self.coordinator.schedule(large, args=(np.full(LARGE, number, np.uint8),)) for number in range(3)]
-        for number, value in enumerate(self.coordinator.fetch(values, PATIENCE)):
+        for number, value in enumerate(self.coordinator.fetch(values, TIMEOUT)):
             assert value.shape == (LARGE,)
             assert (value == number + 1).all()
         assert (big.numpy() == 3).all()
-        self.elements: list[int] = self.coordinator.fetch(elements, PATIENCE)
+        self.elements: list[int] = self.coordinator.fetch(elements, TIMEOUT)
         del iterator
-        gc.collect()  # the workers are told to drop it
+        gc.collect()  # tells the workers to drop it

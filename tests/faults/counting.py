@@ -21,7 +21,7 @@ class Counting:
         self.all = [self.dense, self.sparse, self.trained]
 
     def step(self) -> Any:
-        """A function that adds 1 to every element, and gives back what it was given."""
+        """A function that adds 1 to every element, and returns its argument."""
         dense, sparse, trained, sgd = self.dense, self.sparse, self.trained, self.sgd
 
         def step(number: int = 0) -> int:

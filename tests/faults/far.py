@@ -1,4 +1,4 @@
-"""A cluster whose roles are in network namespaces, and jobs on it: what the tests of cut links share."""
+"""A cluster whose roles are in network namespaces, and jobs on it, for the tests of cut links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.counting import Counting
 from tests.faults.namespaces import Network
 from tests.faults.support import quiet, ready
 from tests.roles.processes import Process, environ, tf_config
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -35,7 +35,7 @@ PLAIN = {"PSCLUSTER_INSECURE": "1"}
 
 @dataclass(frozen=True)
 class FarCluster:
-    """Roles that run, each in a place of the network that is called by its name, such as "worker1"."""
+    """Running roles, each at a place in the network that has its name, such as "worker1"."""
 
     network: Network
     addresses: dict[str, list[str]]
@@ -45,7 +45,7 @@ class FarCluster:
 
 @contextmanager
 def far_cluster(folder: Path, num_ps: int, num_workers: int) -> Iterator[FarCluster]:
-    """Start them; afterwards neither a process nor a namespace is left."""
+    """Start the roles; afterwards no process and no namespace is left."""
     tasks = [("ps", index) for index in range(num_ps)] + [("worker", index) for index in range(num_workers)]
     with ExitStack() as stack:
         network = stack.enter_context(Network([f"{role}{index}" for role, index in tasks]))
@@ -69,7 +69,7 @@ def far_cluster(folder: Path, num_ps: int, num_workers: int) -> Iterator[FarClus
 
 @dataclass(frozen=True)
 class FarJob:
-    """A job of this process, on that cluster."""
+    """A job in this process on that cluster."""
 
     network: Network
     strategy: ParameterServerStrategy
@@ -77,7 +77,7 @@ class FarJob:
     counting: Counting
 
     def run_until(self, values: list[RemoteValue], count: int) -> None:
-        """Wait until so many of them are there; raises what made one fail."""
+        """Wait until this many are ready; raises the error of one that failed."""
         until(
             lambda: ready(values) >= count or (self.coordinator.done() and ready(values) >= count),
             f"{count} functions are done",
@@ -85,21 +85,21 @@ class FarJob:
         )
 
     def until_up(self, count: int) -> None:
-        """Wait until exactly so many workers take functions."""
+        """Wait until exactly this many workers accept functions."""
         until(lambda: self.coordinator.workers_up == count, f"{count} workers are up", self.coordinator.explain)
 
 
 @contextmanager
-def far_job(cluster: FarCluster, *, worker_lease: float = 30.0, ps_timeout: float = PATIENCE) -> Iterator[FarJob]:
-    """A job of its own; behind it the network is whole."""
-    with quiet("pscluster.coordinator", 50), pytest.MonkeyPatch.context() as patch:  # it is out of reach on purpose
+def far_job(cluster: FarCluster, *, worker_lease: float = 30.0, ps_timeout: float = TIMEOUT) -> Iterator[FarJob]:
+    """Yield a new job; restore the network afterwards."""
+    with quiet("pscluster.coordinator", 50), pytest.MonkeyPatch.context() as patch:  # it is unreachable on purpose
         for name, value in PLAIN.items():
             patch.setenv(name, value)
         strategy = ParameterServerStrategy(
             SimpleClusterResolver(ClusterSpec(cluster.addresses)),
             FixedShardsPartitioner(len(cluster.addresses["ps"])),
             token=cluster.token,
-            connect_timeout=PATIENCE,
+            connect_timeout=TIMEOUT,
             ps_timeout=ps_timeout,
         )
         try:

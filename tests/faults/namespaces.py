@@ -1,7 +1,7 @@
 """Roles in network namespaces of their own, joined by a router whose links can be cut, lose packets, or be slow.
 
-What a proxy can't do: packets vanish without a word. No reset ever comes, and a connection stays half open until
-somebody's patience ends. Nothing leaves this machine.
+They do what a proxy cannot: packets vanish silently. No reset ever comes, and a connection stays half open until one
+end times out. Nothing leaves this machine.
 
     coordinator (where the tests run)  10.N.0.2 --+
     first role                         10.N.1.2 --+-- router: one namespace; its FORWARD chain drops what is cut
@@ -45,13 +45,13 @@ def _lives(pid: int) -> bool:
 
 
 def _namespaces() -> list[tuple[int, str]]:
-    """Ours and those of others like us: who made it, and its name."""
+    """The namespaces made by this module in any process: the process that made each, and its name."""
     found = re.findall(rf"^({_PREFIX}(\d+)-\S+)", _run("ip", "netns", "list"), re.MULTILINE)
     return [(int(pid), name) for name, pid in found]
 
 
 def _remove(name: str) -> None:
-    """A namespace and whatever runs in it."""
+    """Remove a namespace and whatever runs in it."""
     with suppress(OSError):
         for pid in _run("ip", "netns", "pids", name).split():
             with suppress(ProcessLookupError):
@@ -61,7 +61,7 @@ def _remove(name: str) -> None:
 
 
 def remove_leftovers() -> None:
-    """What processes that live no more have left, with the processes in it."""
+    """Remove what dead processes have left, including the processes in it."""
     for pid, name in _namespaces():
         if not _lives(pid):
             _remove(name)
@@ -69,7 +69,7 @@ def remove_leftovers() -> None:
 
 @cache
 def missing() -> str:
-    """Why there can be no network here; empty: there can."""
+    """Why there can be no network here; empty if there can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "iptables", "tc"):
@@ -87,10 +87,10 @@ def missing() -> str:
 
 
 class Network:
-    """Places, each a namespace of its own but for the coordinator's; a context manager."""
+    """Places, each in a separate namespace except for the coordinator's; a context manager."""
 
     def __init__(self, places: Sequence[str]) -> None:
-        """Nothing is made before `with`."""
+        """Nothing is created before `with`."""
         self._key = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
         self._router = f"{self._key}-router"
         self._outer = f"psc{self._key.removeprefix(_PREFIX)}"  # of at most 15 characters
@@ -99,29 +99,29 @@ class Network:
         self._net = 0
 
     def address(self, place: str) -> str:
-        """The host there."""
+        """The host at that place."""
         return f"10.{self._net}.{self._number[place]}.2"
 
     def command(self, place: str) -> list[str]:
-        """What to put before a command that is to run there."""
+        """The prefix for a command that is to run there."""
         return [] if place == COORDINATOR else ["ip", "netns", "exec", self._name(place)]
 
     def cut(self, one: str, other: str) -> None:
-        """From now on nothing goes between the two, in either direction."""
+        """From now on nothing gets through between the two, in either direction."""
         self.cut_one_way(one, other)
         self.cut_one_way(other, one)
 
     def cut_one_way(self, sender: str, receiver: str) -> None:
-        """From now on nothing comes from the one to the other."""
+        """From now on nothing gets through from the first to the second."""
         self._forward(sender, receiver)
 
     def lossy(self, one: str, other: str, share: float) -> None:
-        """From now on this share of all packets between the two is lost, by chance."""
+        """From now on this share of all packets between the two is lost, at random."""
         for sender, receiver in ((one, other), (other, one)):
             self._forward(sender, receiver, "-m", "statistic", "--mode", "random", "--probability", f"{share:.3f}")
 
     def slow(self, place: str, kbit: int) -> None:
-        """From now on what comes and what goes there takes its time: so many kbit/s each."""
+        """From now on traffic to and from that place is limited to this many kbit/s each way."""
         number = self._number[place]
         self._slow.add(place)
         limit = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "200ms")
@@ -129,7 +129,7 @@ class Network:
         _run(*self.command(place), "tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def heal(self) -> None:
-        """Everything is as at the beginning."""
+        """Restore everything as it was at the beginning."""
         _run(*self._in(self._router), "iptables", "-w", "-F", "FORWARD")
         for place in list(self._slow):
             _run(*self._in(self._router), "tc", "qdisc", "delete", "dev", f"to{self._number[place]}", "root")
@@ -137,7 +137,7 @@ class Network:
             self._slow.discard(place)
 
     def dropped(self) -> int:
-        """How many packets were lost since it last was healed."""
+        """The number of packets lost since it was last healed."""
         lines = _run(*self._in(self._router), "iptables", "-w", "-L", "FORWARD", "-v", "-n", "-x").splitlines()
         return sum(int(line.split()[0]) for line in lines if " DROP " in line)
 
@@ -166,7 +166,7 @@ class Network:
         self._unmake()
 
     def _unmake(self) -> None:
-        with suppress(OSError):  # where it was never made; or the router went first
+        with suppress(OSError):  # it may never have been made, or the router was removed first
             _run("ip", "link", "delete", self._outer)
         for _, name in _namespaces():
             if name.startswith(f"{self._key}-"):
@@ -179,7 +179,7 @@ class Network:
             router = f"10.{self._net}.{number}.1"
             link = ("ip", "-n", self._router, "link", "add", f"to{number}", "type", "veth", "peer", "name")
             if place == COORDINATOR:
-                # Into the namespace where this runs, which has no name: by a process of it.
+                # Into this process's namespace, which has no name, by a process in it.
                 _run(*link, self._outer)
                 _run("ip", "-n", self._router, "link", "set", self._outer, "netns", str(os.getpid()))
                 inner, device = ["ip"], self._outer
@@ -197,7 +197,7 @@ class Network:
 
 
 def _free_net() -> int:
-    """N, so that nothing here has a route to any of 10.N.0.0/16."""
+    """A number N for which nothing here has a route to 10.N.0.0/16."""
     routes = json.loads(_run("ip", "-json", "-4", "route", "show"))
     taken = [ipaddress.ip_network(route["dst"], strict=False) for route in routes if route["dst"] != "default"]
     for step in range(254):
@@ -209,6 +209,6 @@ def _free_net() -> int:
 
 @contextmanager
 def network(*places: str) -> Iterator[Network]:
-    """A network of these places and the coordinator's; gone behind the block."""
+    """A network of these places and the coordinator's, removed after the block."""
     with Network(places) as made:
         yield made

@@ -1,7 +1,7 @@
 """A local cluster whose roles are dialled through proxies: links that can be cut, stall, or be slow.
 
-Each role listens on 127.0.0.1, and says that it is at 127.0.0.2, where a proxy listens on each of its ports. So whoever
-dials it has its data plane, too, through a proxy. It takes no root.
+Each role listens on 127.0.0.1 and advertises 127.0.0.2, where a proxy listens on each of its ports, so that its data
+plane, too, is reached through a proxy. Needs no root.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from tests.faults.proxy import Proxy
 from pscluster.coordinator.api import LocalCluster
 
 _REACHED_AT = "127.0.0.2"
-_BELOW_EPHEMERAL = range(20_000, 30_000)  # no connection takes one of these between two lives of a role
+_BELOW_EPHEMERAL = range(20_000, 30_000)  # no connection takes one of these while a role is down
 
 
 class Link:
-    """What leads to one role: a proxy for each of its ports, all of which do the same."""
+    """The link to one role: a proxy for each of its ports, all with the same behaviour."""
 
     def __init__(self, host: str, ports: list[int]) -> None:
         self.proxies = [Proxy(f"{host}:{port}", (_REACHED_AT, port)) for port in ports]
 
     @property
     def address(self) -> str:
-        """Where the role is dialled."""
+        """The address at which the role is dialled."""
         return self.proxies[0].address
 
     @property
     def carried(self) -> int:
-        """Bytes that went over the data plane."""
+        """The bytes carried over the data plane."""
         return self.proxies[1].forwarded
 
     @property
     def refused(self) -> int:
-        """Connections."""
+        """The number of refused connections."""
         return sum(proxy.refused for proxy in self.proxies)
 
     @property
     def held(self) -> int:
-        """Pieces that have met with a stalled direction."""
+        """The number of pieces held up in a stalled direction."""
         return sum(proxy.held for proxy in self.proxies)
 
     def part(self) -> None:
@@ -76,13 +76,13 @@ class Link:
             proxy.flow()
 
     def close(self) -> None:
-        """Nothing listens any more."""
+        """Stop listening."""
         for proxy in self.proxies:
             proxy.close()
 
 
 class ProxiedCluster(LocalCluster):
-    """One whose workers and servers reach each other by links. A coordinator that goes by `cluster_spec()` does not.
+    """A cluster whose workers and servers reach each other over links, unlike a coordinator that uses `cluster_spec()`.
 
     Attributes:
         links: by task, once all have been started.
@@ -91,19 +91,19 @@ class ProxiedCluster(LocalCluster):
     links: dict[tuple[str, int], Link]
 
     def __init__(self, num_ps: int, num_workers: int, **options: Any) -> None:
-        """As the base's; links are of ports."""
+        """As in the base class; links are for ports."""
         super().__init__(num_ps, num_workers, transport="tcp", **options)
 
     def addresses(self, role: str) -> list[str]:
-        """Where the links begin."""
+        """The addresses at which the links listen."""
         return [link.address for (kind, _), link in sorted(self.links.items()) if kind == role]
 
     def tf_config(self, role: str, index: int) -> str:
-        """All roles are where the links begin."""
+        """All roles are at the addresses of their links."""
         return super().tf_config(role, index).replace("127.0.0.1:", f"{_REACHED_AT}:")
 
     def hand_over_port(self, role: str, index: int) -> list[str]:
-        """Where a process is to listen."""
+        """The address at which a process is to listen."""
         host, port = self.cluster_spec().task_address(role, index).split(":")
         if (role, index) not in self.links:
             self.links[role, index] = Link(host, [int(port), _free_port(host)])
@@ -114,12 +114,12 @@ class ProxiedCluster(LocalCluster):
         return [*super()._certified_hosts(), _REACHED_AT]
 
     def start(self) -> ProxiedCluster:
-        """As the base's."""
+        """As in the base class."""
         self.links = {}
         return super().start()
 
     def stop(self) -> None:
-        """As the base's."""
+        """As in the base class."""
         super().stop()
         for link in self.links.values():
             link.close()

@@ -1,7 +1,6 @@
-"""A bad network: connections through it can be cut off, made deaf to answers, stall in one direction, or be slow.
+"""A bad network: connections that can be cut, deprived of answers, stalled in one direction, or slowed down.
 
-It works on streams: what is late comes later, in order, and nothing of it is lost. Where packets are to vanish, see
-`namespaces`.
+It works on streams: late data arrives later, in order, and none of it is lost. For lost packets see `namespaces`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import time
 from contextlib import suppress
 from typing import Self
 
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, at once
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset, immediately
 
 
 class Proxy:
-    """Forwards TCP connections to an address, until they are cut. It listens where it is told to, or on a free port."""
+    """Forwards TCP connections to an address until they are cut. Listens at a given address, or on a free port."""
 
     def __init__(self, address: str, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         host, port = address.rsplit(":", 1)
@@ -40,7 +39,7 @@ class Proxy:
         self.forwarded = 0
         self._sent = 0  # of these, by clients
         self.refused = 0
-        self.held = 0  # pieces, over a stalled link
+        self.held = 0  # pieces held up by a stalled link
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -64,7 +63,7 @@ class Proxy:
                     far.close()
                     return
                 for end in (near, far):
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # it delays what it is told to, no more
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # delays only what it is told to
                 self._pairs.add((near, far))
                 for back, source, sink in ((False, near, far), (True, far, near)):
                     thread = threading.Thread(target=self._forward, args=(source, sink, back, (near, far)), daemon=True)
@@ -89,7 +88,7 @@ class Proxy:
         self._cut(pair)
 
     def _hold(self, nbytes: int, back: bool, pair: tuple[socket.socket, socket.socket]) -> None:
-        """Keep so many bytes back for as long as they take."""
+        """Hold back this many bytes for as long as they take."""
         with self._flowing:
             self.held += back in self._stalled
             until = time.monotonic() + (nbytes / self._rate if self._rate else 0.0)
@@ -114,7 +113,7 @@ class Proxy:
         for end in pair:
             with suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                end.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
+                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             end.close()
 
     def stall(self, back: bool) -> None:
@@ -123,34 +122,34 @@ class Proxy:
             self._stalled.add(back)
 
     def slow(self, rate: float) -> None:
-        """From now on a connection carries so many bytes/s in each direction."""
+        """From now on a connection carries this many bytes/s in each direction."""
         self._rate = rate
 
     def stutter(self, longest: float, seed: int) -> None:
-        """From now on a fifth of all pieces comes late, up to so many seconds: as where packets are lost."""
+        """From now on a fifth of all pieces is late, by up to this many seconds, as when packets are lost."""
         self._random, self._longest = random.Random(seed), longest
 
     def flow(self) -> None:
-        """Nothing stalls or is late any more."""
+        """Stop all stalls and delays."""
         with self._flowing:
             self._stalled.clear()
             self._rate = self._longest = 0.0
             self._flowing.notify_all()
 
     def swallow_answers(self, after: int = 0) -> None:
-        """What the server says is lost: from now on, or once so many more bytes have been sent to it."""
+        """Drop what the server sends, from now on or once this many more bytes have been sent to it."""
         if after:
             self._deaf_from = self._sent + after
         else:
             self._deaf = True
 
     def part(self) -> None:
-        """Reset all connections, and let no new ones come about until `join` is called."""
+        """Reset all connections, and allow no new ones until `join` is called."""
         self._part = True
         self.cut()
 
     def join(self) -> None:
-        """New connections work again."""
+        """Allow new connections again."""
         self._part = False
 
     def cut(self) -> None:
@@ -169,7 +168,7 @@ class Proxy:
         self.close()
 
     def close(self) -> None:
-        """Nothing listens any more, and no connection is left."""
+        """Stop listening, and close all connections."""
         with self._lock:
             self._closed = True
         with suppress(OSError):

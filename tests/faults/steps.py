@@ -1,4 +1,4 @@
-"""What step functions of the fault tests do on a worker. Imports little: every worker that restarts loads it."""
+"""What step functions of the fault tests do on a worker. Imports little, since every restarted worker loads it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.core.context import experimental_get_current_worker_index
 
 
 def die(*_: object) -> None:
-    """Kill this process, as `kill -9` does. Nothing that comes after happens. Can stand for any function."""
+    """Kill this process, as `kill -9` does. Nothing after it happens. Can stand in for any function."""
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
 def first_time(folder: str, name: str) -> bool:
-    """Whether this is asked for the first time under this name, by any process."""
+    """Whether this is the first question under this name from any process."""
     try:
         os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
@@ -32,20 +32,20 @@ def first_time(folder: str, name: str) -> bool:
 
 
 def die_once(folder: str, name: str) -> None:
-    """Kill this process if nobody did so under this name before."""
+    """Kill this process if none was killed under this name before."""
     if first_time(folder, name):
         die()
 
 
 def note(folder: str, name: str, text: str = "") -> None:
-    """Leave a file that others can wait for, whole from the first moment."""
+    """Write a file that others can wait for; it appears complete."""
     Path(folder, f".{name}").write_text(text)
     Path(folder, f".{name}").rename(Path(folder, name))
 
 
 def wait_for(folder: str, name: str) -> str:
-    """Wait for a file; what it says."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait for a file, and return its content."""
+    deadline = time.monotonic() + TIMEOUT
     while not Path(folder, name).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody left {name}")
@@ -54,7 +54,7 @@ def wait_for(folder: str, name: str) -> str:
 
 
 class Deadly:
-    """A result whose encoding kills the worker the first time: all is done, and nothing of it is sent."""
+    """A result whose encoding kills the worker the first time: everything is done, and nothing of it is sent."""
 
     dtype = np.dtype(np.int64)
     shape = (2,)
@@ -68,7 +68,7 @@ class Deadly:
 
 
 def where(number: int) -> tuple[int, int, int]:
-    """The argument, the worker that got it, and its process."""
+    """Return the argument, the worker that got it, and its process."""
     return number, experimental_get_current_worker_index(), os.getpid()
 
 
@@ -78,7 +78,7 @@ def deadly() -> None:
 
 
 def exit_hard() -> None:
-    """End this process, with nothing that comes at an end."""
+    """End this process without any cleanup."""
     os._exit(7)
 
 
@@ -88,12 +88,12 @@ def abort() -> None:
 
 
 def segfault() -> None:
-    """End this process as a bad pointer does."""
+    """End this process as an invalid pointer does."""
     ctypes.string_at(0)
 
 
 def allocate(nbytes: int = 1 << 40) -> int:
-    """Take memory, and use it, until there is no more; or that many bytes: then die, as if the kernel had struck."""
+    """Use memory until there is no more, or this many bytes; then die, as if the kernel had killed the process."""
     taken: list[npt.NDArray[np.uint8]] = []
     while len(taken) << 24 < nbytes:
         taken.append(np.ones(1 << 24, np.uint8))
@@ -102,13 +102,13 @@ def allocate(nbytes: int = 1 << 40) -> int:
 
 
 def starve_once(folder: str, name: str) -> None:
-    """Take much memory and die, if nobody did so under this name before."""
+    """Use much memory and die, if no process did so under this name before."""
     if first_time(folder, name):
         allocate(1 << 26)
 
 
 class Bomb:
-    """What ends the process that loads it, so many times."""
+    """Ends the process that loads it, this many times."""
 
     def __init__(self, folder: str, times: int) -> None:
         self.folder, self.times = folder, times

@@ -1,4 +1,4 @@
-"""What the fault tests share: a running job, and ways to wait for what becomes of it."""
+"""What the fault tests share: a running job, and ways to wait for its outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, RemoteValue, Variable
 from pscluster.coordinator.variables.partitioners import FixedShardsPartitioner
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for a process; of one that is no more a zombie's."""
+    """The kernel's letter for a process's state; a zombie's if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -49,12 +49,12 @@ def _state(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended (a zombie is one that has)."""
+    """Whether the process has ended (a zombie has)."""
     return _state(pid) == "Z"
 
 
 def stopped(pid: int) -> bool:
-    """Whether the process stands still: a signal that lets it go on is lost if it comes before."""
+    """Whether the process is stopped: a signal to continue would be lost if it came earlier."""
     return _state(pid) == "T"
 
 
@@ -68,21 +68,21 @@ def connections_to(port: int) -> int:
                 inodes.add(f"socket:[{fields[9]}]")
     ours = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # it was closed in the meantime
             ours.add(os.readlink(descriptor))
     return len(inodes & ours)
 
 
 def ready(values: Sequence[RemoteValue]) -> int:
-    """How many values are there."""
+    """The number of values that are ready."""
     return sum(value.status.value == "ready" for value in values)
 
 
 def status(cluster: LocalCluster, role: str, index: int) -> node_pb2.StatusReply:
-    """A task's own account of itself."""
+    """A task's answer to Status."""
     with open_channel(cluster.cluster_spec().task_address(role, index), cluster.tls, cluster.token) as channel:
         reply: node_pb2.StatusReply = Stub(channel, NODE_SERVICE).status(
-            node_pb2.StatusRequest(), timeout=PATIENCE, wait_for_ready=True
+            node_pb2.StatusRequest(), timeout=TIMEOUT, wait_for_ready=True
         )
     return reply
 
@@ -97,15 +97,15 @@ class Job:
     folder: str  # for the marks that functions leave
 
     def kill(self, worker: int) -> int:
-        """kill -9 of a worker; the pid that it had."""
+        """Kill a worker with SIGKILL, and return the pid that it had."""
         return self.cluster.kill("worker", worker)
 
     def until_up(self, count: int) -> None:
-        """Wait until exactly so many workers take functions."""
+        """Wait until exactly this many workers accept functions."""
         until(lambda: self.coordinator.workers_up == count, f"{count} workers are up", self.coordinator.describe)
 
     def until_done(self, values: Sequence[RemoteValue], count: int) -> None:
-        """Wait until so many of the values are there; raises what made a function fail."""
+        """Wait until this many of the values are ready; raises the error of a function that failed."""
         until(
             lambda: ready(values) >= count or (self.coordinator.done() and ready(values) >= count),
             f"{count} functions are done",
@@ -113,13 +113,13 @@ class Job:
         )
 
     def join(self) -> None:
-        """Wait for everything scheduled; a hang is told of by what it hangs on."""
-        self.coordinator.join(timeout=PATIENCE)
+        """Wait for everything scheduled; a hang is reported with its cause."""
+        self.coordinator.join(timeout=TIMEOUT)
 
 
 @contextmanager
 def quiet(name: str, level: int) -> Iterator[None]:
-    """Within the block this logger, and those below it, say nothing of less weight."""
+    """Silence this logger and those below it, up to a level, within the block."""
     mine = logging.getLogger(name)
     before = mine.level
     mine.setLevel(level)
@@ -157,7 +157,7 @@ def running_job(
         options["_command"] = [sys.executable, "-c", command]
     options.setdefault("log_level", "ERROR")
     with (
-        quiet("pscluster.coordinator", logging.WARNING),  # what dies here dies on purpose
+        quiet("pscluster.coordinator", logging.WARNING),  # these deaths are deliberate
         quiet("pscluster.local_cluster", logging.ERROR),
         tempfile.TemporaryDirectory(prefix="pscluster-faults-") as folder,
         LocalCluster(num_ps, num_workers, **options) as cluster,
@@ -167,7 +167,7 @@ def running_job(
             connect_to(cluster),
             FixedShardsPartitioner(shards),
             token=cluster.token,
-            connect_timeout=PATIENCE,
+            connect_timeout=TIMEOUT,
             job_name="job",
         )
         try:
@@ -180,7 +180,7 @@ def running_job(
 
 
 class RawClient:
-    """Speaks to one parameter server as any program could that holds the token: nothing is checked or repeated."""
+    """Talks to one parameter server as any program with the token could: nothing is checked or repeated."""
 
     def __init__(self, job: Job, index: int = 0, incarnation: int = 0) -> None:
         self.job = job.strategy.job
@@ -199,12 +199,12 @@ class RawClient:
 
     def _call(self, method: str, request: Any) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=PATIENCE)
+            return getattr(self._stub, method)(request, timeout=TIMEOUT)
         except grpc.RpcError as error:
             raise from_rpc(error, "the server") from None
 
     def spec(self, variable: Variable) -> ps_pb2.VariableSpec:
-        """What the server's directory says of a variable."""
+        """The server's description of a variable."""
         found: ps_pb2.VariableSpec = self._call(
             "describe", ps_pb2.DescribeRequest(job=self.job, variables=[variable.name])
         ).variables[0]
@@ -213,7 +213,7 @@ class RawClient:
     def add(
         self, variable: Variable, amount: float, *, function: int = 0, sequence: int = 0, nth: int = 1, settled: int = 0
     ) -> tuple[ps_pb2.Request, bytes]:
-        """A request that adds to every element of the shards that this server owns, and its payload."""
+        """A request that adds to every element of the shards on this server, and its payload."""
         spec = self.spec(variable)
         request = ps_pb2.Request(last=True)
         update = request.update
@@ -240,16 +240,16 @@ class RawClient:
         return reply.update
 
     def push(self, request: ps_pb2.Request, payload: bytes, frames: int = 3) -> ps_pb2.UpdateReply:
-        """Send it as a Push, in so many frames. Raises the refusal."""
+        """Send it as a Push in this many frames. Raises the refusal."""
         return self.send_frames(self.frames(request, payload, frames)).update
 
     def send_frames(self, frames: Iterator[bytes]) -> ps_pb2.Reply:
-        """A Push of these messages."""
+        """Send a Push of these messages."""
         return unpack(self._call("push", frames), ps_pb2.Reply)[0]
 
     @staticmethod
     def frames(request: ps_pb2.Request, payload: bytes, frames: int) -> Iterator[bytes]:
-        """A Push's messages."""
+        """The messages of a Push."""
         head = ps_pb2.Request()
         head.CopyFrom(request)
         size = -(-len(payload) // frames)
@@ -259,14 +259,14 @@ class RawClient:
             head = ps_pb2.Request()
 
     def close_incarnation(self, incarnation: int) -> None:
-        """As the coordinator does when it gives a worker up."""
+        """Close an incarnation, as the coordinator does when it gives up a worker."""
         self._call("close_incarnation", ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation))
 
     def finish(self, start: int, stop: int) -> None:
-        """As the coordinator does when functions have ended."""
+        """Report that functions have ended, as the coordinator does."""
         self._call("finish_functions", ps_pb2.FinishFunctionsRequest(job=self.job, starts=[start], stops=[stop]))
 
 
 def ones(variable: Variable) -> npt.NDArray[Any]:
-    """1 for every element."""
+    """A 1 for every element."""
     return np.ones(variable.shape, variable.dtype)

@@ -1,4 +1,4 @@
-"""Guarantee 1: every update is applied once, whoever dies and whatever is sent twice. All tests end with numbers."""
+"""Guarantee 1: every update is applied once, whatever dies or is sent twice. All tests end by comparing numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from tests.faults.proxy import Proxy
 from tests.faults.steps import Deadly, die, die_once, first_time, note, wait_for
 from tests.faults.support import Job, RawClient, ones, running_job, status
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     ClusterSpec,
@@ -50,7 +50,7 @@ POINTS = ("before", "first between", "second between", "answered", "after", "res
 
 
 class Counters:
-    """Variables that count in every way there is to update one, each with shards on all servers."""
+    """Variables that count by every kind of update, each with shards on all servers."""
 
     def __init__(self, job: Job) -> None:
         with job.strategy.scope():
@@ -65,7 +65,7 @@ class Counters:
         assert len(set(owners)) == 2
 
     def check(self, count: int) -> None:
-        """Exactly so many on every element of every shard, and so many steps of the optimizer."""
+        """Check that every element of every shard has this count, and that the optimizer has made this many steps."""
         for variable in self.all:
             for shard in variable.variables:
                 assert set(shard.numpy().reshape(-1).tolist()) == {count}, shard.name
@@ -73,7 +73,7 @@ class Counters:
 
 
 def counting_step(counters: Counters, folder: str, at: Mapping[str, Sequence[int]]) -> Any:
-    """A step function that adds 1 to all counters, and kills its worker at the named points in the given functions."""
+    """A step that adds 1 to all counters, and kills its worker at the named points in the given functions."""
     dense, sparse, trained, embedded = counters.all
     sgd = counters.sgd
     every_row = IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse)))
@@ -120,7 +120,7 @@ def test_killed_at_named_points() -> None:
 
 
 def test_killed_at_random_moments() -> None:
-    """The same when workers are killed from outside, at moments that a seeded generator chooses."""
+    """The count is also exact when workers are killed from outside, at moments chosen by a seeded generator."""
     with running_job(num_ps=2, num_workers=3, shards=3, restart=False) as job:
         counters = Counters(job)
         step = counting_step(counters, job.folder, dict.fromkeys(POINTS, ()))
@@ -139,12 +139,12 @@ def test_killed_at_random_moments() -> None:
 
 
 def forgotten(job: Job, index: int) -> bool:
-    """Whether a server remembers no update any more, as it says itself."""
+    """Whether a server reports that it no longer remembers any update."""
     return status(job.cluster, "ps", index).detail.startswith("0 updates remembered;")
 
 
 def test_killed_in_a_large_update() -> None:
-    """An update that travels in frames is applied whole or not at all, and once, wherever its sender dies."""
+    """An update sent in frames is applied whole or not at all, and once, wherever its sender dies."""
     with running_job(num_ps=2, num_workers=2, shards=2) as job:
         with job.strategy.scope():
             large = Variable(np.zeros((2, 1_300_000), np.float32), name="large")  # 5.2 MB on each server
@@ -177,7 +177,7 @@ def test_killed_in_a_large_update() -> None:
 
 @contextmanager
 def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Proxy]]]:
-    """A job whose coordinator reaches the tasks of a role through proxies only."""
+    """A job whose coordinator reaches the tasks of a role only through proxies."""
     with ExitStack() as stack:
         proxies: list[Proxy] = []
 
@@ -196,24 +196,24 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
 
 @contextmanager
 def direct(job: Job, variable: Variable) -> Iterator[Variable]:
-    """The same variable through connections of its own, not by way of a proxy."""
+    """The same variable through separate connections, bypassing the proxy."""
     peer = PeerAddress("ps", 0, job.cluster.cluster_spec().task_address("ps", 0), token=job.cluster.token)
     own = PsClient([peer], make_identity("tool", 0), job=job.strategy.job, incarnation=fresh_id())
     with closing(own):
-        own.connect(PATIENCE)
+        own.connect(TIMEOUT)
         yield Variable.of(own.describe_variable(variable.name), own)
 
 
 def holds(variable: Variable, value: float) -> bool:
-    """Whether all elements are that value."""
+    """Whether all elements have that value."""
     return bool(np.all(variable.numpy() == value))
 
 
 @pytest.mark.parametrize("rows", [4, 400_000], ids=["on a session", "in frames"])
 def test_an_answer_that_is_lost(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that had no answer sends its update again; the server, which had applied it, only answers."""
+    """A client that received no answer sends its update again; the server, which had applied it, only answers."""
     monkeypatch.setattr(client_updates, "SESSION_BYTES", 1 << 20)
-    frames = rows * 4 if rows > 4 else 0  # sent once the server has proved itself, and told how much room there is
+    frames = rows * 4 if rows > 4 else 0  # sent once the server has proved itself and announced how much room there is
     with job_behind_proxies("ps") as (job, (proxy,)):
         with job.strategy.scope():
             variable = Variable(np.zeros(rows, np.float32), name="variable")
@@ -225,15 +225,15 @@ def test_an_answer_that_is_lost(rows: int, monkeypatch: pytest.MonkeyPatch) -> N
                 adding.start()
                 until(functools.partial(holds, seen, count), "the server has applied it")
                 proxy.cut()
-                adding.join(PATIENCE)
+                adding.join(TIMEOUT)
                 assert not adding.is_alive()
                 assert holds(variable, count)
         job.coordinator.schedule(int, args=(1,))
-        job.join()  # the cluster has taken no harm
+        job.join()  # the cluster is unharmed
 
 
 def test_connections_cut_at_any_moment() -> None:
-    """Of 300 updates, small and large, each counts once while connections are reset again and again."""
+    """Each of 300 updates, small and large, counts once while connections are repeatedly reset."""
     with job_behind_proxies("ps") as (job, (proxy,)):
         with job.strategy.scope():
             small = Variable(np.zeros(4, np.float32), name="small")
@@ -268,7 +268,7 @@ def test_connections_cut_at_any_moment() -> None:
 
 
 def test_a_worker_that_was_given_up_but_lives() -> None:
-    """What a worker sends after the others have taken over its function is refused, also if it does not know yet."""
+    """Updates from a worker whose function others have taken over are refused, even if it does not know that yet."""
     with job_behind_proxies("worker", num_workers=2) as (job, proxies):
         with job.strategy.scope():
             total = Variable(np.zeros(4, np.float32), name="total")
@@ -281,7 +281,7 @@ def test_a_worker_that_was_given_up_but_lives() -> None:
                 note(folder, "held", str(experimental_get_current_worker_index()))
                 wait_for(folder, "go")
             try:
-                # The zombie does not look whether it was asked to stop, as if the word had not come yet.
+                # The zombie ignores the request to stop, as if it had not arrived yet.
                 with mock.patch.object(FunctionContext, "check") if zombie else nullcontext():
                     total.assign_add(np.ones(4, np.float32))
             except BaseException as error:
@@ -307,12 +307,12 @@ def test_a_worker_that_was_given_up_but_lives() -> None:
         job.until_up(2)
 
 
-# Requests by hand
+# Handmade requests
 
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
-    """A cluster for the tests that send requests of their own."""
+    """A cluster for the tests that send handmade requests."""
     with running_job(num_workers=1, shards=2) as job:
         yield job
 
@@ -322,13 +322,13 @@ _names = itertools.count()
 
 @pytest.fixture
 def variable(job: Job) -> Variable:
-    """A variable of two shards on one server."""
+    """A variable with two shards on one server."""
     with job.strategy.scope():
         return Variable(np.zeros((6, 20_000), np.float32), name=f"variable_{next(_names)}")
 
 
 def value_of(variable: Variable) -> float:
-    """What all of its elements are."""
+    """The value of all its elements."""
     (value,) = set(variable.numpy().reshape(-1).tolist())
     return float(value)
 
@@ -341,7 +341,7 @@ keyed = pytest.mark.parametrize("key", [{"function": 10**6}, {"sequence": 5}], i
 @ways
 @keyed
 def test_the_same_request_again(job: Job, variable: Variable, way: Way, key: dict[str, int]) -> None:
-    """A repetition changes nothing and is answered; another update by the same sender counts."""
+    """A repeated request changes nothing and is answered; another update from the same sender counts."""
     with RawClient(job) as raw:
         request = raw.add(variable, 1.0, **key)
         first, again = (getattr(raw, way)(*request) for _ in range(2))
@@ -355,7 +355,7 @@ def test_the_same_request_again(job: Job, variable: Variable, way: Way, key: dic
 
 
 def test_a_function_is_known_by_its_number_whoever_runs_it(job: Job, variable: Variable) -> None:
-    """The second attempt, on another worker, finds what the first one applied."""
+    """A second attempt, on another worker, finds what the first one applied."""
     with RawClient(job) as first, RawClient(job) as second:
         assert first.session(*first.add(variable, 1.0, function=10**6 + 1)).applied == 2
         first.close_incarnation(first.incarnation)
@@ -372,14 +372,14 @@ def test_repetitions_at_the_same_time(job: Job, variable: Variable, key: dict[st
         start = threading.Barrier(8)
 
         def send(way: str) -> None:
-            start.wait(PATIENCE)
+            start.wait(TIMEOUT)
             replies.append(getattr(raw, way)(*request))
 
         threads = [threading.Thread(target=send, args=(way,)) for way in ("session", "push") * 4]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
         assert sum(reply.applied for reply in replies) == 2
         assert sum(reply.repeated_ for reply in replies) == 14
         assert value_of(variable) == 1
@@ -387,20 +387,20 @@ def test_repetitions_at_the_same_time(job: Job, variable: Variable, key: dict[st
 
 @ways
 def test_late_updates_change_nothing(job: Job, variable: Variable, way: Way) -> None:
-    """What comes for a function that ended, from a worker given up, answered before, or of another job is refused."""
+    """Updates of an ended function, a lost worker, an answered request or another job are refused."""
     ended, number = 10**6 + 2, 7
-    with RawClient(job) as raw, RawClient(job) as closed, RawClient(job) as stranger:
+    with RawClient(job) as raw, RawClient(job) as closed, RawClient(job) as foreign:
         raw.finish(ended, ended + 1)
         raw.close_incarnation(closed.incarnation)
         getattr(raw, way)(*raw.add(variable, 1.0, sequence=number, settled=number))
-        stranger_request, payload = stranger.add(variable, 1.0, sequence=1)
-        stranger_request.update.job += 1
+        foreign_request, payload = foreign.add(variable, 1.0, sequence=1)
+        foreign_request.update.job += 1
         late = [
             (raw, raw.add(variable, 1.0, function=ended), "has ended"),
             (closed, closed.add(variable, 1.0, function=ended + 1), "given up"),
             (closed, closed.add(variable, 1.0, sequence=1), "given up"),
             (raw, raw.add(variable, 1.0, sequence=number - 1), "answered long ago"),
-            (stranger, (stranger_request, payload), "another job"),
+            (foreign, (foreign_request, payload), "another job"),
         ]
         for sender, request, why in late:
             with pytest.raises(StaleError, match=why):
@@ -411,7 +411,7 @@ def test_late_updates_change_nothing(job: Job, variable: Variable, way: Way) -> 
 
 
 def test_a_worker_is_given_up_while_its_update_arrives(job: Job, variable: Variable) -> None:
-    """Frames that came before the incarnation was closed are for nothing: the update is refused when it is whole."""
+    """An update whose first frames came before its incarnation was closed is refused once it is complete."""
     with RawClient(job) as raw, RawClient(job) as coordinator:
         request, payload = raw.add(variable, 1.0, function=10**6 + 3)
 
@@ -427,7 +427,7 @@ def test_a_worker_is_given_up_while_its_update_arrives(job: Job, variable: Varia
 
 
 def test_an_update_that_breaks_off_changes_nothing(job: Job, variable: Variable) -> None:
-    """Whatever is missing at the end of the stream, nothing is applied, and the same update can still come whole."""
+    """If the end of the stream is missing nothing is applied, and the same update can still be sent whole."""
     with RawClient(job) as raw:
         request, payload = raw.add(variable, 1.0, function=10**6 + 4)
         for frames in range(4):
@@ -439,7 +439,7 @@ def test_an_update_that_breaks_off_changes_nothing(job: Job, variable: Variable)
 
 
 def test_a_variable_is_created_once(job: Job, variable: Variable) -> None:
-    """A copy of the request that created it, come late, does not bring its first values back."""
+    """A late copy of the request that created a variable does not restore its initial values."""
     variable.assign_add(ones(variable))
     with RawClient(job) as raw:
         create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=raw.job, variable=raw.spec(variable)))
@@ -450,14 +450,14 @@ def test_a_variable_is_created_once(job: Job, variable: Variable) -> None:
 
 
 def test_the_coordinator_tells_of_functions_that_ended(job: Job, variable: Variable) -> None:
-    """Soon after a function has ended nothing more is taken for it, from whomever."""
+    """Soon after a function has ended no more updates are accepted for it, from any worker."""
 
     def number() -> int:
         context = current_function()
         assert context is not None
         return context.function
 
-    function = job.coordinator.schedule(number).fetch(PATIENCE)
+    function = job.coordinator.schedule(number).fetch(TIMEOUT)
     assert function > 0
     nth = itertools.count(1)
     with RawClient(job) as raw:
@@ -472,7 +472,7 @@ def test_the_coordinator_tells_of_functions_that_ended(job: Job, variable: Varia
         until(refused, "the function has ended for the server, too")
 
 
-# In the store
+# The store
 
 
 def new_store() -> Store:
@@ -486,34 +486,34 @@ def new_store() -> Store:
 
 
 class Slow(Payload):
-    """A payload in which the server gets stuck."""
+    """A payload on which the server blocks."""
 
     def __init__(self) -> None:
         super().__init__([view(np.ones(8, np.float32))])
         self.reached, self.go_on = threading.Event(), threading.Event()
 
     def blocks(self, start: int, size: int, itemsize: int) -> Iterator[tuple[int, memoryview]]:
-        """As the original, later."""
+        """Return the original's blocks, later."""
         self.reached.set()
-        assert self.go_on.wait(PATIENCE)
+        assert self.go_on.wait(TIMEOUT)
         return super().blocks(start, size, itemsize)
 
 
 def add_request(function: int, incarnation: int = 5) -> ps_pb2.UpdateRequest:
-    """Adds to the store's variable."""
+    """A request that adds to the store's variable."""
     item = ps_pb2.UpdateItem(variable=1, kind=ps_pb2.ADD, nth=1, rows=ps_pb2.Rows(all=True), value_bytes=32)
     return ps_pb2.UpdateRequest(job=1, incarnation=incarnation, function=function, items=[item])
 
 
 def held_values(held: Store) -> list[float]:
-    """The store's variable."""
+    """The value of the store's variable."""
     item = ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True))
     whole = b"".join(reads.read(held, ps_pb2.ReadRequest(job=1, items=[item]), Payload([])))
     return [float(value) for value in np.frombuffer(whole, np.float32)]
 
 
 def test_a_repetition_while_the_first_is_in_progress() -> None:
-    """It waits for the first and finds it done, and whoever closes the incarnation waits for both."""
+    """A repetition waits for the first and finds it done; closing the incarnation waits for both."""
     held = new_store()
     request = add_request(3)
     placed = updates.check_update(held, request, 32)
@@ -525,33 +525,33 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
 
     first = threading.Thread(target=lambda: replies.append(updates.apply(held, request, placed, slow)))
     first.start()
-    assert slow.reached.wait(PATIENCE)
+    assert slow.reached.wait(TIMEOUT)
     quick = Payload([view(np.ones(8, np.float32))])
     again = threading.Thread(target=lambda: replies.append(updates.apply(held, request, placed, quick)))
     again.start()
     assert replies == []
     slow.go_on.set()
     for thread in (first, again):
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert sorted((reply.applied, reply.repeated_) for reply in replies) == [(0, 1), (1, 0)]
     assert held_values(held) == [1] * 8
     slow = Slow()
     first = threading.Thread(target=lambda: updates.apply(held, add_request(4), placed, slow))
     first.start()
-    assert slow.reached.wait(PATIENCE)
+    assert slow.reached.wait(TIMEOUT)
     closing = threading.Thread(target=close)
     closing.start()
     assert not closed.is_set(), "an update of the incarnation is being applied"
     slow.go_on.set()
-    closing.join(PATIENCE)
+    closing.join(TIMEOUT)
     assert held_values(held) == [2] * 8, "when the incarnation is closed, what was in progress has ended"
     with pytest.raises(StaleError):
         updates.check_update(held, add_request(5), 32)
-    first.join(PATIENCE)
+    first.join(TIMEOUT)
 
 
 def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
-    """Whoever ends a function that goes on waits for what is being applied; nothing of it is applied afterwards."""
+    """Ending a running function waits for the update being applied; none of its updates is applied afterwards."""
     held = new_store()
     placed = updates.check_update(held, add_request(3), 32)
     slow, ended = Slow(), threading.Event()
@@ -562,7 +562,7 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
 
     update = threading.Thread(target=lambda: updates.apply(held, add_request(3), placed, slow))
     update.start()
-    assert slow.reached.wait(PATIENCE)
+    assert slow.reached.wait(TIMEOUT)
     late = threading.Thread(target=shut_out)
     late.start()
 
@@ -576,14 +576,14 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
     assert not ended.is_set(), "an update of the function is being applied"
     slow.go_on.set()
     for thread in (update, late):
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert held_values(held) == [1] * 8
     with pytest.raises(StaleError, match="has ended"):
         updates.apply(held, add_request(3), placed, Payload([view(np.ones(8, np.float32))]))
 
 
 def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
-    """Over 20,000 functions its memory of updates does not grow with what has been."""
+    """A server's memory of updates does not grow over 20,000 functions."""
     held, most = new_store(), 0
     values = Payload([view(np.ones(8, np.float32))])
     for function in range(1, 20_001):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("durability", "seed"), [("snapshot", 1)])
 def test_the_checker_finds_nothing(durability: str, seed: int) -> None:
-    """Workers and servers are killed, frozen and cut off, a disk is full: what is lost is what was said to be."""
+    """With workers and servers killed, frozen and cut off, and a full disk, only reported losses occur."""
     command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--short", "--job", "digits"]
     done = subprocess.run(
         [*command, "--durability", durability, "--seed", str(seed)],

@@ -1,4 +1,4 @@
-"""A coordinator that dies: servers and workers wait, and the same script started again goes on where it was."""
+"""A coordinator that dies: servers and workers wait, and the same script, started again, continues where it was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.faults.steps import note, wait_for
 from tests.faults.support import stopped
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
 from pscluster.coordinator.job import attach
@@ -95,7 +95,7 @@ FROZEN = """
 def started(
     cluster: LocalCluster, script: Path, *arguments: object, errors: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The script as the cluster's coordinator; it is gone behind the block. It logs to the file, if one is given."""
+    """Run the script as the cluster's coordinator until the block ends, logging to the file if one is given."""
     env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
     env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [env.get("PYTHONPATH", "")])])
     command = [sys.executable, "-m", "pscluster.coordinator", *cluster.hand_over_port("chief", 0), str(script)]
@@ -111,7 +111,7 @@ def started(
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The script of the job."""
+    """The job's script."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     return path
@@ -120,7 +120,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("servers_die", [False, True], ids=["alone", "with all servers"])
 def test_the_script_started_again_goes_on(script: Path, tmp_path: Path, servers_die: bool) -> None:
-    """Killed in the middle of the job: variables, slots and progress are as they were, and each step counts once."""
+    """Killed in the middle of the job it finds its variables, slots and progress again, and each step counts once."""
     total = 40
     with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
         with started(cluster, script, tmp_path, total) as first:
@@ -129,16 +129,16 @@ def test_the_script_started_again_goes_on(script: Path, tmp_path: Path, servers_
             first.send_signal(signal.SIGKILL)
         if servers_die:
             for index in range(2):
-                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=TIMEOUT), timeout=TIMEOUT)
         with started(cluster, script, tmp_path, total) as second:
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
         assert wait_for(str(tmp_path), "begun-True") == str(total // 2)
         assert wait_for(str(tmp_path), "result").split() == [f"{total}.0", str(total)]
 
 
 @pytest.mark.timeout(60)
 def test_a_coordinator_that_is_frozen(tmp_path: Path) -> None:
-    """Thawed behind its workers' lease, it blames nobody for its own silence: what ran goes on, and is not late."""
+    """When it thaws after its workers' lease nothing is lost by its own silence: functions continue, none times out."""
     script = tmp_path / "frozen.py"
     script.write_text(textwrap.dedent(FROZEN))
     with LocalCluster(1, 2, log_level="ERROR") as cluster, started(cluster, script, tmp_path) as process:
@@ -146,26 +146,26 @@ def test_a_coordinator_that_is_frozen(tmp_path: Path) -> None:
         wait_for(str(tmp_path), "timed")
         process.send_signal(signal.SIGSTOP)
         until(lambda: stopped(process.pid), "it stands still")
-        over = time.monotonic() + 3.5  # than which its lease and its timeout are shorter
+        over = time.monotonic() + 3.5  # longer than its lease and its timeout
         until(lambda: time.monotonic() > over, "its workers' lease is over, and the function's timeout")
         process.send_signal(signal.SIGCONT)
         note(str(tmp_path), "thawed")
         wait_for(str(tmp_path), "went on")
         note(str(tmp_path), "go on")
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
         assert wait_for(str(tmp_path), "result") == "True [1, 1, 1, 1]"
 
 
 @pytest.mark.timeout(180)
 def test_two_coordinators() -> None:
-    """The second is refused, and told of the first; when it takes over, what the first still sends is refused."""
+    """The second is refused and told of the first; after it takes over, requests from the first are refused."""
     with LocalCluster(2, 1, log_level="ERROR") as cluster:
         first = ParameterServerStrategy(cluster, job_name="job", ps_timeout=10)
         try:
             with first.scope():
                 count = Variable(np.zeros(3), name="count")
             coordinator = ClusterCoordinator(first)
-            coordinator.schedule(lambda: count.assign_add(np.ones(3))).fetch(timeout=PATIENCE)
+            coordinator.schedule(lambda: count.assign_add(np.ones(3))).fetch(timeout=TIMEOUT)
             with pytest.raises(BusyError, match=f"works for chief 0 .*pid {os.getpid()}.*take_over=True"):
                 ParameterServerStrategy(cluster, job_name="job")
             with ParameterServerStrategy(cluster, job_name="job", take_over=True) as second:
@@ -176,15 +176,17 @@ def test_two_coordinators() -> None:
                     mine = Variable(np.full(3, 9.0), name="count")
                 assert mine.numpy().tolist() == [1, 1, 1]
                 until(lambda: refused(coordinator), "the first has noticed")
+                with pytest.raises(StaleError, match="another coordinator took it over"):
+                    count.assign_add(np.ones(3))
                 done = ClusterCoordinator(second).schedule(lambda: mine.assign_add(np.ones(3)))
-                done.fetch(timeout=PATIENCE)
+                done.fetch(timeout=TIMEOUT)
                 assert mine.numpy().tolist() == [2, 2, 2]
         finally:
             first.close()
 
 
 def refused(coordinator: ClusterCoordinator) -> bool:
-    """Has it been told that another one has its job?"""
+    """Whether it has been told that another coordinator has its job."""
     try:
         coordinator.done()
     except PSUnavailableError:
@@ -193,7 +195,7 @@ def refused(coordinator: ClusterCoordinator) -> bool:
 
 
 def left_behind(cluster: LocalCluster, tmp_path: Path, body: str) -> None:
-    """Have a coordinator make something, named as the job "job", and die."""
+    """Have a coordinator create something, in the job named "job", and die."""
     path = tmp_path / "dies.py"
     path.write_text(
         textwrap.dedent(
@@ -210,12 +212,12 @@ def left_behind(cluster: LocalCluster, tmp_path: Path, body: str) -> None:
         )
     )
     with started(cluster, path) as process:
-        assert process.wait(PATIENCE) == -signal.SIGKILL
+        assert process.wait(TIMEOUT) == -signal.SIGKILL
 
 
 @pytest.mark.timeout(180)
 def test_what_is_not_what_it_was(tmp_path: Path) -> None:
-    """Another shape or rule is an error that says what to do; another name, or resume=False, begins anew."""
+    """Another shape or rule is an error that says what to do; another name, or resume=False, starts anew."""
     with LocalCluster(2, 1, log_level="ERROR") as cluster:
         body = "Variable(np.ones(3), name='w'); optimizers.Adam(0.5, name='rule')"
         left_behind(cluster, tmp_path, body)
@@ -237,11 +239,11 @@ def test_what_is_not_what_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_server_that_dies_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has lost its part since it was asked what it holds is told of; the job does not go on with the rest."""
+    """A server that has lost its part since it was asked what it holds is named, and the job does not continue."""
     with LocalCluster(2, 1, log_level="ERROR", durability="none") as cluster:
 
         def late(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> list[int]:
-            cluster.wait_restarted("ps", 1, cluster.kill("ps", 1, timeout=PATIENCE), timeout=PATIENCE)
+            cluster.wait_restarted("ps", 1, cluster.kill("ps", 1, timeout=TIMEOUT), timeout=TIMEOUT)
             return continue_job(request, found)
 
         left_behind(cluster, tmp_path, "Variable(np.ones(3), name='w')")
@@ -255,7 +257,7 @@ def test_a_server_that_dies_before_it_is_taken(tmp_path: Path, monkeypatch: pyte
 
 
 def test_progress_is_json(tmp_path: Path) -> None:
-    """What is none, or too much, is refused; the rest comes back, NumPy's numbers as Python's."""
+    """Values that are not JSON, or too large, are refused; others come back, with NumPy's numbers as Python's."""
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
         assert strategy.progress == {}
         strategy.save_progress(
@@ -266,7 +268,7 @@ def test_progress_is_json(tmp_path: Path) -> None:
         assert strategy.progress["state"] == np.random.default_rng(1).bit_generator.state
         with pytest.raises(MisuseError, match="Path is not a JSON type"):
             strategy.save_progress(path=tmp_path)
-        with pytest.raises(MisuseError, match="at most 65,532 fit"):
+        with pytest.raises(MisuseError, match="at most 65,536 fit"):
             strategy.save_progress(much="x" * (64 << 10))
         assert strategy.progress["epoch"] == 3
     note(str(tmp_path), "end")

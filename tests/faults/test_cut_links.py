@@ -1,7 +1,7 @@
-"""Links that are cut without a word, lose packets, are slow, or come and go: the job goes on. Numbers decide.
+"""Links that are cut silently, lose packets, are slow, or come and go: the job continues. The tests compare numbers.
 
-The roles are in network namespaces of their own. What is dropped there is dropped silently: no connection is reset,
-and whoever waits learns of nothing.
+The roles are in separate network namespaces. What is dropped there is dropped silently: no connection is reset, and a
+waiting role is not notified.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.faults.far import FarCluster, FarJob, far_cluster, far_job
 from tests.faults.namespaces import COORDINATOR, Network, missing
 from tests.faults.steps import where
 from tests.faults.support import ready
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import FunctionError
 
@@ -31,7 +31,7 @@ WAYS = ("both ways", "one way", "the other way")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarCluster]:
-    """Two parameter servers and two workers, each in a place of its own."""
+    """Two parameter servers and two workers, each at a separate place."""
     with far_cluster(tmp_path_factory.mktemp("far"), 2, 2) as cluster:
         yield cluster
 
@@ -54,8 +54,8 @@ def begin(job: FarJob) -> list[Any]:
 
 
 def finish(job: FarJob, functions: int = FUNCTIONS) -> None:
-    """Wait for all, and compare: each has counted once, on every element."""
-    job.coordinator.join(timeout=PATIENCE)
+    """Wait for all, and check that each has counted once, on every element."""
+    job.coordinator.join(timeout=TIMEOUT)
     assert job.counting.counts() == {name: [functions] * 2 for name in ("dense", "sparse", "trained")}
     assert job.counting.sgd.iterations == functions
     assert job.strategy.lost_updates() == {}
@@ -66,18 +66,18 @@ def until_used(job: FarJob, worker: int) -> None:
 
     def gets_one() -> bool:
         values = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
-        return worker in {found for _, found, _ in job.coordinator.fetch(values, timeout=PATIENCE)}
+        return worker in {found for _, found, _ in job.coordinator.fetch(values, timeout=TIMEOUT)}
 
     until(gets_one, f"worker {worker} gets a function", job.coordinator.explain)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_cut_off_from_the_coordinator(cluster: FarCluster, way: str) -> None:
-    """Its functions run elsewhere when its lease is over, nothing counts twice, and it is used again later."""
+    """Its functions run elsewhere when its lease expires, none counts twice, and it is used again later."""
     with far_job(cluster, worker_lease=1.5) as job:
         begin(job)
         cut(job.network, COORDINATOR, "worker0", way)
-        job.coordinator.join(timeout=PATIENCE)  # the link is cut all the while
+        job.coordinator.join(timeout=TIMEOUT)  # the link stays cut
         job.until_up(1)
         job.network.heal()
         until_used(job, 0)
@@ -86,7 +86,7 @@ def test_a_worker_cut_off_from_the_coordinator(cluster: FarCluster, way: str) ->
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_cut_off_from_a_server(cluster: FarCluster, way: str) -> None:
-    """What it runs waits, the others do the rest meanwhile; healed, it goes on where it was."""
+    """Its functions wait while the others do the rest; once the link is healed it continues where it was."""
     with far_job(cluster, worker_lease=1.5) as job:
         values = begin(job)
         cut(job.network, "worker0", "ps0", way)
@@ -96,7 +96,7 @@ def test_a_worker_cut_off_from_a_server(cluster: FarCluster, way: str) -> None:
             "all is done but what the worker has that is cut off",
             job.coordinator.explain,
         )
-        assert job.coordinator.workers_up == 2  # to the coordinator it is well
+        assert job.coordinator.workers_up == 2  # the coordinator still reaches it
         job.network.heal()
         finish(job)
 
@@ -109,36 +109,36 @@ def test_a_worker_cut_off_from_a_server(cluster: FarCluster, way: str) -> None:
     ],
 )
 def test_a_worker_cut_off_from_a_server_for_good(cluster: FarCluster, connected: bool, words: str) -> None:
-    """No answer will ever come: the connection is given up, and when `ps_timeout` is over the function says who."""
+    """When an answer never comes the connection is given up, and after `ps_timeout` the function names the server."""
     with far_job(cluster, ps_timeout=1.0) as job:
         job.until_up(2)
-        assert all(link.heard for link in job.coordinator._dispatcher._workers)  # since when explain() counts
+        assert all(link.heard for link in job.coordinator._dispatcher.state.workers)  # from which explain() counts
         step = job.counting.step()
-        if connected:  # else the worker has not dialled the server yet
+        if connected:  # otherwise the worker has not dialled the server yet
             begin(job)
         cut(job.network, "worker0", "ps0")
         for _ in range(FUNCTIONS):
             job.coordinator.schedule(step)
         with pytest.raises(FunctionError, match=words):
-            job.coordinator.join(timeout=PATIENCE)
-        job.coordinator.join(timeout=PATIENCE)  # to the coordinator the server is well: the job is not lost
+            job.coordinator.join(timeout=TIMEOUT)
+        job.coordinator.join(timeout=TIMEOUT)  # the coordinator still reaches the server: the job is not lost
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_coordinator_cut_off_from_a_server(cluster: FarCluster, way: str) -> None:
-    """The workers do all that is scheduled meanwhile; a read that waits has its answer when the link is healed."""
+    """The workers do everything scheduled meanwhile; a waiting read is answered when the link is healed."""
     with far_job(cluster, worker_lease=1.5) as job:
         begin(job)
         cut(job.network, COORDINATOR, "ps0", way)
         found: list[Any] = []
         reading = threading.Thread(target=lambda: found.append(job.counting.sparse.numpy()))
         reading.start()
-        job.coordinator.join(timeout=PATIENCE)
+        job.coordinator.join(timeout=TIMEOUT)
         until(lambda: job.network.dropped() > 2, "something was lost")
         assert reading.is_alive()
         assert job.coordinator.workers_up == 2
         job.network.heal()
-        reading.join(PATIENCE)
+        reading.join(TIMEOUT)
         assert not reading.is_alive()
         assert found[0].shape == job.counting.sparse.shape
         finish(job)
@@ -153,7 +153,7 @@ LINKS = [
 
 @pytest.mark.parametrize(("one", "other"), LINKS)
 def test_a_link_that_comes_and_goes(cluster: FarCluster, one: str, other: str) -> None:
-    """Cut and healed again and again, at some times in one direction only: nothing is lost or counts twice."""
+    """When links are repeatedly cut and healed, sometimes in one direction only, nothing is lost or counts twice."""
     with far_job(cluster, worker_lease=1.5) as job:
         values = begin(job)
         for round_ in range(6):
@@ -170,41 +170,41 @@ def test_a_link_that_comes_and_goes(cluster: FarCluster, one: str, other: str) -
 
 
 def lossy(network: Network, one: str, other: str) -> None:
-    """One packet in seven is lost, in both directions."""
+    """Lose one packet in seven, in both directions."""
     network.lossy(one, other, 0.15)
 
 
 def slow(network: Network, one: str, _other: str) -> None:
-    """All links of the one carry 400 kbit/s."""
+    """Limit all links of one role to 400 kbit/s."""
     network.slow(one, 400)
 
 
 @pytest.mark.parametrize("trouble", [lossy, slow])
 @pytest.mark.parametrize(("one", "other"), LINKS)
 def test_a_bad_link(cluster: FarCluster, trouble: Callable[[Network, str, str], None], one: str, other: str) -> None:
-    """One that loses packets, or is slow, costs time: no worker is given up, and every number is right."""
+    """A link that loses packets or is slow costs time: no worker is given up, and every number is right."""
     with far_job(cluster) as job:
         begin(job)
         trouble(job.network, one, other)
         until_used(job, 0)
         finish(job)
-        assert (job.coordinator._dispatcher._workers[0].restarts, job.coordinator.workers_up) == (0, 2)
+        assert (job.coordinator._dispatcher.state.workers[0].restarts, job.coordinator.workers_up) == (0, 2)
 
 
 def test_large_arguments_on_a_slow_link(cluster: FarCluster) -> None:
-    """A worker that gets an argument for longer than its lease is not taken for silent."""
+    """A worker that takes longer than its lease to receive an argument is not considered silent."""
     with far_job(cluster, worker_lease=1.5) as job:
         job.until_up(2)
-        job.coordinator.schedule(where, args=(0,)).fetch(timeout=PATIENCE)
+        job.coordinator.schedule(where, args=(0,)).fetch(timeout=TIMEOUT)
         for worker in (0, 1):
             job.network.slow(f"worker{worker}", 4000)  # 3 MiB take 6 s
         sizes = [job.coordinator.schedule(len, args=(np.ones(3 << 20, np.uint8),)) for _ in range(2)]
-        assert job.coordinator.fetch(sizes, timeout=PATIENCE) == [3 << 20] * 2
-        assert [link.restarts for link in job.coordinator._dispatcher._workers] == [0, 0]
+        assert job.coordinator.fetch(sizes, timeout=TIMEOUT) == [3 << 20] * 2
+        assert [link.restarts for link in job.coordinator._dispatcher.state.workers] == [0, 0]
 
 
 def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:
-    """Behind it there is neither a namespace, nor an interface, nor a process."""
+    """Afterwards neither a namespace, nor an interface, nor a process is left."""
     from tests.faults import namespaces
 
     with far_cluster(tmp_path, 1, 1) as far:

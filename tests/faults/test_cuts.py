@@ -1,8 +1,8 @@
-"""What is cut at one moment holds no half of a function that may still run again, however the function was cut short.
+"""A cut at one moment holds no half of a function that may still run again, however the function was interrupted.
 
-Three ways to begin and not end, each while somebody waits for a moment at which no function runs: the worker dies, or
-loses its lease; the function raises and has `retries`; it runs longer than its `timeout`. What every function adds 1
-to, one after the other, on two servers, is equal in what is cut, and afterwards.
+There are three ways to begin and not end, each while a cut waits for a moment at which no function runs: the worker
+dies or loses its lease; the function raises and has `retries`; it runs longer than its `timeout`. The two variables to
+which each function adds 1 in turn, on two servers, are equal in the cut and afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tests.faults.steps import first_time, note, wait_for
 from tests.faults.support import Job, RawClient, running_job
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import FixedShardsPartitioner, RemoteValue, Variable, callbacks, metrics
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, ParameterServerStrategy, RestoredFrom
@@ -48,7 +48,7 @@ cut_short = pytest.mark.parametrize("way", WAYS)
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
-    """Two servers, two workers."""
+    """Two servers and two workers."""
     with running_job(2, 2, worker_lease=3.0) as made:
         made.until_up(2)
         with made.strategy.scope():
@@ -57,7 +57,7 @@ def job() -> Iterator[Job]:
 
 
 class Half:
-    """A function that adds 1 to a variable, is cut short the first time, and adds 1 to another one."""
+    """A function that adds 1 to a variable, is interrupted the first time, and adds 1 to another one."""
 
     def __init__(self, job: Job, way: str, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -70,11 +70,11 @@ class Half:
         assert self.first.device != self.second.device
 
     def values(self) -> tuple[float, float]:
-        """Of the two variables."""
+        """The values of the two variables."""
         return self.first.numpy()[0], self.second.numpy()[0]
 
     def step(self) -> Callable[..., float]:
-        """The function."""
+        """Run as the step."""
         first, second, way, folder = self.first, self.second, self.way, self.folder
 
         def step(what: Any = ()) -> float:
@@ -92,14 +92,14 @@ class Half:
         return step
 
     def begin(self) -> RemoteValue:
-        """Schedule it; it has begun."""
+        """Schedule the function, and wait until it has begun."""
         timeout = 1.5 if self.way == "too long" else None
         value = self.job.coordinator.schedule(self.step(), retries=5, timeout=timeout)
         wait_for(self.folder, "where")
         return value
 
     def fall(self) -> None:
-        """Cut it short, or wait until it is."""
+        """Interrupt it, or wait until it is interrupted."""
         if self.way == "killed":
             self.job.kill(int(wait_for(self.folder, "where")))
         elif self.way == "frozen":
@@ -107,23 +107,23 @@ class Half:
             os.kill(pid, signal.SIGSTOP)
             until(lambda: self.job.coordinator.workers_up < 2, "its lease is over")
             os.kill(pid, signal.SIGCONT)
-            note(self.folder, "raise")  # it goes on, and is refused
+            note(self.folder, "raise")  # it continues, and is refused
         elif self.way == "raised":
             note(self.folder, "raise")
 
     def meanwhile(self, cut: Callable[[], T]) -> T:
-        """What `cut` gives, which waits for the function as that is cut short."""
+        """Return the result of `cut`, which waits for the function while that is interrupted."""
         with ThreadPoolExecutor(1) as pool:
             found: Future[T] = pool.submit(cut)
-            stats = self.job.coordinator._dispatcher.stats
+            stats = self.job.coordinator._dispatcher.status.stats
             until(lambda: found.done() or stats().paused, "somebody waits for all functions to end")
             self.fall()
-            return found.result(PATIENCE)
+            return found.result(TIMEOUT)
 
 
 @pytest.fixture
 def half(job: Job, way: str, tmp_path: Path) -> Half:
-    """On this test's own variables."""
+    """A function on this test's own variables."""
     until(lambda: job.coordinator.workers_up, "a worker is up")
     return Half(job, way, tmp_path)
 
@@ -136,13 +136,13 @@ def saved(half: Half, path: str) -> tuple[float, float]:
 
 @cut_short
 def test_a_checkpoint(half: Half, tmp_path: Path) -> None:
-    """It has all of the function, and so has what is restored from it."""
+    """A checkpoint has the whole function, and so has what is restored from it."""
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
         half.begin()
         path = half.meanwhile(manager.save).result()
         assert saved(half, path) == (1, 1)
         half.job.join()
-        half.job.coordinator.schedule(half.step()).fetch(PATIENCE)
+        half.job.coordinator.schedule(half.step()).fetch(TIMEOUT)
         assert half.values() == (2, 2)
         manager.restore(partial=True)
         assert half.values() == (1, 1)
@@ -150,20 +150,20 @@ def test_a_checkpoint(half: Half, tmp_path: Path) -> None:
 
 @cut_short
 def test_a_restore(half: Half, tmp_path: Path) -> None:
-    """Nothing of the function is left, on any server, and what runs afterwards counts."""
+    """After a restore nothing of the function is left, on any server, and later functions count."""
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
         manager.save()
         half.begin()
         half.meanwhile(lambda: manager.restore(partial=True))
         half.job.join()
         assert half.values() == (0, 0)
-        half.job.coordinator.schedule(half.step()).fetch(PATIENCE)
+        half.job.coordinator.schedule(half.step()).fetch(TIMEOUT)
         assert half.values() == (1, 1)
 
 
 @cut_short
 def test_a_concurrent_evaluation(half: Half) -> None:
-    """It reads all of the function."""
+    """The evaluation reads the whole function."""
     first, second = half.first, half.second
 
     def step(_: Any) -> tuple[Any]:
@@ -172,7 +172,7 @@ def test_a_concurrent_evaluation(half: Half) -> None:
     data = half.job.coordinator.distribute_dataset(np.arange(1.0), name=half.folder)
     half.begin()
     found = half.meanwhile(
-        lambda: half.job.coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=PATIENCE)
+        lambda: half.job.coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=TIMEOUT)
     )
     assert found == {"sum": 1001}
     half.job.join()
@@ -180,7 +180,7 @@ def test_a_concurrent_evaluation(half: Half) -> None:
 
 @cut_short
 def test_cancelling_what_waits(half: Half) -> None:
-    """What has begun ends; what waits for it has not begun."""
+    """Functions that have begun end; those that are cancelled have not begun."""
     begun = half.begin()
     behind = half.job.coordinator.schedule(max, args=(begun, 0))
     assert half.meanwhile(lambda: half.job.coordinator.cancel_waiting([begun, behind])) == 1
@@ -191,9 +191,9 @@ def test_cancelling_what_waits(half: Half) -> None:
 
 @pytest.mark.parametrize("way", ["killed", "frozen", "raised"])  # its functions have no timeout
 def test_the_end_of_a_training(half: Half) -> None:
-    """A training that is to stop ends with all of each function, and its position says so."""
+    """A training that is to stop ends with whole functions only, and its position says so."""
     coordinator, folder = half.job.coordinator, half.folder
-    half.job.until_up(2)  # one is cut short, the other goes on
+    half.job.until_up(2)  # one is interrupted, the other continues
 
     class Stop(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -220,7 +220,7 @@ def test_the_end_of_a_training(half: Half) -> None:
 
 @cut_short
 def test_an_example_counts_once(half: Half, tmp_path: Path) -> None:
-    """Behind a restored checkpoint, too, made while the function that read it was cut short."""
+    """An example counts once, even after restoring a checkpoint made while its function was interrupted."""
     coordinator = half.job.coordinator
     data = coordinator.distribute_dataset(np.arange(6.0), name=half.folder).batch(1)
 
@@ -249,7 +249,7 @@ def test_an_example_counts_once(half: Half, tmp_path: Path) -> None:
 
 
 def test_what_does_not_end_is_named(job: Job, tmp_path: Path) -> None:
-    """A cut that can't be made says which functions have begun, and where, also where they wait for a worker."""
+    """A cut that cannot be made names the functions that have begun and where they run, or that they need a worker."""
     job.until_up(2)
     folder = str(tmp_path)
 
@@ -269,12 +269,12 @@ def test_what_does_not_end_is_named(job: Job, tmp_path: Path) -> None:
             manager.save()
         assert manager.checkpoints == []
         note(folder, "go")
-        value.fetch(PATIENCE)
+        value.fetch(TIMEOUT)
         manager.save()
 
 
 def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
-    """Where a training is to end and no worker comes back, it is said why it can't, and not waited for."""
+    """If a training is to end and no worker returns, it does not wait but says why it can't end."""
     with running_job(1, 1, restart=False) as job:
         folder = str(tmp_path)
 
@@ -284,7 +284,7 @@ def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
 
         job.coordinator.schedule(held)
         wait_for(folder, "begun")
-        stranded = job.coordinator._dispatcher.stranded
+        stranded = job.coordinator._dispatcher.status.stranded
         assert stranded(0.1) == ""
         job.kill(0)
         until(lambda: stranded(0.1), "it is known that there is no worker")
@@ -294,7 +294,7 @@ def test_nothing_that_has_begun_ends_without_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["too long", "cancelled", "all cancelled"])
 def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
-    """What a function still does that was ended is refused: a cut made meanwhile holds what it did before, for good."""
+    """Updates of a function that was ended but still runs are refused: a cut keeps what it did before, for good."""
     coordinator, folder = job.coordinator, str(tmp_path)
     job.until_up(2)
     half = Half(job, how, tmp_path)
@@ -311,36 +311,36 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
     behind = coordinator.schedule(max, args=(value, 0))
     others = [coordinator.schedule(abs, args=(-number,)) for number in range(5)]
     wait_for(folder, "begun")
-    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=PATIENCE) as manager:
+    with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=TIMEOUT) as manager:
         before = job.strategy.context.partly_applied.count
         if how == "cancelled":
-            coordinator.fetch(others, PATIENCE)
+            coordinator.fetch(others, TIMEOUT)
             assert value.cancel()
             assert not value.cancel(), "it has ended"
         elif how == "all cancelled":
-            coordinator.fetch(others, PATIENCE)
+            coordinator.fetch(others, TIMEOUT)
             assert coordinator.cancel() == 2
         expected = FunctionTimeoutError if how == "too long" else CancelledError
         with pytest.raises(expected, match="may have been applied"):
-            value.fetch(PATIENCE)
+            value.fetch(TIMEOUT)
         with pytest.raises(CancelledError):
-            behind.fetch(PATIENCE)
+            behind.fetch(TIMEOUT)
         if how == "too long":
             with pytest.raises(FunctionTimeoutError):
-                coordinator.join(PATIENCE)
-        coordinator.join(PATIENCE)
+                coordinator.join(TIMEOUT)
+        coordinator.join(TIMEOUT)
         path = manager.save().result()
         assert saved(half, path) == (1, 0)
         assert read_index(path).partly_applied == before + 1
         note(folder, "go")
         wait_for(folder, "refused")
         until(lambda: "still runs" not in coordinator.explain(), "it has ended")
-        coordinator.fetch([coordinator.schedule(abs, args=(-number,)) for number in range(5)], PATIENCE)
+        coordinator.fetch([coordinator.schedule(abs, args=(-number,)) for number in range(5)], TIMEOUT)
         assert half.values() == (1, 0)
 
 
 def test_a_function_that_never_stops_costs_its_worker_process(job: Job, tmp_path: Path) -> None:
-    """The last resort: the process is ended, and started again; the function is not run again, others are."""
+    """As a last resort its process is killed and restarted; the function does not run again, others do."""
     coordinator, folder = job.coordinator, str(tmp_path)
     job.until_up(2)
 
@@ -351,19 +351,19 @@ def test_a_function_that_never_stops_costs_its_worker_process(job: Job, tmp_path
     value = coordinator.schedule(hangs, timeout=0.3)
     worker = int(wait_for(folder, "where-True"))
     with pytest.raises(FunctionTimeoutError):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     pid = job.cluster.pids["worker", worker]
     assert not value.cancel(kill_after=0), "it has ended, and its process is ended now"
     others = [coordinator.schedule(abs, args=(-number,)) for number in range(20)]
-    job.cluster.wait_restarted("worker", worker, pid, timeout=PATIENCE)
-    assert coordinator.fetch(others, PATIENCE) == list(range(20))
+    job.cluster.wait_restarted("worker", worker, pid, timeout=TIMEOUT)
+    assert coordinator.fetch(others, TIMEOUT) == list(range(20))
     job.until_up(2)
     assert not Path(folder, "where-False").exists()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) -> None:
-    """A function that fails, is stopped or cancelled behind an update says so, and the checkpoint names it."""
+    """A function that fails, is stopped or is cancelled after an update says so, and the checkpoint names it."""
     coordinator, folder = job.coordinator, str(tmp_path)
     job.until_up(2)
     with job.strategy.scope():
@@ -381,30 +381,30 @@ def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) ->
             count.numpy()
 
     manager = CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy)
-    manager.restore(manager.save().result())  # what other tests have left is forgotten
+    manager.restore(manager.save().result())  # forget what other tests have left
     with pytest.raises(ValueError, match="reason") as caught:
-        coordinator.schedule(fails, args=(False,)).fetch(PATIENCE)
+        coordinator.schedule(fails, args=(False,)).fetch(TIMEOUT)
     assert isinstance(caught.value, FunctionError)
     assert "have been applied" not in str(caught.value)
     assert not caught.value.partly_applied
     with pytest.raises(ValueError, match="reason"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert read_index(manager.save().result()).partly_applied == 0
 
     stopped = coordinator.schedule(endless, args=("running",))
     wait_for(folder, "running")
     with pytest.raises(ValueError, match=r"the reason\nSome of its updates may have been applied: they stay") as caught:
-        coordinator.schedule(fails, args=(True,)).fetch(PATIENCE)
+        coordinator.schedule(fails, args=(True,)).fetch(TIMEOUT)
     assert isinstance(caught.value, FunctionError)
     assert caught.value.partly_applied
     with pytest.raises(CancelledError, match=r"endless was cancelled because another .* may have been applied"):
-        stopped.fetch(PATIENCE)
+        stopped.fetch(TIMEOUT)
     with pytest.raises(ValueError, match="reason"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     with pytest.raises(TimeoutError, match=r"endless ran longer .*\nSome of its updates may have been applied"):
-        coordinator.schedule(endless, args=("again",), timeout=0.1).fetch(PATIENCE)
+        coordinator.schedule(endless, args=("again",), timeout=0.1).fetch(TIMEOUT)
     with pytest.raises(TimeoutError):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     path = manager.save().result()
     index = read_index(path)
     assert index.partly_applied == 3
@@ -422,7 +422,7 @@ def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) ->
 
 
 def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
-    """An update that comes late is refused, whether all of it was on its way or a part, by a restarted server, too."""
+    """A late update is refused, whether all of it or a part was in transit, even by a restarted server."""
     with running_job(2, 1, durability="log") as job:
         with job.strategy.scope():
             variables = [Variable(np.zeros(4), name=name, partitioner=FixedShardsPartitioner(1)) for name in "ab"]
@@ -444,7 +444,7 @@ def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
 
         manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
         manager.save()
-        job.coordinator.schedule(step).fetch(PATIENCE)
+        job.coordinator.schedule(step).fetch(TIMEOUT)
         with RawClient(job, 0) as client, ThreadPoolExecutor(1) as pool:
             mine = next(each for each in variables if each.owners == (0,))
             request, payload = client.add(mine, 100.0, function=10**6)
@@ -452,46 +452,46 @@ def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
 
             def frames() -> Iterator[bytes]:
                 for number, frame in enumerate(client.frames(request, payload, 3)):
-                    if number == 1:  # the server knows by the first what comes
+                    if number == 1:  # the server learns from the first what follows
                         begun.set()
-                        go_on.wait(PATIENCE)
+                        go_on.wait(TIMEOUT)
                     yield frame
 
             pushed = pool.submit(client.send_frames, frames())
-            assert begun.wait(PATIENCE)
+            assert begun.wait(TIMEOUT)
             manager.restore()
             go_on.set()
             with pytest.raises(StaleError, match="a checkpoint was restored"):
-                pushed.result(PATIENCE)
+                pushed.result(TIMEOUT)
         assert values() == [0, 0]
         late(10**6 + 1)
-        job.coordinator.schedule(step).fetch(PATIENCE)
+        job.coordinator.schedule(step).fetch(TIMEOUT)
         variables[0].assign_add(np.ones(4))
         assert values() == [2, 1]
         for index in range(2):
-            job.cluster.wait_restarted("ps", index, job.cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+            job.cluster.wait_restarted("ps", index, job.cluster.kill("ps", index, timeout=TIMEOUT), timeout=TIMEOUT)
         assert values() == [2, 1]
         late(10**6 + 2)
-        job.coordinator.schedule(step).fetch(PATIENCE)
+        job.coordinator.schedule(step).fetch(TIMEOUT)
         assert values() == [3, 2]
 
 
 @contextmanager
 def broken_off(tmp_path: Path) -> Iterator[tuple[Job, CheckpointManager, list[Variable]]]:
-    """A job whose restore was broken off: one of the two servers was restarted just before its last step."""
+    """A job whose restore was interrupted: one of the two servers was restarted just before its last step."""
     with running_job(2, 1, shards=2, durability="snapshot") as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
         manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
         manager.save()
-        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(TIMEOUT)
         paused = Checkpoint._paused
 
         @contextmanager
         def restarted(self: Checkpoint) -> Iterator[None]:
             with paused(self):
-                old = job.cluster.kill("ps", 1, timeout=PATIENCE)
-                job.cluster.wait_restarted("ps", 1, old, timeout=PATIENCE)
+                old = job.cluster.kill("ps", 1, timeout=TIMEOUT)
+                job.cluster.wait_restarted("ps", 1, old, timeout=TIMEOUT)
                 yield
 
         with pytest.MonkeyPatch.context() as patch:
@@ -506,16 +506,16 @@ def broken_off(tmp_path: Path) -> Iterator[tuple[Job, CheckpointManager, list[Va
         ):
             manager.save()
         assert len(manager.checkpoints) == 1
-        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(TIMEOUT)
         yield job, manager, [count]
 
 
 def test_a_restore_that_was_broken_off(tmp_path: Path) -> None:
-    """It says that a server is to be waited for; nothing mixed is saved until it is repeated, or given up."""
+    """It says that a server must be waited for; nothing mixed is saved until it is repeated or given up."""
     with broken_off(tmp_path) as (job, manager, (count,)):
         manager.restore()
         assert count.numpy().tolist() == [0] * 4
-        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(PATIENCE)
+        job.coordinator.schedule(count.assign_add, args=(np.ones(4),)).fetch(TIMEOUT)
         assert SavedVariables(manager.save().result())["count"].tolist() == [1] * 4
     with broken_off(tmp_path / "given up") as (job, manager, (count,)):
         manager.checkpoint.give_up_restore()
@@ -527,11 +527,11 @@ def test_a_restore_that_was_broken_off(tmp_path: Path) -> None:
 
 
 def test_the_next_coordinator_of_a_restore_that_was_broken_off(tmp_path: Path) -> None:
-    """It does not go on with mixed values, but with the checkpoint."""
+    """It continues from the checkpoint, not with mixed values."""
     with broken_off(tmp_path) as (job, manager, _):
         partitioner = FixedShardsPartitioner(2)
         with ParameterServerStrategy(
-            job.cluster, partitioner, take_over=True, connect_timeout=PATIENCE, job_name="job"
+            job.cluster, partitioner, take_over=True, connect_timeout=TIMEOUT, job_name="job"
         ) as strategy:
             assert strategy.resumed
             with strategy.scope():

@@ -1,9 +1,9 @@
-"""Every call between the roles: lost, its answer lost, late, and come twice. The numbers at the end are exact.
+"""Every call between roles, with the request lost, the answer lost, delayed, or duplicated; final numbers are exact.
 
-The methods are those of the protobuf descriptors: a new one is tested, or fails for want of a job that calls it. Each
-fault strikes once, in a cluster that all tests share; each test is a job of its own. What loses something strikes
-alone. What only comes late, or twice, strikes many methods in one job; alone, too, where PSCLUSTER_SEARCH asks for more
-than every run of the tests does.
+The methods are those of the protobuf descriptors: a new one is tested, or fails because no job calls it. Each fault
+strikes once, in a cluster that all tests share; each test is a separate job. A fault that loses something strikes
+alone. Delays and duplicates strike many methods in one job; also alone, if PSCLUSTER_SEARCH asks for more than every
+test run does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.faults.arming.faults import CALL_KINDS, LASTING
 from tests.faults.steps import note, wait_for
 from tests.faults.support import status
 from tests.roles.wire import SERVICES
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -74,17 +74,17 @@ class Case:
 
     @property
     def fault(self) -> str:
-        """As it is armed."""
+        """The fault in the syntax for arming."""
         return f"{self.role}/{'message' if self.message else 'rpc'}:{self.path}={self.kind}@{self.nth}"
 
     @property
     def short(self) -> str:
-        """For the test's name."""
+        """The name for the test."""
         return f"{self.role}-{self.path.rpartition('/')[2]}{'-message' if self.message else ''}-{self.nth}-{self.kind}"
 
 
 def cases() -> Iterator[Case]:
-    """All roles that are called by others, all their methods, all kinds."""
+    """All roles that others call, all their methods, all kinds of faults."""
     for role in ("ps", "worker"):
         for service in SERVICES[role]:
             for method in methods(service):
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 def plans() -> Iterator[list[Case]]:
-    """What strikes in one job."""
+    """The sets of faults that strike in one job."""
     together: defaultdict[tuple[str, int], list[Case]] = defaultdict(list)
     seen: defaultdict[tuple[str, str, str], int] = defaultdict(int)
     for case in cases():
@@ -114,7 +114,7 @@ def plans() -> Iterator[list[Case]]:
 
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
-    """Two servers and two workers, for all tests of the module; nobody dies."""
+    """Two servers and two workers, for all tests of the module; no role dies."""
     with armed_cluster(tmp_path_factory.mktemp("faults"), 2, 2, durability="log") as armed:
         pids = armed.cluster.pids
         yield armed
@@ -122,8 +122,8 @@ def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
 
 
 def asked(armed: Armed, case: Case) -> None:
-    """What only tools call: health."""
-    armed.until_all_live()  # no job before this one has waited for them
+    """Make the calls that only tools make: health."""
+    armed.until_all_live()  # no job has waited for them before
     address = armed.cluster.cluster_spec().task_address(case.role, 0)
     healthy, said = is_healthy(address, armed.cluster.token)
     assert healthy is not (case.kind in LOSING), said
@@ -131,7 +131,7 @@ def asked(armed: Armed, case: Case) -> None:
 
 
 def name_of(plan: list[Case]) -> str:
-    """For the test."""
+    """The name for the test."""
     return plan[0].short if len(plan) == 1 else f"{len(plan)}-{plan[0].short}"
 
 
@@ -147,7 +147,7 @@ def test_a_fault_at_a_call(armed: Armed, plan: list[Case], tmp_path: Path) -> No
         return
     parts = {part for method in methods for part in PARTS.get(method, ())}
     awaited = faults[methods.index("Recall")] if "Recall" in methods else faults[0]
-    with ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=PATIENCE) as strategy:
+    with ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), ps_timeout=TIMEOUT) as strategy:
         round_ = Round(armed, awaited, strategy, tmp_path)
         round_.run(*parts)
         armed.until_struck(*(fault for fault in faults if "EndJob" not in fault))
@@ -163,7 +163,7 @@ def test_a_fault_at_a_call(armed: Armed, plan: list[Case], tmp_path: Path) -> No
 @pytest.mark.parametrize("nth", range(1, 5))
 @pytest.mark.parametrize("kind", ["duplicate:0.3", "twice", "at_once"])
 def test_a_copy_does_not_begin_a_dataset_anew(armed: Armed, kind: str, nth: int) -> None:
-    """Whichever of the first uploads comes once more, a function, a dataset: no element is given out twice."""
+    """Whichever of the first uploads is duplicated, a function or a dataset, no element is given out twice."""
     fault = f"worker/rpc:/pscluster.v1.Worker/Upload={kind}@{nth}"
     armed.arm(fault)
     with ParameterServerStrategy(armed.cluster) as strategy:
@@ -174,14 +174,14 @@ def test_a_copy_does_not_begin_a_dataset_anew(armed: Armed, kind: str, nth: int)
             return experimental_get_current_worker_index(), int(next(iterator))
 
         def other() -> None:
-            """A function more to upload."""
+            """Another function to upload."""
 
         found: list[tuple[int, int]] = []
         while not armed.how_it_ended(fault):
             values = [coordinator.schedule(element, args=(iterator,)) for _ in range(20)]
             coordinator.schedule(other)
-            found += coordinator.fetch(values, PATIENCE)
-        found += coordinator.fetch([coordinator.schedule(element, args=(iterator,)) for _ in range(20)], PATIENCE)
+            found += coordinator.fetch(values, TIMEOUT)
+        found += coordinator.fetch([coordinator.schedule(element, args=(iterator,)) for _ in range(20)], TIMEOUT)
         for worker in range(2):
             mine = [number for index, number in found if index == worker]
             assert sorted(mine) == list(range(len(mine)))
@@ -189,7 +189,7 @@ def test_a_copy_does_not_begin_a_dataset_anew(armed: Armed, kind: str, nth: int)
 
 @pytest.mark.parametrize("kind", CALL_KINDS)
 def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: Path) -> None:
-    """A function fails, and the one that runs on the other worker would go on for ever: it hears that it is to stop."""
+    """When a function fails, an endless one on the other worker is told to stop."""
     folder = str(tmp_path)
     with ParameterServerStrategy(armed.cluster) as strategy, strategy.scope():
         count = Variable(np.zeros(3), name="count")
@@ -212,14 +212,14 @@ def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: 
             armed.arm(fault)
             note(folder, "fail")
             with pytest.raises(FunctionError, match="on purpose"):
-                coordinator.join(PATIENCE / 3)
+                coordinator.join(TIMEOUT / 3)
         finally:
-            note(folder, "given-up")  # else it would keep its worker from the next job
+            note(folder, "given-up")  # otherwise it would keep its worker from the next job
         armed.until_struck(fault)
 
 
 def test_no_method_is_forgotten() -> None:
-    """Each method of each role that others call has each kind of fault; what has none is named with a reason."""
+    """Each method that others call has each kind of fault; exceptions are listed with a reason."""
     found = {(case.role, case.path, case.kind) for plan in plans() for case in plan}
     for role in ("ps", "worker"):
         for service in SERVICES[role]:

@@ -1,7 +1,7 @@
 """A role dies at each named point, once: the job ends, and the numbers are exact.
 
-Beside durability "log", under which nothing that was acknowledged is lost, the points of updates and of saving are
-tried under "snapshot", too: there what is missing is what was said to be lost, but for the updates in flight.
+Besides durability "log", under which no acknowledged update is lost, the points of updates and of saving are tried
+under "snapshot": there the only missing updates are those reported as lost, and those in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 from tests.faults.armed import CUT, Armed, Round, armed_cluster
 from tests.faults.arming.faults import FaultInterceptor, Faults, arm, environment, parse
 from tests.roles.processes import make_cluster, run, tf_config
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator.api import FixedShardsPartitioner, ParameterServerStrategy
 from pscluster.core import fault_points
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_table_and_the_code_agree() -> None:
-    """Every point of the table is reached somewhere, and every one that is reached stands in the table."""
+    """Every point in the table is reached somewhere, and every point that is reached is in the table."""
     reached = {
         name
         for folder in ("core", "ps", "worker", "coordinator")
@@ -46,7 +46,7 @@ def test_the_table_and_the_code_agree() -> None:
 
 
 def test_nothing_is_armed() -> None:
-    """Without the variables there is nothing to arm, and nothing happens at a point."""
+    """Without the variables nothing is armed, and nothing happens at a point."""
     arm({"TF_CONFIG": "{}"})
     assert fault_points.on_reach is None
     fault_points.reach("ps.log.after")
@@ -66,13 +66,13 @@ def test_nothing_is_armed() -> None:
     ],
 )
 def test_what_is_no_fault(text: str, sentence: str) -> None:
-    """A value that says nothing is an error that names it, what there is, and what to do."""
+    """A malformed value is an error that names it, the valid ones, and what to do."""
     with pytest.raises(ConfigurationError, match=f"PSCLUSTER_FAULTS (has|names) .*{sentence}|{sentence}"):
         Faults("ps", text, "")
 
 
 def test_a_role_dies_as_the_environment_says() -> None:
-    """It is killed where it says so; and does not start with what is no fault."""
+    """A role is killed where the variable says, and does not start with a malformed one."""
     config = tf_config(make_cluster(), "ps")
     code, output = run("ps", "--durability", "none", config=config, **environment(text="ps.log.behind=kill"))
     assert code == 1
@@ -82,7 +82,7 @@ def test_a_role_dies_as_the_environment_says() -> None:
 
 
 def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
-    """A handler's thread may read on when its answers have ended: then no answer is waited for in vain."""
+    """A handler's thread may read on after its answers have ended, and then does not wait for an answer forever."""
     path = "/pscluster.v1.Worker/Steps"
     fault = f"message:{path}=lose_response@2"
     armed = Faults("worker", fault, str(tmp_path))
@@ -100,7 +100,7 @@ def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
 
 
 def test_counts_and_marks(tmp_path: Path) -> None:
-    """The n-th time only; with a directory once among all processes, and anew when it is armed anew."""
+    """A fault strikes at the n-th time only; with a directory once among all processes, and again when armed again."""
     alone = Faults("ps", "ps.log.after=delay:0@2;worker/ps.log.before=abort", "")
     assert [alone.due("ps.log.after") is not None for _ in range(4)] == [False, True, False, False]
     assert alone.due("ps.log.before") is None, "it is another role's"
@@ -117,7 +117,7 @@ def test_counts_and_marks(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Armed]]:
-    """By durability, made when it is first asked for; who dies is started again."""
+    """Clusters by durability, created on first use; roles that die are restarted."""
 
     class Made(dict[str, Armed]):
         def __missing__(self, durability: str) -> Armed:
@@ -148,7 +148,7 @@ SAVING = (
     "ps.generation.after",
 )
 
-# What strikes, the parts of a job that lead there, and what must strike before.
+# The fault, the parts of a job that lead to it, and what must strike before.
 DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     **{point: (f"ps/{point}=kill@30", (), ()) for point in UPDATE},
     **{point: (f"ps/{point}=kill@7", ("saving",), ()) for point in SAVING},
@@ -213,13 +213,14 @@ def test_a_death_at_a_point(
     before: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    """A server or a worker is killed there; all goes on when it is back, and each function has counted once."""
+    """A server or a worker is killed there; everything continues once it is back, and each function has counted
+    once."""
     assert point in fault
     armed = clusters[durability]
     for again in range(1 + ("end" in parts)):
         armed.arm(*([fault, *before] if not again else []))
         with ParameterServerStrategy(
-            armed.cluster, FixedShardsPartitioner(2), ps_timeout=PATIENCE, connect_timeout=PATIENCE
+            armed.cluster, FixedShardsPartitioner(2), ps_timeout=TIMEOUT, connect_timeout=TIMEOUT
         ) as strategy:
             job = Round(armed, fault, strategy, tmp_path)
             job.run(*parts, exact=durability == "log")
@@ -267,7 +268,7 @@ SCRIPT = """
     )
     assert found == {"mean": 3.5 * total}, found
     known = {spec.name for each in strategy.client.directory() for spec in each.variables}
-    assert known == {"dense", "other", "pscluster/progress"}, known
+    assert known == {"dense", "other"}, known
     if sys.argv[2] == "coordinator.finish.before" and not strategy.resumed:
         wait_for(folder, "never")  # servers are told a moment later
     dense.assign(np.zeros((4, 2)))
@@ -311,7 +312,7 @@ OF_THE_COORDINATOR: dict[tuple[str, ...], list[str]] = {
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("points", OF_THE_COORDINATOR, ids="+".join)
 def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str, ...], tmp_path: Path) -> None:
-    """The script is killed there and started again, until it ends: what it finds then is as if nothing had been."""
+    """A script killed there is restarted until it ends, and then finds everything as if nothing had happened."""
     faults = OF_THE_COORDINATOR[points]
     armed = clusters["log"]
     armed.arm(*faults)
@@ -324,7 +325,7 @@ def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str
     codes: list[int] = []
     while not codes or codes[-1] == -signal.SIGKILL:
         arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path), points[0]]
-        codes.append(subprocess.run(arguments, env=env, timeout=PATIENCE).returncode)
+        codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
         assert len(codes) < 3 + len(points), codes
     assert codes[-1] == 0, codes
     armed.until_struck(*faults, calls=False)
@@ -332,5 +333,5 @@ def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str
 
 
 def test_no_point_is_forgotten() -> None:
-    """Each has a death of its own."""
+    """Every point has a test of a death there."""
     assert DEATHS.keys() | set(itertools.chain(*OF_THE_COORDINATOR)) == POINTS.keys()

@@ -1,4 +1,4 @@
-"""A local cluster that has given its processes up, or is stopped: who waits for them is told so, and of the cause."""
+"""A local cluster that has given up its processes, or is stopped: everything that waits for them is told the cause."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.faults.support import ones, running_job
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.local.local_cluster import LocalClusterError
 from pscluster.core import errors
 
-SPENT = r"was killed by SIGKILL; it is given up since max_restarts is 0"
+SPENT = r"was killed by SIGKILL; giving it up because max_restarts is 0"
 
 
 def test_all_workers_and_a_server_are_given_up() -> None:
-    """Functions fail with the workers' deaths until one is asked for; a read fails with its server's."""
+    """Functions fail with the workers' deaths until a restart is requested; a read fails with its server's death."""
     with running_job(num_workers=2, max_restarts=0, durability="none") as job:
         with job.strategy.scope():
             w = Variable(np.zeros(4, np.float32), name="w")
@@ -38,7 +38,7 @@ def test_all_workers_and_a_server_are_given_up() -> None:
         with pytest.raises(LocalClusterError, match=deaths):
             job.join()
         with pytest.raises(errors.CancelledError):
-            values[-1].fetch(PATIENCE)
+            values[-1].fetch(TIMEOUT)
         for _ in range(2):
             with pytest.raises(LocalClusterError, match=deaths):
                 job.coordinator.schedule(held)
@@ -58,7 +58,7 @@ def test_all_workers_and_a_server_are_given_up() -> None:
 
 
 def test_stopped_under_a_job() -> None:
-    """The stop of a cluster ends the jobs on it: what is asked of them afterwards says so, at once."""
+    """Stopping a cluster ends its jobs: later requests say so, immediately."""
     with running_job() as job:
         with job.strategy.scope():
             w = Variable(1.0, name="w")
@@ -77,13 +77,13 @@ def test_stopped_under_a_job() -> None:
 
 
 def test_workers_that_never_come_up() -> None:
-    """A strategy waits for no worker that was given up before it has answered."""
+    """A strategy does not wait for a worker that was given up before it had answered."""
     source = (
         "import json, os, runpy\nif json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'worker':\n    os._exit(1)"
     )
     command = [sys.executable, "-c", f"{source}\nrunpy.run_module('pscluster.ps', run_name='__main__')"]
     with LocalCluster(1, 1, max_restarts=1, log_level="ERROR", _command=command) as cluster:
         address = re.escape(cluster.cluster_spec().task_address("worker", 0))
-        given_up = r"worker 0 \(pid \d+\) exited with code 1; it is given up after 1 restart in a row"
-        with pytest.raises(errors.PsClusterError, match=f"worker 0 at {address} is not waited for: {given_up}"):
-            ParameterServerStrategy(cluster, connect_timeout=PATIENCE)
+        given_up = r"worker 0 \(pid \d+\) exited with code 1; giving it up after 1 restart in a row"
+        with pytest.raises(errors.PsClusterError, match=f"not waiting for worker 0 at {address}: {given_up}"):
+            ParameterServerStrategy(cluster, connect_timeout=TIMEOUT)

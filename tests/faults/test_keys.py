@@ -1,4 +1,4 @@
-"""`schedule(key=)`: pieces of work with names, which count once whatever coordinator schedules them how often."""
+"""`schedule(key=)`: named pieces of work, which count once, whichever coordinators schedule them and how often."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.faults.steps import note, wait_for
 from tests.faults.support import running_job
 from tests.faults.test_coordinator_death import started
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     CheckpointManager,
@@ -62,7 +62,7 @@ SCRIPT = """
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("servers_die", [False, True], ids=["alone", "with all servers"])
 def test_what_was_done_before_the_coordinator_died_counts_once(tmp_path: Path, servers_die: bool) -> None:
-    """It knows nothing of what had ended, nor of what was under way, and schedules everything again."""
+    """Its successor does not know what had ended or was running, and schedules everything again."""
     total = 60
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -72,14 +72,14 @@ def test_what_was_done_before_the_coordinator_died_counts_once(tmp_path: Path, s
             first.send_signal(signal.SIGKILL)
         if servers_die:
             for index in range(2):
-                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=PATIENCE), timeout=PATIENCE)
+                cluster.wait_restarted("ps", index, cluster.kill("ps", index, timeout=TIMEOUT), timeout=TIMEOUT)
         with started(cluster, script, tmp_path, total, 0) as second:
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
         assert wait_for(str(tmp_path), "result") == f"True{{{total}.0}} {{1.0}} {{{total}}}"
 
 
 def test_a_key_counts_once_until_it_is_forgotten() -> None:
-    """A function that has ended, or failed, under a key changes nothing when it is run again."""
+    """A function that ended, or failed, under a key changes nothing when it is run again."""
     with running_job(2, 2) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
@@ -94,30 +94,30 @@ def test_a_key_counts_once_until_it_is_forgotten() -> None:
             return set(count.numpy().tolist())
 
         schedule = job.coordinator.schedule
-        assert schedule(step, key="one").fetch(PATIENCE) == 7
-        assert schedule(step, key="one").fetch(PATIENCE) == 7, "it runs, and changes nothing"
+        assert schedule(step, key="one").fetch(TIMEOUT) == 7
+        assert schedule(step, key="one").fetch(TIMEOUT) == 7, "it runs, and changes nothing"
         assert counted() == {1.0}
         with pytest.raises(ValueError, match="behind"):
-            schedule(step, args=(True,), key="two").fetch(PATIENCE)
+            schedule(step, args=(True,), key="two").fetch(TIMEOUT)
         with pytest.raises(ValueError, match="behind"):
-            job.coordinator.join(PATIENCE)
-        schedule(step, key="two").fetch(PATIENCE)
+            job.coordinator.join(TIMEOUT)
+        schedule(step, key="two").fetch(TIMEOUT)
         assert counted() == {2.0}
-        schedule(step).fetch(PATIENCE)
+        schedule(step).fetch(TIMEOUT)
         assert counted() == {3.0}, "without a key every function counts"
         job.coordinator.forget_keys(["one", "never seen"])
 
         def forgotten() -> bool:
-            schedule(step, key="one").fetch(PATIENCE)
+            schedule(step, key="one").fetch(TIMEOUT)
             return counted() == {4.0}
 
         until(forgotten, "the servers have been told")
-        schedule(step, key="two").fetch(PATIENCE)
+        schedule(step, key="two").fetch(TIMEOUT)
         assert counted() == {4.0}, "the other one is remembered"
 
 
 def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
-    """Two at a time are a mistake; so is what is no string."""
+    """Two functions at a time under one key are refused; so are keys that are not strings."""
     with running_job(1, 1) as job:
         folder = str(tmp_path)
         held = job.coordinator.schedule(wait_for, args=(folder, "go"), key="held")
@@ -126,8 +126,8 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match=r"functions with the keys \['held'\] have not ended: call join"):
             job.coordinator.forget_keys(["other", "held"])
         note(folder, "go")
-        held.fetch(PATIENCE)
-        job.coordinator.schedule(wait_for, args=(folder, "go"), key="held").fetch(PATIENCE)
+        held.fetch(TIMEOUT)
+        job.coordinator.schedule(wait_for, args=(folder, "go"), key="held").fetch(TIMEOUT)
         with pytest.raises(TypeError, match="a key is a string, not a int"):
             job.coordinator.schedule(wait_for, args=(folder, "go"), key=3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"write forget_keys\(\[key\]\)"):
@@ -135,7 +135,7 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
 
 
 def test_behind_a_restored_checkpoint_only_what_it_lacks_is_done_again(tmp_path: Path) -> None:
-    """What was done before it was made counts once; updates behind it went with the values that it replaced."""
+    """Work done before the checkpoint counts once; later updates went with the values that it replaced."""
     with running_job(2, 1) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
@@ -145,7 +145,7 @@ def test_behind_a_restored_checkpoint_only_what_it_lacks_is_done_again(tmp_path:
 
         def twice(*keys: str) -> set[float]:
             for key in (*keys, *keys):
-                job.coordinator.schedule(step, key=key).fetch(PATIENCE)
+                job.coordinator.schedule(step, key=key).fetch(TIMEOUT)
             return set(count.numpy().tolist())
 
         manager = CheckpointManager(str(tmp_path), strategy=job.strategy)
@@ -157,15 +157,15 @@ def test_behind_a_restored_checkpoint_only_what_it_lacks_is_done_again(tmp_path:
         manager.restore()
         assert set(count.numpy().tolist()) == {2.0}
         assert twice("before", "behind") == {3.0}
-        job.coordinator.schedule(step, key="before and forgotten").fetch(PATIENCE)
+        job.coordinator.schedule(step, key="before and forgotten").fetch(TIMEOUT)
         assert set(count.numpy().tolist()) == {4.0}, "nobody was to schedule it again"
         manager.restore(progress=False)
         assert twice("before", "behind") == {4.0}, "what was done before is a part of the progress"
 
 
 def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is more than a request holds goes in pieces, and is as whole as in one."""
-    monkeypatch.setattr(restore_plan, "KEYS_AT_ONCE", 16)
+    """Keys that exceed a request are sent in pieces, and are complete nonetheless."""
+    monkeypatch.setattr(restore_plan, "KEYS_PER_REQUEST", 16)
     with running_job(2, 1, shards=2) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
@@ -173,7 +173,7 @@ def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def add() -> set[float]:
             for number in range(40):
                 job.coordinator.schedule(count.assign_add, args=(np.ones(4),), key=f"step {number}")
-            job.coordinator.join(PATIENCE)
+            job.coordinator.join(TIMEOUT)
             return set(count.numpy().tolist())
 
         with CheckpointManager(str(tmp_path), strategy=job.strategy) as manager:
@@ -187,7 +187,7 @@ def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_that_die(tmp_path: Path) -> None:
-    """A function with a key that is run again by another worker counts once, as one without."""
+    """A function with a key that another worker runs again counts once, like one without a key."""
     with running_job(2, 2) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(4), name="count")
@@ -203,17 +203,17 @@ def test_workers_that_die(tmp_path: Path) -> None:
         for worker in range(2):
             wait_for(folder, f"begun-{40 * (worker + 1)}")
             job.kill(worker)
-        job.coordinator.join(PATIENCE)
+        job.coordinator.join(TIMEOUT)
         assert set(count.numpy().tolist()) == {float(total)}
 
 
 def test_another_job_does_not_know_the_keys() -> None:
-    """They go with the variables."""
+    """Keys are forgotten with the variables."""
     with LocalCluster(1, 1, log_level="ERROR") as cluster:
         for _ in range(2):
             with ParameterServerStrategy(cluster) as strategy:
                 with strategy.scope():
                     count = Variable(np.zeros(4), name="count")
                 coordinator = ClusterCoordinator(strategy)
-                coordinator.schedule(count.assign_add, args=(np.ones(4),), key="one").fetch(PATIENCE)
+                coordinator.schedule(count.assign_add, args=(np.ones(4),), key="one").fetch(TIMEOUT)
                 assert set(count.numpy().tolist()) == {1.0}

@@ -1,6 +1,6 @@
-"""Links that are cut, stall, or are bad, with all that goes over them: the data plane, too. Numbers decide.
+"""Links that are cut, stalled or bad, for everything they carry, the data plane included. The tests compare numbers.
 
-Unlike those of `test_cut_links` they take no root, and connections end with a reset.
+Unlike those of `test_cut_links` they need no root, and connections end with a reset.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.faults.counting import Counting
 from tests.faults.proxied import Link, ProxiedCluster
 from tests.faults.support import quiet, ready
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -56,20 +56,20 @@ class Running:
         self.values: list[RemoteValue] = [self.coordinator.schedule(step) for _ in range(FUNCTIONS)]
 
     def until_more(self, count: int) -> None:
-        """Wait until so many more functions are done, or all."""
+        """Wait until this many more functions are done, or all."""
         before = ready(self.values)
         until(lambda: ready(self.values) >= min(before + count, FUNCTIONS), "functions end", self.coordinator.explain)
 
     def check(self) -> None:
-        """Each has counted once."""
-        self.coordinator.join(PATIENCE)
+        """Check that each has counted once."""
+        self.coordinator.join(TIMEOUT)
         assert self.counting.one_count() == FUNCTIONS
         assert (self.large.numpy() == FUNCTIONS).all()
 
 
 @contextmanager
 def running(cluster: ProxiedCluster) -> Iterator[Running]:
-    """A job whose coordinator goes over the links, too."""
+    """A job whose coordinator uses the links, too."""
     spec = ClusterSpec({role: cluster.addresses(role) for role in ("ps", "worker")})
     with (
         quiet("pscluster.coordinator", logging.CRITICAL),
@@ -77,15 +77,15 @@ def running(cluster: ProxiedCluster) -> Iterator[Running]:
             SimpleClusterResolver(spec),
             FixedShardsPartitioner(2),
             token=cluster.token,
-            ps_timeout=PATIENCE,
-            connect_timeout=PATIENCE,
+            ps_timeout=TIMEOUT,
+            connect_timeout=TIMEOUT,
         ) as strategy,
     ):
         yield Running(strategy)
 
 
 def parted(link: Link) -> None:
-    """It is cut, and refuses connections."""
+    """The link is cut, and refuses connections."""
     before = link.refused
     link.part()
     until(lambda: link.refused > before + 1, "it is tried in vain")
@@ -93,7 +93,7 @@ def parted(link: Link) -> None:
 
 
 def stalled(link: Link, *, back: bool) -> None:
-    """Nothing gets through one way, though no connection ends."""
+    """Nothing gets through in one direction, though no connection ends."""
     before = link.held
     link.stall(back)
     until(lambda: link.held > before + 1, "something is on its way")
@@ -101,12 +101,12 @@ def stalled(link: Link, *, back: bool) -> None:
 
 
 def deaf(link: Link) -> None:
-    """Nothing gets to the role."""
+    """Nothing reaches the role."""
     stalled(link, back=False)
 
 
 def mute(link: Link) -> None:
-    """Nothing comes from the role."""
+    """Nothing from the role arrives."""
     stalled(link, back=True)
 
 
@@ -130,7 +130,7 @@ def test_a_link_that_comes_and_goes(cluster: ProxiedCluster, role: str, trouble:
 
 @pytest.mark.parametrize("role", ["ps", "worker"])
 def test_a_bad_link(cluster: ProxiedCluster, role: str) -> None:
-    """Pieces come late, and slowly."""
+    """With late and slow pieces the job ends, and each function has counted once."""
     with running(cluster) as job:
         link = cluster.links[role, 0]
         link.stutter(0.1, 1)
@@ -143,7 +143,7 @@ def test_a_bad_link(cluster: ProxiedCluster, role: str) -> None:
 
 
 def test_the_data_plane_goes_over_the_links(cluster: ProxiedCluster) -> None:
-    """Else these tests would show little."""
+    """The data plane uses the links; otherwise these tests would show little."""
     before = {task: link.carried for task, link in cluster.links.items()}
     with running(cluster) as job:
         job.check()
@@ -152,7 +152,7 @@ def test_the_data_plane_goes_over_the_links(cluster: ProxiedCluster) -> None:
 
 
 def test_large_transfers_that_take_longer_than_a_server_may_be_gone(cluster: ProxiedCluster) -> None:
-    """They go on, slowly: nobody is given up who answers."""
+    """They continue, slowly: a server that answers is not given up."""
     spec, link = ClusterSpec({role: cluster.addresses(role) for role in ("ps", "worker")}), cluster.links["ps", 0]
     with ParameterServerStrategy(SimpleClusterResolver(spec), token=cluster.token, ps_timeout=1.0) as strategy:
         with strategy.scope():

@@ -1,4 +1,4 @@
-"""Evaluation while training goes on, and whoever dies: it is of the variables at the barrier, or says it is not."""
+"""Evaluation while training continues and roles die: it has the variables of the barrier, or says that it does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import in_one_process
 from tests.faults.armed import Armed, armed_cluster
 from tests.faults.steps import note, wait_for
 from tests.faults.test_coordinator_death import started
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -27,7 +27,6 @@ from pscluster.coordinator.api import (
     metrics,
 )
 from pscluster.core.errors import PSUnavailableError, UnavailableError
-from pscluster.ps.spec import PINNED
 
 EXAMPLES = 2000
 SHARDS = 40
@@ -49,33 +48,33 @@ DEATHS = [
 @contextmanager
 def running(armed: Armed, **options: Any) -> Iterator[tuple[ParameterServerStrategy, ClusterCoordinator, Variable]]:
     """A job with a variable that is cut in two."""
-    options.setdefault("ps_timeout", PATIENCE)
+    options.setdefault("ps_timeout", TIMEOUT)
     partitioner = FixedShardsPartitioner(2)
-    with ParameterServerStrategy(armed.cluster, partitioner, connect_timeout=PATIENCE, **options) as strategy:
+    with ParameterServerStrategy(armed.cluster, partitioner, connect_timeout=TIMEOUT, **options) as strategy:
         with strategy.scope():
             w = Variable(np.random.default_rng(0).normal(size=8), name="w")
         yield strategy, ClusterCoordinator(strategy, max_attempts=len(DEATHS) + 1), w
 
 
 def copies(strategy: ParameterServerStrategy) -> list[set[str]]:
-    """By server."""
+    """The number of copies on each server."""
     directories = strategy.client.directory()
-    return [{spec.name for spec in each.variables if spec.name.startswith(PINNED)} for each in directories]
+    return [{spec.name for spec in each.variables if spec.evaluation} for each in directories]
 
 
 def examples() -> Any:
-    """Rows whose sums differ in their bits with the order of adding."""
+    """Rows whose sums, in their last bits, depend on the order of addition."""
     return np.random.default_rng(1).normal(size=(EXAMPLES, 8))
 
 
 def as_one_process(step: Any, data: Any, shards: int) -> Any:
-    """What one process finds with the variables as they are now."""
+    """What one process finds with the current variables."""
     return in_one_process(step, {"sum": metrics.Sum()}, data, shards)
 
 
 @pytest.mark.timeout(180)
 def test_workers_die_at_named_points(tmp_path: Path) -> None:
-    """The evaluation is bit for bit that of one process, and each function beside it has counted once."""
+    """The evaluation equals that of one process bit for bit, and each function beside it has counted once."""
     with (
         armed_cluster(tmp_path / "faults", 2, 2, durability="log", revive=True) as armed,
         running(armed) as (strategy, coordinator, w),
@@ -96,13 +95,13 @@ def test_workers_die_at_named_points(tmp_path: Path) -> None:
         armed.arm(*DEATHS)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(
-                coordinator.evaluate, step, data, [metrics.Sum()], shards=SHARDS, concurrent=True, timeout=PATIENCE
+                coordinator.evaluate, step, data, [metrics.Sum()], shards=SHARDS, concurrent=True, timeout=TIMEOUT
             )
             until(lambda: found.done() or all(copies(strategy)), "they are pinned")
             values = [coordinator.schedule(train, args=(number,)) for number in range(TRAINED)]
-            assert found.result(PATIENCE) == expected
-            coordinator.join(PATIENCE)
-        assert coordinator.fetch(values, PATIENCE) == list(range(TRAINED))
+            assert found.result(TIMEOUT) == expected
+            coordinator.join(TIMEOUT)
+        assert coordinator.fetch(values, TIMEOUT) == list(range(TRAINED))
         armed.until_struck(*DEATHS, calls=False)
         assert count.numpy().tolist() == [TRAINED] * 4
         assert copies(strategy) == [set(), set()]
@@ -111,7 +110,7 @@ def test_workers_die_at_named_points(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
 def test_servers_die(tmp_path: Path, durability: str) -> None:
-    """Both at once, in the middle: what they had pinned they have when they are back."""
+    """Both servers die at once, in the middle: they have their evaluation snapshots again when they are back."""
     folder = str(tmp_path)
     with (
         armed_cluster(tmp_path / "faults", 2, 2, durability=durability, revive=True) as armed,
@@ -134,17 +133,17 @@ def test_servers_die(tmp_path: Path, durability: str) -> None:
                 wait_for(folder, "evaluating")
                 w.assign(np.zeros(8))
                 for index in range(2):
-                    armed.cluster.kill("ps", index, signal.SIGKILL, timeout=PATIENCE)
+                    armed.cluster.kill("ps", index, signal.SIGKILL, timeout=TIMEOUT)
                 armed.until_all_live()
             finally:
                 note(folder, "gate")
-            assert found.result(PATIENCE) == expected
+            assert found.result(TIMEOUT) == expected
         assert copies(strategy) == [set(), set()]
 
 
 @pytest.mark.timeout(180)
 def test_a_server_dies_while_it_copies(tmp_path: Path) -> None:
-    """A copy that was not made is made when it is back; of one that is lost the evaluation says so."""
+    """A copy not yet made is made when the server is back; if one is lost, the evaluation says so."""
     with (
         armed_cluster(tmp_path / "faults", 2, 1, durability="log", revive=True) as armed,
         running(armed) as (strategy, coordinator, w),
@@ -157,7 +156,7 @@ def test_a_server_dies_while_it_copies(tmp_path: Path) -> None:
             return (batch @ w.numpy() + v.numpy().sum(),)
 
         def evaluate() -> Any:
-            return coordinator.evaluate(step, data, [metrics.Sum()], shards=3, concurrent=True, timeout=PATIENCE)
+            return coordinator.evaluate(step, data, [metrics.Sum()], shards=3, concurrent=True, timeout=TIMEOUT)
 
         expected = as_one_process(step, data, 3)
         for point in ("before", "after"):
@@ -174,12 +173,12 @@ def test_a_server_dies_while_it_copies(tmp_path: Path) -> None:
         armed.until_struck(fault, calls=False)
         assert copies(strategy) == [set(), set()]
         assert evaluate() == expected
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
 
 
 @pytest.mark.timeout(180)
 def test_a_server_that_is_not_there_at_the_end(tmp_path: Path) -> None:
-    """It has its copies still when it comes back: the next evaluation deletes them."""
+    """The server still has its copies when it comes back; the next evaluation deletes them."""
     folder = str(tmp_path)
     with armed_cluster(tmp_path / "faults", 2, 1) as armed, running(armed) as (strategy, coordinator, _):
         with strategy.scope():
@@ -192,18 +191,18 @@ def test_a_server_that_is_not_there_at_the_end(tmp_path: Path) -> None:
             return (number * whole.numpy(),)
 
         def evaluate() -> Any:
-            return coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=PATIENCE)
+            return coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=TIMEOUT)
 
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(evaluate)
             try:
                 wait_for(folder, "evaluating")
                 away = 1 - whole.owners[0]
-                armed.cluster.kill("ps", away, signal.SIGKILL, timeout=PATIENCE)
+                armed.cluster.kill("ps", away, signal.SIGKILL, timeout=TIMEOUT)
             finally:
                 note(folder, "gate")
-            assert found.result(PATIENCE) == {"sum": 180.0}
-        armed.cluster.restart("ps", away, timeout=PATIENCE)
+            assert found.result(TIMEOUT) == {"sum": 180.0}
+        armed.cluster.restart("ps", away, timeout=TIMEOUT)
         until(lambda: copies(strategy)[away], "it is back, with the copy")
         assert evaluate() == {"sum": 180.0}
         assert copies(strategy) == [set(), set()]
@@ -242,7 +241,7 @@ SCRIPT = """
 
 @pytest.mark.timeout(180)
 def test_the_coordinator_dies(tmp_path: Path) -> None:
-    """In the middle of an evaluation: the next one finds the variables, and nothing else."""
+    """After a death in the middle of an evaluation the next coordinator finds the variables, and nothing else."""
     script = tmp_path / "evaluate.py"
     script.write_text(textwrap.dedent(SCRIPT))
     with LocalCluster(2, 1, log_level="ERROR", durability="log") as cluster:
@@ -251,7 +250,7 @@ def test_the_coordinator_dies(tmp_path: Path) -> None:
             first.send_signal(signal.SIGKILL)
         with started(cluster, script, tmp_path) as second:
             names = wait_for(str(tmp_path), "names")
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
         assert names.startswith("[['w'], ['w']] [<ShardedVariable 'w' ")
-        assert PINNED not in names
+        assert "evaluation" not in names
         assert wait_for(str(tmp_path), "result") == "180.0 [['w'], ['w']]"

@@ -25,7 +25,7 @@ from pscluster.ps.spec import SESSION_BYTES
 
 
 def freeze(pid: int) -> None:
-    """Stop a process; none of its threads runs any more when this returns."""
+    """Stop a process; when this returns, none of its threads is running."""
     os.kill(pid, signal.SIGSTOP)
 
     def states() -> set[str]:
@@ -36,7 +36,7 @@ def freeze(pid: int) -> None:
 
 
 def test_the_next_calls_name_the_server_that_died() -> None:
-    """A waiting join raises by itself, then reads and updates of what lived there do; what lives elsewhere is read."""
+    """A waiting join raises by itself, then reads and updates on that server do; other variables can be read."""
     with LocalCluster(2, 2, restart=False, log_level="ERROR") as cluster:
         address = cluster.cluster_spec().task_address("ps", 1)
         with ParameterServerStrategy(cluster, placement="round_robin", ps_timeout=2) as strategy:
@@ -60,10 +60,10 @@ def test_the_next_calls_name_the_server_that_died() -> None:
             assert kept.numpy().shape == (3,)
 
 
-@pytest.mark.timeout(45)  # less than an attempt may take whose server answers
+@pytest.mark.timeout(45)  # less than one attempt may take while a server is slow to answer
 @pytest.mark.parametrize(("transport", "data_port"), [("unix", "0"), ("tcp", "0"), ("unix", "off")])
 def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, transport: str, data_port: str) -> None:
-    """Whatever waits for it is given up by `ps_timeout`, though the kernel takes all that is sent there."""
+    """Every wait for it ends by `ps_timeout`, though the kernel accepts all that is sent there."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, data_port)
     with (
         LocalCluster(2, 1, restart=False, transport=transport, log_level="ERROR", grace=0.5) as cluster,
@@ -94,7 +94,7 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, trans
         try:
             with ThreadPoolExecutor(len(waits)) as pool:
                 errors = [waiting.exception() for waiting in [pool.submit(wait) for wait in waits]]
-            # A worker and the coordinator's client have said so; the coordinator's link has nothing noticed yet.
+            # A worker and the coordinator's client have reported it; the coordinator's link has noticed nothing yet.
             calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(small.numpy), coordinator.join)
             for call in calls:
                 with pytest.raises(PSUnavailableError, match="ps 1 at"):
@@ -104,11 +104,14 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, trans
         for error in errors:
             assert isinstance(error, PSUnavailableError), errors
             assert "ps 1 at" in str(error)
+        for wait in waits:  # it answers again, but remains lost
+            with pytest.raises(PSUnavailableError, match="ps 1 at"):
+                wait()
 
 
 @pytest.mark.timeout(60)
 def test_a_server_that_thaws_in_time() -> None:
-    """What waited has its answer, once."""
+    """Waiting calls get their answers, once."""
     with (
         LocalCluster(1, 1, restart=False, log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster, ps_timeout=12) as strategy,
@@ -121,7 +124,7 @@ def test_a_server_that_thaws_in_time() -> None:
         try:
             with ThreadPoolExecutor(1) as pool:
                 update = pool.submit(counter.assign_add, 1.0)
-                until(lambda: asked.unheard, "it was asked in vain whether it answers")
+                until(lambda: asked.unanswered, "it was asked in vain whether it answers")
                 assert not update.done()
                 os.kill(cluster.pids["ps", 0], signal.SIGCONT)
                 update.result()

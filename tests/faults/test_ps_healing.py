@@ -1,4 +1,4 @@
-"""A parameter server that dies and comes back: the job goes on, and has lost what was chosen. Numbers decide."""
+"""A parameter server that dies and comes back: the job continues, with the losses that its durability allows."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 from tests.faults.counting import Counting
 from tests.faults.support import Job, RawClient, ready, running_job, status
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import Checkpoint, Variable, optimizers
 from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableError, StaleError, UnavailableError
-from pscluster.ps.optim import UpdateRule
+from pscluster.ps.optim.rules import UpdateRule
 from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 1500
 
 
 def kill(job: Job, *servers: int) -> None:
-    """kill -9 of these at once, and wait until they are back."""
-    old = {index: job.cluster.kill("ps", index, timeout=PATIENCE) for index in servers}
+    """Kill these with SIGKILL at once, and wait until they are back."""
+    old = {index: job.cluster.kill("ps", index, timeout=TIMEOUT) for index in servers}
     for index, pid in old.items():
-        job.cluster.wait_restarted("ps", index, pid, timeout=PATIENCE)
+        job.cluster.wait_restarted("ps", index, pid, timeout=TIMEOUT)
 
 
 def failure(call: Callable[[], object]) -> str:
-    """What it raises, as text."""
+    """The error that it raises, as text."""
     try:
         call()
     except PSUnavailableError as error:
@@ -55,7 +55,7 @@ def during(job: Job, step: Any, functions: int, kills: list[tuple[int, ...]]) ->
 
 @pytest.mark.timeout(180)
 def test_a_log_loses_nothing() -> None:
-    """Any server, the other, and all of them at once: every function counts once on every element."""
+    """Whichever servers die, one, the other, or both, every function counts once on every element."""
     with running_job(num_ps=2, num_workers=2, shards=2, durability="log") as job:
         counting = Counting(job.strategy)
         during(job, counting.step(), FUNCTIONS, [(0,), (1,), (0, 1)])
@@ -66,7 +66,7 @@ def test_a_log_loses_nothing() -> None:
 
 @pytest.mark.timeout(180)
 def test_snapshots_lose_what_they_say() -> None:
-    """What is missing at the end is what was reported, but for the updates in flight at a death."""
+    """What is missing at the end is what was reported, except for updates in flight at a death."""
     workers = 2
     with running_job(num_ps=2, num_workers=workers, shards=2, durability="snapshot") as job:
         counting = Counting(job.strategy)
@@ -80,7 +80,7 @@ def test_snapshots_lose_what_they_say() -> None:
 
 @pytest.mark.timeout(120)
 def test_calls_outside_of_functions_wait_and_go_on() -> None:
-    """A read and an update by the script, begun while the server is down, end when it has been started by hand."""
+    """A read and an update by the script, begun while the server is down, complete once it has been started by hand."""
     with running_job(durability="log", restart=False) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.float32), name="count")
@@ -97,7 +97,7 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
         assert "unreachable for" in job.coordinator.explain()
         job.cluster.restart("ps", 0)
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
             assert not thread.is_alive()
         assert found == [(3,)]
         assert count.numpy().tolist() == [2, 3, 4]
@@ -105,9 +105,9 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
 
 @pytest.mark.timeout(180)
 def test_checkpoints_wait_and_go_on(tmp_path: Path) -> None:
-    """One that is saved, and one that is restored, while the server is down, succeed when it has been started by hand.
+    """Saving and restoring a checkpoint while the server is down succeed once it has been started by hand.
 
-    The channel that they go over has been told before that nobody is there, so that it waits before it dials again.
+    Their channel has already found the server unreachable, so that it waits before it dials again.
     """
     with running_job(durability="log", restart=False) as job:
         with job.strategy.scope():
@@ -125,7 +125,7 @@ def test_checkpoints_wait_and_go_on(tmp_path: Path) -> None:
                 done = pool.submit(call)
                 until(lambda: "unreachable for" in job.coordinator.explain(), "it is missed", job.coordinator.explain)
                 job.cluster.restart("ps", 0)
-                done.result(PATIENCE)
+                done.result(TIMEOUT)
         assert count.numpy().tolist() == [1, 2, 3]
         checkpoint.read(str(tmp_path / "second"))
         assert count.numpy().tolist() == [2, 3, 4]
@@ -133,11 +133,11 @@ def test_checkpoints_wait_and_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_what_was_moved_goes_when_it_is_dropped() -> None:
-    """A call that had to wait for a server leaves no cycle that keeps its arrays until Python looks for cycles."""
+    """A call that had to wait for a server leaves no reference cycle that keeps its arrays alive."""
     with running_job(num_ps=2, shards=2) as job:
         with job.strategy.scope():
-            small = Variable(np.zeros((1 << 10, 4), np.float32), name="small")  # moved on a session
-            large = Variable(np.zeros((1 << 20, 4), np.float32), name="large")  # by streams of its own
+            small = Variable(np.zeros((1 << 10, 4), np.float32), name="small")  # sent on a session
+            large = Variable(np.zeros((1 << 20, 4), np.float32), name="large")  # sent on separate streams
 
         def add(variable: Variable) -> Any:
             variable.assign_add(delta := np.ones(variable.shape, np.float32))
@@ -146,7 +146,7 @@ def test_what_was_moved_goes_when_it_is_dropped() -> None:
         calls = [Variable.numpy, lambda variable: variable.gather(np.arange(len(variable))), add]
         for number, call in enumerate(calls):
             for variable in (small, large):
-                call(variable)  # the session that it took is idle now, and will be found broken
+                call(variable)  # the session that it took is idle now, and will turn out to be broken
                 gc.collect()
                 gc.disable()
                 try:
@@ -161,21 +161,21 @@ def test_what_was_moved_goes_when_it_is_dropped() -> None:
 
 @pytest.mark.timeout(120)
 def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
-    """What ended while it was down, a worker or a function, is refused from the first moment on."""
+    """A worker or function that ended while the server was down is refused from the first moment on."""
     with running_job(num_workers=2, durability="log", restart=False) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.float32), name="count")
         dispatcher = job.coordinator._dispatcher
-        connection = dispatcher._workers[1].connection
+        connection = dispatcher.state.workers[1].connection
         assert connection is not None
         job.cluster.kill("ps", 0)
-        job.coordinator.schedule(lambda: None).fetch(timeout=PATIENCE)  # function 1, which needs no server
+        job.coordinator.schedule(lambda: None).fetch(timeout=TIMEOUT)  # function 1, which needs no server
         job.cluster.kill("worker", 1)
-        (link,) = dispatcher._state.servers
+        (link,) = dispatcher.state.servers
         until(lambda: list(link._finished), "the coordinator has something to tell: a function")
         until(lambda: link._closed, "and a worker")
         job.cluster.restart("ps", 0)
-        assert job.strategy.client.describe_variable("count").name == "count"  # as soon as anything is answered
+        assert job.strategy.client.describe_variable("count").name == "count"  # as soon as the server answers
         with RawClient(job, incarnation=connection.incarnation) as raw:
             late = raw.add(count, 1, function=5)
             with pytest.raises(StaleError, match="given up"):
@@ -189,7 +189,7 @@ def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_stop_in_order_loses_nothing_even_with_snapshots() -> None:
-    """SIGTERM saves the state last: a server can be exchanged while functions run."""
+    """SIGTERM saves the state last: a server can be replaced while functions run."""
     with running_job(num_ps=2, num_workers=2, shards=2, durability="snapshot") as job:
         counting = Counting(job.strategy)
         values = [job.coordinator.schedule(counting.step()) for _ in range(FUNCTIONS)]
@@ -201,7 +201,7 @@ def test_a_stop_in_order_loses_nothing_even_with_snapshots() -> None:
 
 
 def own_rule_by_value() -> UpdateRule:
-    """A rule whose class goes by value, as one that is made in a function does."""
+    """A rule whose class is sent by value, like any class defined in a function."""
 
     @dataclass(frozen=True)
     class Doubling(UpdateRule):
@@ -211,7 +211,7 @@ def own_rule_by_value() -> UpdateRule:
         slots: ClassVar[Mapping[str, float]] = {"sum": 0.0}
 
         def apply(self, param: Any, grad: Any, slots: Any, scalars: Any, scratch: Any) -> None:
-            """Add the gradient twice, and keep the sum of all."""
+            """Add the gradient twice, and keep the sum of all gradients."""
             slots["sum"] += grad
             param += 2 * grad
 
@@ -220,7 +220,7 @@ def own_rule_by_value() -> UpdateRule:
 
 @pytest.mark.timeout(120)
 def test_own_rules_and_rates_that_were_changed_are_there_again() -> None:
-    """A rule by value is sent again, a learning rate that was set later is kept, and so are slots and steps."""
+    """A rule by value is sent again; a learning rate set later, slots and steps are kept."""
     with running_job(durability="snapshot") as job:
         with job.strategy.scope():
             w = Variable(np.zeros(4, np.float32), name="w")
@@ -231,7 +231,7 @@ def test_own_rules_and_rates_that_were_changed_are_there_again() -> None:
         momentum.learning_rate = 2.0
         own.apply_gradients([(ones, w)])
         with job.strategy.scope():
-            Variable(0.0, name="last")  # creations are saved with all that was before
+            Variable(0.0, name="last")  # creations are saved with everything before them
         kill(job, 0)
         before = w.numpy().copy()
         momentum.apply_gradients([(-ones, w)])
@@ -243,7 +243,7 @@ def test_own_rules_and_rates_that_were_changed_are_there_again() -> None:
 
 @pytest.mark.timeout(120)
 def test_without_durability_the_loss_is_an_error_that_says_so() -> None:
-    """A server that comes back empty ends the job at once, whoever waits; nobody waits for the timeout."""
+    """A server that comes back empty ends the job at once, for every caller, without waiting for the timeout."""
     with running_job(durability="none") as job:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.float32), name="count")
@@ -258,7 +258,7 @@ def test_without_durability_the_loss_is_an_error_that_says_so() -> None:
 
 @pytest.mark.timeout(120)
 def test_nothing_is_left_of_a_job_that_is_over(tmp_path: Path) -> None:
-    """The files go with the job; the next coordinator finds servers that hold nothing."""
+    """The files are deleted with the job; the next coordinator finds servers that hold nothing."""
     with running_job(durability="log", state_dir=tmp_path) as job:
         with job.strategy.scope():
             Variable(np.zeros(3, np.float32), name="count")
@@ -271,13 +271,13 @@ def test_nothing_is_left_of_a_job_that_is_over(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_rule_by_value_is_refused_where_it_could_not_be_applied_again() -> None:
-    """With a log: the error says what to do."""
+    """With a log such a rule is refused, and the error says what to do."""
     with running_job(durability="log") as job, job.strategy.scope(), pytest.raises(MisuseError, match="came as a pick"):
         optimizers.Optimizer(own_rule_by_value())
 
 
 def test_a_learning_rate_that_is_set_while_a_disk_is_full() -> None:
-    """It waits for room, as updates do, and is there behind a death; a variable is refused at once."""
+    """Setting it waits for room, like updates, and it survives a death; creating a variable is refused at once."""
     with running_job(num_ps=1, num_workers=1, shards=1, durability="log") as job:
         with job.strategy.scope():
             rule = optimizers.SGD(1.0)
@@ -295,34 +295,34 @@ def test_a_learning_rate_that_is_set_while_a_disk_is_full() -> None:
                 assert not waiting.done()
             finally:
                 resource.prlimit(server, resource.RLIMIT_FSIZE, (hard, hard))
-            waiting.result(PATIENCE)
+            waiting.result(TIMEOUT)
         kill(job, 0)
         assert rule.learning_rate == 10.0
 
 
 def test_what_is_lost_is_counted_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """What the coordinator and workers were told of is compared, though nobody updates it behind the death."""
+    """Losses known to the coordinator and workers are counted, though no update follows the death."""
     with running_job(num_ps=1, num_workers=1, shards=1, durability="snapshot") as job:
         with job.strategy.scope():
             variable = Variable(np.zeros(3, np.float32), name="variable")
             by_worker = Variable(np.zeros(3, np.float32), name="by a worker")
         job.strategy.save_progress(epoch=0)
-        job.strategy.client.check_saved(["pscluster/progress"])
-        resource.prlimit(job.cluster.pids["ps", 0], resource.RLIMIT_FSIZE, (0, -1))  # nothing is saved from now on
+        job.strategy.client.check_saved([])
+        resource.prlimit(job.cluster.pids["ps", 0], resource.RLIMIT_FSIZE, (0, -1))  # from now on nothing is saved
         for epoch in range(1, 6):
             job.strategy.save_progress(epoch=epoch)
             variable.assign_add(1.0)
             job.coordinator.schedule(lambda: by_worker.assign_add(1.0))
-        job.coordinator.join(PATIENCE)
-        link = job.coordinator._dispatcher._state.servers[0]
-        job.cluster.kill("ps", 0, timeout=PATIENCE)
+        job.coordinator.join(TIMEOUT)
+        link = job.coordinator._dispatcher.state.servers[0]
+        job.cluster.kill("ps", 0, timeout=TIMEOUT)
         until(lambda: link.returns, "the coordinator has it again")
-        job.coordinator.join(PATIENCE)
+        job.coordinator.join(TIMEOUT)
         told = [record.getMessage() for record in caplog.records]
         (said,) = [text for text in told if "acknowledged updates were lost" in text]
-        for name in ("pscluster/progress", "variable", "by a worker"):
+        for name in ("(metadata)", "variable", "by a worker"):
             assert f"5 of '{name}'" in said
-        lost = {"pscluster/progress": 5, "variable": 5, "by a worker": 5}
+        lost = {"(metadata)": 5, "variable": 5, "by a worker": 5}
         assert job.strategy.lost_updates() == lost
         assert job.strategy.progress == {"epoch": 0}
         kill(job, 0)

@@ -1,4 +1,5 @@
-"""A training that is killed or asked to end, and started again: each example once an epoch, from the step it was at."""
+"""A training that is killed or stopped, and started again: each example once per epoch, from the step it had
+reached."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.faults.arming.faults import environment
 from tests.faults.steps import wait_for
 from tests.faults.support import stopped
 from tests.faults.test_coordinator_death import started
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import LocalCluster
 
@@ -60,14 +61,14 @@ SCRIPT = """
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The script of the training."""
+    """The training's script."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     return path
 
 
 def check_result(tmp_path: Path, visited: int | None, how: str) -> None:
-    """It went on in the second epoch, behind at least so many examples of it, and all were visited three times."""
+    """Check that it resumed in the second epoch, after at least this many examples, and visited each three times."""
     begun = int(wait_for(str(tmp_path), f"begun-{how}-1"))
     assert EXAMPLES + (visited or 0) <= begun <= 2 * EXAMPLES, "functions that ran when it was killed are done, too"
     assert not list(tmp_path.glob(f"begun-{how}-0"))
@@ -76,38 +77,38 @@ def check_result(tmp_path: Path, visited: int | None, how: str) -> None:
 
 @pytest.mark.timeout(180)
 def test_the_coordinator_is_killed(script: Path, tmp_path: Path) -> None:
-    """Its servers live: what the next one does not know to be done is repeated, in the same pieces, and counts once."""
+    """Its successor repeats what it does not know to be done, in the same pieces, and each counts once."""
     with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
         with started(cluster, script, tmp_path, 60, 0) as first:
             wait_for(str(tmp_path), "enough")
             first.send_signal(signal.SIGKILL)
         with started(cluster, script, tmp_path, 0, 0) as second:
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
         check_result(tmp_path, None, "live")
 
 
 @pytest.mark.timeout(180)
 def test_all_are_killed(script: Path, tmp_path: Path) -> None:
-    """On another cluster it goes on with the step at which the newest checkpoint was made, not with the epoch."""
+    """On another cluster it resumes at the step of the newest checkpoint, not at the epoch."""
     with (
         LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster,
         started(cluster, script, tmp_path, 80, 25),
     ):
         wait_for(str(tmp_path), "enough")
-        # Every 25 steps: the one behind the first 200 + 75 is written in the background.
+        # Every 25 steps: the one after the first 200 + 75 is written in the background.
         until(lambda: list(tmp_path.glob("backup/ckpt-00001[1-9]/index.json")), "it has a checkpoint of this epoch")
     with (
         LocalCluster(3, 1, log_level="ERROR", durability="none") as cluster,
         started(cluster, script, tmp_path, 0, 0) as second,
     ):
-        assert second.wait(PATIENCE) == 0
+        assert second.wait(TIMEOUT) == 0
     check_result(tmp_path, 75 * BATCH, "checkpoint")
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """Functions that run end, a checkpoint is made, the process ends as signals have it end; the next one goes on."""
+    """Running functions end, a checkpoint is made, and the process ends as by the signal; the next one resumes."""
     with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
         errors = tmp_path / "errors"
         with started(cluster, script, tmp_path, 30, 0, errors=errors) as first:
@@ -115,36 +116,37 @@ def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals
             first.send_signal(number)
             until(lambda: f"{number.name}: training stops" in errors.read_text(), "it has heard")
             (tmp_path / "go on").touch()
-            assert first.wait(PATIENCE) == 128 + number
+            assert first.wait(TIMEOUT) == 128 + number
         assert not (tmp_path / "result").exists()
         with started(cluster, script, tmp_path, 0, 0) as second:
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
     check_result(tmp_path, 30 * BATCH, "checkpoint")
 
 
 @pytest.mark.timeout(180)
 def test_it_is_asked_twice(script: Path, tmp_path: Path) -> None:
-    """It ends at once, whatever it waits for."""
+    """It ends immediately, whatever it is waiting for."""
     with (
         LocalCluster(1, 1, log_level="ERROR", durability="none") as cluster,
         started(cluster, script, tmp_path, 30, 0) as first,
     ):
         wait_for(str(tmp_path), "enough")
         first.send_signal(signal.SIGINT)
-        while first.poll() is None:  # two that are pending at once are one
+        while first.poll() is None:  # two pending signals would merge into one
             first.send_signal(signal.SIGINT)
-        assert first.wait(PATIENCE) == 128 + signal.SIGINT
+        assert first.wait(TIMEOUT) == 128 + signal.SIGINT
         assert not (tmp_path / "result").exists()
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("waiting", ["function", "callback", "checkpoint"])
 def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked to end where no checkpoint can be made any more, it does not wait for its servers as long as a job does.
+    """If it is asked to end when no checkpoint can be made any more, it does not wait for its servers like a job does.
 
-    Whoever waits for them: a function, a callback in the script's thread, or a checkpoint in the background.
+    This holds whatever waits for them: a function, a callback in the script's thread, or a checkpoint in the
+    background.
     """
-    for name, value in environment(tmp_path / "faults").items():  # of the script, too
+    for name, value in environment(tmp_path / "faults").items():  # for the script, too
         monkeypatch.setenv(name, value)
     fault = "chief/coordinator.mark.after=stop@1"
     with armed_cluster(tmp_path / "faults", 1, 1, durability="none") as armed:
@@ -159,5 +161,5 @@ def test_the_cluster_is_gone(script: Path, tmp_path: Path, waiting: str, monkeyp
             first.send_signal(signal.SIGTERM)
             (tmp_path / "go on").touch()
             first.send_signal(signal.SIGCONT)
-            assert first.wait(PATIENCE) == 128 + signal.SIGTERM
+            assert first.wait(TIMEOUT) == 128 + signal.SIGTERM
         assert not (tmp_path / "result").exists()

@@ -1,4 +1,4 @@
-"""Every example once an epoch, whoever dies: counted by a variable with an element for each, which says how often."""
+"""Every example is visited once per epoch, whatever dies: a variable with an element for each example counts visits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import in_one_process
 from tests.faults.armed import armed_cluster
 from tests.faults.steps import note, wait_for
 from tests.faults.test_coordinator_death import started
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator.api import (
     ClusterCoordinator,
@@ -46,11 +46,12 @@ DEATHS = [
 
 @pytest.mark.timeout(300)
 def test_workers_die_at_named_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand numbered examples, three epochs; positions are written, and keys forgotten, all the time."""
+    """A hundred thousand numbered examples and three epochs, while positions are written and keys forgotten all the
+    time."""
     monkeypatch.setattr(dataset_progress, "SAVE_SECONDS", 0.2)
     with (
         armed_cluster(tmp_path / "faults", 2, 2, durability="log", revive=True) as armed,
-        ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), connect_timeout=PATIENCE) as strategy,
+        ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), connect_timeout=TIMEOUT) as strategy,
     ):
         with strategy.scope():
             counts = Variable(np.zeros(EXAMPLES, np.int64), name="visited")
@@ -66,9 +67,9 @@ def test_workers_die_at_named_points(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         data = coordinator.distribute_dataset(np.arange(EXAMPLES)).shuffle(seed=1).batch(64).parts(3)
         values = [coordinator.schedule(step, args=(part,)) for part in data.repeat(3)]
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         armed.until_struck(*DEATHS, calls=False)
-        assert sum(coordinator.fetch(values, PATIENCE)) == 3 * EXAMPLES
+        assert sum(coordinator.fetch(values, TIMEOUT)) == 3 * EXAMPLES
         assert set(counts.numpy().tolist()) == {3}
 
 
@@ -112,7 +113,7 @@ SCRIPT = """
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seconds", [0.05, 1000.0], ids=["positions written", "positions of a checkpoint only"])
 def test_the_coordinator_dies_in_the_middle_of_an_epoch(tmp_path: Path, seconds: float) -> None:
-    """The servers live: the next one repeats what it does not know to be done, and that counts once."""
+    """The servers survive: the next coordinator repeats what it does not know to be done, and that counts once."""
     script, examples = tmp_path / "train.py", 2000
     script.write_text(textwrap.dedent(SCRIPT))
     with LocalCluster(2, 2, log_level="ERROR", durability="log") as cluster:
@@ -121,14 +122,15 @@ def test_the_coordinator_dies_in_the_middle_of_an_epoch(tmp_path: Path, seconds:
             wait_for(str(tmp_path), "enough")
             first.send_signal(signal.SIGKILL)
         with started(cluster, script, tmp_path, examples, 0, seconds) as second:
-            assert second.wait(PATIENCE) == 0
+            assert second.wait(TIMEOUT) == 0
         wait_for(str(tmp_path), "begun-live")
         assert wait_for(str(tmp_path), "result") == "3 3"
 
 
 @pytest.mark.timeout(180)
 def test_all_die_and_a_checkpoint_is_restored(tmp_path: Path) -> None:
-    """On another cluster, in the middle of the second epoch: what the checkpoint has is not visited again."""
+    """On another cluster, in the middle of the second epoch: examples that the checkpoint records are not visited
+    again."""
     script, examples = tmp_path / "train.py", 2000
     script.write_text(textwrap.dedent(SCRIPT))
     stop = 310
@@ -142,7 +144,7 @@ def test_all_die_and_a_checkpoint_is_restored(tmp_path: Path) -> None:
         LocalCluster(3, 1, log_level="ERROR", durability="none") as cluster,
         started(cluster, script, tmp_path, examples, 0, 1000.0) as second,
     ):
-        assert second.wait(PATIENCE) == 0
+        assert second.wait(TIMEOUT) == 0
     epoch, visited = map(int, wait_for(str(tmp_path), "begun-checkpoint").split())
     assert examples < epoch * examples + visited <= (stop + 1) * 10
     assert wait_for(str(tmp_path), "result") == "3 3"
@@ -151,7 +153,8 @@ def test_all_die_and_a_checkpoint_is_restored(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_evaluation_while_workers_die(tmp_path: Path) -> None:
-    """Killed before, in and behind its functions: each example once, and the bits that one process finds."""
+    """With workers killed before, in and after its functions, each example counts once, bit for bit as in one
+    process."""
     deaths = [
         "worker/worker.define.after=kill@3",
         "worker/worker.run.before=kill@5",
@@ -160,7 +163,7 @@ def test_evaluation_while_workers_die(tmp_path: Path) -> None:
     ]
     with (
         armed_cluster(tmp_path / "faults", 2, 2, revive=True) as armed,
-        ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), connect_timeout=PATIENCE) as strategy,
+        ParameterServerStrategy(armed.cluster, FixedShardsPartitioner(2), connect_timeout=TIMEOUT) as strategy,
     ):
         rng = np.random.default_rng(0)
         with strategy.scope():
@@ -180,7 +183,7 @@ def test_evaluation_while_workers_die(tmp_path: Path) -> None:
             "scores": metrics.Mean(),
             "count": metrics.Sum(),
         }
-        found = coordinator.evaluate(step, data, named, shards=60, timeout=PATIENCE)
+        found = coordinator.evaluate(step, data, named, shards=60, timeout=TIMEOUT)
         armed.until_struck(*deaths, calls=False)
         assert found == in_one_process(step, named, data, 60)
         assert found["count"] == 20_000

@@ -1,4 +1,4 @@
-"""Workers die and come back: every function completes, and those that live never wait for the dead."""
+"""Workers die and come back: every function completes, and live workers never wait for dead ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pscluster.core.role.options import DATA_PORT_VARIABLE
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Within the block nothing is found by Python's collector of cycles, which may come early or late."""
+    """Disable Python's cycle collector, which may run early or late, within the block."""
     gc.collect()
     gc.disable()
     try:
@@ -38,7 +38,7 @@ LARGE = 100_000
 
 
 def workers_of(job: Job, count: int = 20) -> set[tuple[int, int]]:
-    """Who runs so many functions: worker and process."""
+    """The worker and process of each of this many functions."""
     values = [job.coordinator.schedule(where, args=(number,)) for number in range(count)]
     job.join()
     return {(worker, pid) for _, worker, pid in job.coordinator.fetch(values)}
@@ -51,7 +51,7 @@ def counter(job: Job, name: str = "counter") -> Variable:
 
 
 def test_every_function_completes_while_each_worker_is_killed() -> None:
-    """Of 2,000 functions none is lost and none counts twice while one worker after the other is killed and returns."""
+    """None of 2,000 functions is lost or counts twice while one worker after the other is killed and returns."""
     with running_job(num_ps=2, num_workers=3, shards=2) as job:
         total = counter(job)
 
@@ -73,7 +73,7 @@ def test_every_function_completes_while_each_worker_is_killed() -> None:
 
 
 def test_a_returned_worker_does_not_wait_for_one_that_stays_dead() -> None:
-    """Of three workers two die; the one that is started again gets functions while the other is still gone."""
+    """Two of three workers die; the one that is restarted gets functions while the other is still down."""
     with running_job(num_workers=3, restart=False) as job:
         job.until_up(3)
         values = [job.coordinator.schedule(where, args=(number,)) for number in range(200)]
@@ -88,7 +88,7 @@ def test_a_returned_worker_does_not_wait_for_one_that_stays_dead() -> None:
 
 
 def test_all_workers_die_at_once_and_one_returns() -> None:
-    """With every worker killed nothing is lost: one that is started again runs all that is left."""
+    """With every worker killed nothing is lost: one that is restarted runs everything that is left."""
     with running_job(num_workers=3, restart=False) as job:
         total = counter(job)
 
@@ -123,7 +123,7 @@ def test_a_worker_killed_while_idle_is_noticed_and_used_again() -> None:
 
 
 def test_a_function_that_kills_every_worker_fails_alone() -> None:
-    """After its last attempt such a function fails and says why; what is scheduled next runs on the same workers."""
+    """After its last attempt such a function fails and says why; later functions run on the same workers."""
     with running_job(num_workers=2, max_attempts=3) as job:
         before = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
         job.join()
@@ -147,13 +147,13 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
 
 
 def test_waiting_behind_a_function_that_kills_is_no_attempt() -> None:
-    """A function that is sent to workers that die, but never runs there, is not given up for it."""
+    """A function that is sent to workers that die, but never runs there, is not given up."""
     with running_job(num_workers=1, max_attempts=2) as job:
         total = counter(job)
         folder = job.folder
 
         def count(number: int) -> int:
-            if number in (50, 51):  # neighbours: each is with the worker when the one before kills it
+            if number in (50, 51):  # neighbours: each is at the worker when the previous one kills it
                 die_once(folder, f"number-{number}")
             total.assign_add(np.ones(4, np.float32))
             return number
@@ -165,12 +165,12 @@ def test_waiting_behind_a_function_that_kills_is_no_attempt() -> None:
 
 
 def numbered(kind: str) -> Any:
-    """A dataset whose elements say where they were made, and the how manieth they are."""
+    """A dataset whose elements say where they were made, and their index."""
     return lambda: ((kind, os.getpid(), number) for number in itertools.count())
 
 
 def test_datasets_are_rebuilt_before_the_next_function() -> None:
-    """A worker that returns has its datasets again, each from its start, before it gets a function."""
+    """A returning worker gets its datasets again, each from its start, before it gets a function."""
     with running_job(num_workers=1) as job:
         iterators = [iter(job.coordinator.create_per_worker_dataset(numbered(kind))) for kind in ("a", "b")]
 
@@ -182,7 +182,7 @@ def test_datasets_are_rebuilt_before_the_next_function() -> None:
             return next(first), next(second) if number % 2 else None
 
         values = [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100)]
-        job.join()  # these have ended; of those behind, outcomes may die with the worker
+        job.join()  # these have ended; the outcomes of later ones may die with the worker
         values += [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100, 300)]
         job.join()
         new = job.cluster.pids["worker", 0]
@@ -200,7 +200,7 @@ def test_datasets_are_rebuilt_before_the_next_function() -> None:
 
 
 def test_a_dataset_made_while_its_worker_is_gone() -> None:
-    """A worker gets the datasets that were made in its absence, too, and each `iter()` is one of its own."""
+    """A worker also gets the datasets that were made in its absence, and each `iter()` is independent."""
     with running_job(num_workers=1, restart=False) as job:
         job.until_up(1)
         job.kill(0)
@@ -214,7 +214,8 @@ def test_a_dataset_made_while_its_worker_is_gone() -> None:
 
 
 def test_a_worker_asked_to_stop_ends_what_it_runs() -> None:
-    """After SIGTERM the running function ends there, the others go elsewhere, no attempt is lost, the code is 0."""
+    """After SIGTERM the running function ends there, the others go elsewhere, no attempt is lost, and it exits with
+    0."""
     with running_job(num_ps=2, num_workers=2, shards=2, max_attempts=1) as job:
         total, folder = counter(job), job.folder
 
@@ -264,7 +265,7 @@ def test_workers_leave_one_after_the_other_under_load() -> None:
 
 
 def test_what_outlasts_the_grace_is_given_back_unfinished() -> None:
-    """A function that does not end in time runs elsewhere, what it applied stays applied once, and the code is 0."""
+    """A function that does not end in time runs elsewhere, its updates stay applied once, and the exit code is 0."""
     source = (
         "import json, os, runpy, sys\n"
         "role = json.loads(os.environ['TF_CONFIG'])['task']['type']\n"
@@ -292,7 +293,7 @@ def test_what_outlasts_the_grace_is_given_back_unfinished() -> None:
 
 
 def test_a_frozen_worker() -> None:
-    """Its functions run elsewhere when its lease is over; what it does after it thaws is refused, and counts never."""
+    """Its functions run elsewhere when its lease expires; its updates after it thaws are refused, and never count."""
     with running_job(num_workers=2, worker_lease=2.0) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.int64), name="count")
@@ -317,7 +318,7 @@ def test_a_frozen_worker() -> None:
             os.kill(pid, signal.SIGCONT)
         job.join()
         assert job.coordinator.fetch(values) == list(range(50))
-        job.until_up(2)  # it is back, under another incarnation
+        job.until_up(2)  # it is back, with another incarnation
         job.coordinator.schedule(step, args=(1,))
         job.join()
         assert count.numpy().tolist() == [51] * 3
@@ -325,12 +326,12 @@ def test_a_frozen_worker() -> None:
 
 @pytest.mark.parametrize(("tls", "data_port", "before"), [(False, "0", 2), (True, "off", 3)])
 def test_freezes_leave_no_connections(tls: bool, data_port: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen beyond its lease and thawed several times, a worker has as many connections afterwards as before."""
+    """A worker frozen beyond its lease and thawed several times ends with as many connections as before."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, data_port)
     with running_job(worker_lease=1.0, tls=tls, transport="tcp") as job, no_collection():
         port = int(job.cluster.cluster_spec().task_address("worker", 0).rpartition(":")[2])
         pid = job.coordinator.schedule(os.getpid).fetch()
-        # Of the attachment, of the lease, and where there is no data plane of the functions.
+        # For the attachment, the lease, and, where there is no data plane, the functions.
         until(lambda: connections_to(port) == before, "all are there", lambda: str(connections_to(port)))
         for _ in range(4):
             os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,5 @@
-"""What a worker may meet beyond a kill: no memory, a step that ends its process, a restart that nobody saw."""
+"""What a worker may encounter besides a kill: no memory, a step that ends its process, a restart that goes
+unnoticed."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ import pytest
 from tests.faults.counting import Counting
 from tests.faults.steps import Bomb, abort, allocate, exit_hard, first_time, note, segfault, wait_for, where
 from tests.faults.support import Job, ready, running_job, status
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import experimental_get_current_worker_index
 from pscluster.core.errors import FunctionError
 
-# A worker whose next life begins at the moment of its death: a parent that has loaded everything forks it. The process
-# ids of both lives are in files, the child's number in its name.
-REBORN = """
+# A worker that restarts the moment it dies: a parent that has loaded everything forks it. The process
+# ids of both processes are in files, the child's with a number in its name.
+RESTARTING = """
 import json, os, runpy, signal
 from pathlib import Path
 
@@ -50,20 +51,20 @@ runpy.run_module(f"pscluster.{role}", run_name="__main__", alter_sys=True)
 
 
 @contextmanager
-def reborn_job(marks: Path, num_workers: int = 2, **options: Any) -> Iterator[Job]:
-    """A job on two servers whose workers, when they die, are back within milliseconds."""
-    with running_job(2, num_workers, shards=2, command=REBORN, env={"MARKS": str(marks)}, **options) as job:
+def restarting_job(marks: Path, num_workers: int = 2, **options: Any) -> Iterator[Job]:
+    """A job on two servers whose workers are back within milliseconds of their deaths."""
+    with running_job(2, num_workers, shards=2, command=RESTARTING, env={"MARKS": str(marks)}, **options) as job:
         yield job
 
 
 def life_of(marks: Path, worker: int) -> int:
-    """The process that is this worker now; 0: none was yet."""
+    """The process that is this worker now; 0 if there was none yet."""
     mark = marks / f"worker-{worker}"
     return int(mark.read_text()) if mark.exists() else 0
 
 
 def counted(job: Job, functions: int, counting: Counting) -> None:
-    """Each function has counted once, on every element of every shard."""
+    """Check that each function has counted once, on every element of every shard."""
     shards = len(counting.dense.variables)
     assert counting.counts() == {name: [functions] * shards for name in ("dense", "sparse", "trained")}
     assert counting.sgd.iterations == functions
@@ -73,7 +74,7 @@ def counted(job: Job, functions: int, counting: Counting) -> None:
 
 
 def test_an_allocation_that_fails() -> None:
-    """With a limit on its address space a step gets a MemoryError, which is its own error; the worker goes on."""
+    """With a limit on its address space a step gets a MemoryError, which is its own error; the worker continues."""
     with running_job(num_ps=2, num_workers=1, shards=2) as job:
         counting = Counting(job.strategy)
         step = counting.step()
@@ -108,7 +109,7 @@ def test_an_allocation_that_fails() -> None:
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[tuple[str, Callable[[], int]] | None]:
-    """A control group that may use so many bytes, and how many it has killed; None where there can't be one."""
+    """A control group with this memory limit, and how many processes it has killed; None if there can't be one."""
     name = f"pscluster-test-{os.getpid()}"
     kinds = [
         ("memory.limit_in_bytes", "memory.oom_control", Path("/sys/fs/cgroup/memory")),
@@ -139,8 +140,8 @@ def memory_group(limit: int) -> Iterator[tuple[str, Callable[[], int]] | None]:
 
 
 def test_killed_for_its_memory(tmp_path: Path) -> None:
-    """A function that takes more than there is, and is killed for it, fails after three workers; the job goes on."""
-    with memory_group(1 << 28) as group, reborn_job(tmp_path, max_attempts=3) as job:
+    """A function that is killed for its memory use fails after three workers; the job continues."""
+    with memory_group(1 << 28) as group, restarting_job(tmp_path, max_attempts=3) as job:
         counting = Counting(job.strategy)
         step, folder = counting.step(), job.folder
         procs = "" if group is None else group[0]
@@ -149,8 +150,8 @@ def test_killed_for_its_memory(tmp_path: Path) -> None:
             step()
             note(folder, f"hog-{os.getpid()}")
             if procs:
-                Path(procs).write_text(str(os.getpid()))  # from here on the kernel counts
-            return allocate(1 << 40 if procs else 1 << 26)  # the kernel kills it; where it can't, it does so itself
+                Path(procs).write_text(str(os.getpid()))  # from here on the kernel counts its memory
+            return allocate(1 << 40 if procs else 1 << 26)  # the kernel kills it; otherwise it kills itself
 
         for _ in range(50):
             job.coordinator.schedule(step)
@@ -177,8 +178,8 @@ def test_killed_for_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [exit_hard, abort, segfault])
 def test_a_step_that_ends_its_process(end: Callable[[], None], tmp_path: Path) -> None:
-    """Once: it is an attempt, and the function runs again elsewhere. Always: it fails alone, with its story."""
-    with reborn_job(tmp_path, max_attempts=2) as job:
+    """Done once it costs an attempt, and the function runs elsewhere; done always, it fails alone, with its history."""
+    with restarting_job(tmp_path, max_attempts=2) as job:
         counting = Counting(job.strategy)
         step, folder = counting.step(), job.folder
 
@@ -206,7 +207,7 @@ def test_a_step_that_ends_its_process(end: Callable[[], None], tmp_path: Path) -
 
 
 def test_a_step_that_says_exit() -> None:
-    """sys.exit() in a step, or in a thread of it, is an error of the step and not the end of its worker."""
+    """sys.exit() in a step, or in a thread of it, is an error of the step and does not end its worker."""
     with running_job() as job:
         pids = job.cluster.pids
 
@@ -217,7 +218,7 @@ def test_a_step_that_says_exit() -> None:
         with pytest.raises(FunctionError, match="enough") as caught:
             job.join()
         assert caught.value.function == "leave"
-        assert job.coordinator.schedule(where, args=(1,)).fetch(timeout=PATIENCE)[2] == pids["worker", 0]
+        assert job.coordinator.schedule(where, args=(1,)).fetch(timeout=TIMEOUT)[2] == pids["worker", 0]
         assert job.cluster.pids == pids
 
 
@@ -225,8 +226,9 @@ def test_a_step_that_says_exit() -> None:
 
 
 def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
-    """Killed and back within milliseconds, thirty times in a row: the same address, and another worker to everybody."""
-    with reborn_job(tmp_path, max_attempts=40) as job:
+    """Killed and back in milliseconds, thirty times in a row, at the same address, it counts as a new worker each
+    time."""
+    with restarting_job(tmp_path, max_attempts=40) as job:
         counting = Counting(job.strategy)
         step = counting.step()
 
@@ -236,7 +238,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
 
         values = [job.coordinator.schedule(count, args=(number,)) for number in range(600)]
         job.until_done(values, 20)
-        links = job.coordinator._dispatcher._workers
+        links = job.coordinator._dispatcher.state.workers
         seen = {link.connection.incarnation for link in links if link.connection is not None}
         killed: set[int] = set()
         for round_ in range(30):
@@ -244,7 +246,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
             until(lambda: life_of(tmp_path, worker) not in killed, "it is back")  # noqa: B023  (called here and now)
             killed.add(pid := life_of(tmp_path, worker))
             os.kill(pid, signal.SIGKILL)
-            if round_ % 6 == 5:  # else it dies as it starts, is dialled, or is prepared
+            if round_ % 6 == 5:  # otherwise it dies as it starts, is dialled, or is prepared
                 job.until_done(values, min(len(values), ready(values) + 20))
         job.join()
         results = job.coordinator.fetch(values)
@@ -256,7 +258,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_to_a_worker_that_drains() -> None:
-    """SIGTERM waits for what runs; a second one does not, and the function runs elsewhere, as after any death."""
+    """SIGTERM waits for the running function; a second one does not, and that runs elsewhere, as after any death."""
     with running_job(num_ps=2, num_workers=2, shards=2, max_attempts=2) as job:
         counting = Counting(job.strategy)
         step, folder = counting.step(), job.folder
@@ -278,13 +280,13 @@ def test_a_second_signal_to_a_worker_that_drains() -> None:
         job.join()
         assert held.fetch() == 1 - leaving
         assert ready(values) == 400
-        job.cluster.wait_restarted("worker", leaving, pid, timeout=PATIENCE)  # its code was not 0
+        job.cluster.wait_restarted("worker", leaving, pid, timeout=TIMEOUT)  # its code was not 0
         counted(job, 401, counting)
 
 
 def test_killed_while_it_is_prepared(tmp_path: Path) -> None:
-    """A worker that dies as its datasets are built, and as a function is loaded, is prepared anew when it is back."""
-    with reborn_job(tmp_path, max_attempts=10) as job:
+    """A worker that dies while its datasets are built, or a function is loaded, is prepared again when it is back."""
+    with restarting_job(tmp_path, max_attempts=10) as job:
         counting = Counting(job.strategy)
         step, folder = counting.step(), job.folder
 

@@ -1,7 +1,7 @@
-"""Every decoder of what others send or leave on a disk: what a valid input is, and which errors may come of others.
+"""Every decoder of data that others send or leave on a disk: its valid inputs, and the errors that others may cause.
 
-Where a checksum would refuse all that was changed, it is made to fit again: whoever writes the file can do so, too.
-Not here are pickles: they may do anything, and are taken from those only who may run code anyway.
+If a checksum would refuse every changed input, it is made to fit again: an attacker who writes the file can do so, too.
+Pickles are not here: they may do anything, and are accepted only from peers that may run code anyway.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pscluster.core.functions.definitions import capture, resolve, split_off_bul
 from pscluster.core.functions.policy import SerializationPolicy, choose, chosen_policy
 from pscluster.core.ids import VERSION
 from pscluster.core.limits import MAX_CALL_BYTES
+from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import NodeService
 from pscluster.core.security.tokens import load_token
 from pscluster.core.transport.frames import Assembler, pack, padding, unpack
@@ -65,6 +66,7 @@ from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_failure
+from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 
 JOB = 77
@@ -73,7 +75,7 @@ REFUSALS: tuple[type[BaseException], ...] = (PsClusterError, DecodeError)
 
 
 class Point(NamedTuple):
-    """A record that travels."""
+    """A record that is sent."""
 
     x: float
     label: str
@@ -81,7 +83,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Nested:
-    """Another one."""
+    """Another record."""
 
     points: list[Point] = field(default_factory=list)
     array: Any = None
@@ -106,7 +108,7 @@ class Decoder:
     fit: Callable[[bytes], bytes] = lambda data: data
 
     def try_(self, data: bytes) -> bool:
-        """Decode; was it refused? Whatever else the decoder raises comes out."""
+        """Decode; return whether it was refused. Any other error of the decoder propagates."""
         try:
             self.run(data)
         except self.errors:
@@ -132,12 +134,12 @@ def _objects() -> list[Any]:
 
 def _decode(data: bytes) -> None:
     found = decode(value_pb2.Value.FromString(data))
-    with contextlib.suppress(TypeError):  # what can't be encoded again: an empty text of NumPy's, for one
+    with contextlib.suppress(TypeError):  # some values can't be encoded again: an empty text of NumPy's, for example
         encode(found)
 
 
 def _decode_call(data: bytes) -> None:
-    """With what lies beside the message: a byte says how many attachments, one the size of each."""
+    """Decode with attachments: a byte says how many there are, and one byte the size of each."""
     count, size, rest = (data[0] % 4, data[1] % 32, data[2:]) if len(data) > 1 else (0, 0, b"")
     attachments = [bytearray(size) for _ in range(count)]
     decode_call(value_pb2.Value.FromString(rest), attachments=attachments)
@@ -175,7 +177,7 @@ def _failures() -> list[bytes]:
 
 
 class Server:
-    """A server with three variables and an optimizer, which may write checkpoints in a directory of its own."""
+    """A server with three variables and an optimizer, which may write checkpoints in a separate directory."""
 
     def __init__(self, folder: str) -> None:
         self.role = ParameterServerRole(0, roots=Roots([folder]))
@@ -187,7 +189,7 @@ class Server:
         self.push(ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), last=True), b"")
 
     def push(self, request: ps_pb2.Request, payload: bytes) -> None:
-        """As one frame."""
+        """Send it as one frame."""
         request.total_bytes, request.last = len(payload), True
         self.service.push(iter([pack(request, [payload])]), _context())
 
@@ -214,7 +216,9 @@ def _frames_of_requests() -> list[bytes]:
     ]
     made = [(ps_pb2.Request(id=1, read=ps_pb2.ReadRequest(job=JOB, items=[item])), payload) for item, payload in reads]
     row = np.ones((2, 4), np.float32).tobytes()
+    put = {"variable": 0, "shard": 1, "kind": ps_pb2.PUT, "name": "progress", "text": "{}"}
     updates: list[tuple[dict[str, Any], bytes]] = [
+        (put, b""),
         (
             {"variable": 1, "kind": ps_pb2.ADD, "rows": ps_pb2.Rows(all=True), "value_bytes": 64},
             np.ones(16, "f4").tobytes(),
@@ -242,7 +246,7 @@ def _frames_of_requests() -> list[bytes]:
 
 
 def _is_code(data: bytes) -> bool:
-    """Does the request bring a function or class? To load one may do anything, and is not tried here."""
+    """Whether the request brings a function or class. Loading one may do anything, and is not tried here."""
     with contextlib.suppress(PsClusterError, DecodeError):
         request = unpack(data, ps_pb2.Request)[0]
         return request.create.HasField("rule") or request.create.initializer.HasField("function")
@@ -250,7 +254,7 @@ def _is_code(data: bytes) -> bool:
 
 
 class _Servers:
-    """A server for some inputs, then a fresh one: what is applied to it stays in it."""
+    """A server for some inputs, then a new one: what is applied to it stays in it."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._used = folder, 0
@@ -258,14 +262,14 @@ class _Servers:
 
     @property
     def service(self) -> ParameterServerService:
-        """To be called."""
+        """The server's service."""
         self._used += 1
         if self._used % 50 == 0:
             self._server = Server(self._folder)
         return self._server.service
 
     def session(self, data: bytes) -> None:
-        """A request on a session."""
+        """Send a request on a session."""
         if not _is_code(data):
             for reply in self.service.session(iter([data]), _context()):
                 refusal = unpack(reply, ps_pb2.Reply)[0].refusal
@@ -273,18 +277,18 @@ class _Servers:
                     raise from_kind(refusal.kind, refusal.message)
 
     def push(self, data: bytes) -> None:
-        """A Push in up to three messages."""
+        """Send a Push in up to three messages."""
         frames = data.split(b"\xa5\x5a\xa5")[:3]
         if not any(map(_is_code, frames)):
             self.service.push(iter(frames), _context())
 
     def pull(self, data: bytes) -> None:
-        """A Pull, whose reply is what it says it is."""
+        """Send a Pull, and check that its reply is of the announced size."""
         frames = [unpack(frame, ps_pb2.Reply) for frame in self.service.pull(data, _context())]
         assert frames[0][0].total_bytes == sum(len(payload) for _, payload in frames)
 
     def unary(self, data: bytes) -> None:
-        """The method that the first byte says."""
+        """Call the method that the first byte chooses."""
         methods: list[tuple[str, Any]] = [
             ("describe", ps_pb2.DescribeRequest),
             ("delete", ps_pb2.DeleteRequest),
@@ -297,22 +301,23 @@ class _Servers:
         getattr(self.service, name)(kind.FromString(data[1:]), _context())
 
     def unary_examples(self) -> list[bytes]:
-        """For `unary`."""
-        tensor = ps_pb2.CheckpointTensor(array="value", tensor="v1/part_0", dtype="float32", shape=[4, 4], bytes=64)
-        whole = ps_pb2.RestoreSource(file="part.safetensors", tensor=tensor, to=[0, 0], count=[4, 4])
+        """Examples for `unary`."""
+        tensor = ps_pb2.SavedTensor(array="value", tensor="v1/part_0", dtype="float32", shape=[4, 4], bytes=64)
+        whole = ps_pb2.RestoreSource(tensor=tensor, to=[0, 0], count=[4, 4])
         getattr(whole, "from").extend([0, 0])
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
         shard.steps["adam"] = 3
         shard.named.add(nth=[1, 2], keys=[7, 1 << 63])
         part: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}
         requests: list[tuple[int, Message]] = [
-            (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"])),
+            (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"], metadata=True)),
             (1, ps_pb2.DeleteRequest(job=JOB, name="v3", id=3)),
+            (1, ps_pb2.DeleteRequest(job=JOB, evaluation=3)),
             (2, ps_pb2.CloseIncarnationRequest(job=JOB, incarnation=4)),
             (3, ps_pb2.FinishFunctionsRequest(job=JOB, starts=[1, 5], stops=[3, 9], keys=[7])),
             (4, ps_pb2.CheckpointRequest(job=JOB, action=ps_pb2.CheckpointRequest.MARK, id=9)),
             (4, ps_pb2.CheckpointRequest(action=ps_pb2.CheckpointRequest.WRITE, file="part.safetensors", **part)),
-            (5, ps_pb2.RestoreRequest(shards=[shard], **part)),
+            (5, ps_pb2.RestoreRequest(shards=[shard], metadata={"texts": {"progress": "{}"}}, **part)),
             (5, ps_pb2.RestoreRequest(job=JOB, id=9, shards=[shard], ahead=True)),
             (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True, term=1)),
         ]
@@ -328,7 +333,7 @@ def _push_examples() -> list[bytes]:
 
 
 def _frames(data: bytes) -> None:
-    """Several messages of one kind, put together."""
+    """Several messages of one kind, combined."""
     kinds: list[Any] = [ps_pb2.Request, ps_pb2.Reply, worker_pb2.UploadRequest, worker_pb2.DownloadReply]
     assembler = Assembler(1 << 20)
     kind = kinds[data[0] % 4] if data else kinds[0]
@@ -354,7 +359,7 @@ class _Node:
         self._service = NodeService(identity, ParameterServerRole(0), lambda: None)
 
     def call(self, data: bytes) -> None:
-        """Hello, an attachment, the end of a job."""
+        """Make a Hello, an attachment, or the end of a job."""
         which, rest = (data[0] % 3, data[1:]) if data else (0, b"")
         if which == 0:
             self._service.hello(node_pb2.HelloRequest.FromString(rest), _context())
@@ -367,12 +372,12 @@ class _Node:
 
     @staticmethod
     def examples() -> list[bytes]:
-        """For `call`."""
+        """Examples for `call`."""
         identity = node_pb2.Identity(version=VERSION, role="chief", index=0, incarnation=4, name="chief 0")
         attach = node_pb2.AttachRequest(
             coordinator=identity, job=JOB, num_workers=2, seed=5, closed=[1, 2], finished_starts=[1], finished_stops=[4]
         )
-        attach.holdings.append(8)
+        attach.store_ids.append(8)
         attach.ps_timeout = 3.0
         return [
             b"\0" + node_pb2.HelloRequest(identity=identity).SerializeToString(),
@@ -382,12 +387,12 @@ class _Node:
 
 
 class _NoClient:
-    """A worker's client that reaches nobody."""
+    """A worker's client that reaches no server."""
 
     num_servers = 1
 
     def tell_seen(self, servers: Sequence[int]) -> None:
-        """Nobody is told."""
+        """Tell no server."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -395,12 +400,14 @@ class _NoClient:
 
 class _Worker:
     def __init__(self) -> None:
-        self._role = WorkerRole(0, lambda _request, _incarnation: cast("Any", _NoClient()), 1.0)
+        self._role = WorkerRole(
+            ServerList(0), lambda _request, _incarnation: cast("Any", _NoClient()), 1.0, Recording()
+        )
         self.incarnation = self._role.attached(node_pb2.AttachRequest(job=JOB, num_workers=1))
         self._service = WorkerService(self._role)
 
     def call(self, data: bytes) -> None:
-        """An upload that brings no code, a recall, a release, a download, a question for what was seen."""
+        """Make an upload without code, a recall, a release, a download, or a question for what was seen."""
         which, rest = (data[0] % 5, data[1:]) if data else (0, b"")
         if which == 0:
             frames = rest.split(b"\xa5\x5a\xa5")[:3]
@@ -416,12 +423,12 @@ class _Worker:
             list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
 
     def fit(self, data: bytes) -> bytes:
-        """With this worker's incarnation, which no input could know."""
+        """Put in this worker's incarnation, which no input could know."""
         return data.replace(_INCARNATION, self.incarnation.to_bytes(8, "little"))
 
     @staticmethod
     def examples() -> list[bytes]:
-        """For `call`."""
+        """Examples for `call`."""
         number = int.from_bytes(_INCARNATION, "little")
         upload = worker_pb2.UploadRequest(incarnation=number, total_bytes=24, last=True)
         upload.attachments.position = 2
@@ -444,13 +451,13 @@ _INCARNATION = bytes(range(0xB1, 0xB9))
 
 
 def _part(data: bytes) -> None:
-    """The place of a part of a dataset."""
+    """A part of a dataset, by its position."""
     pipeline = Pipeline(cast("Any", range(100)), "numbers")
     Part(data.decode(errors="replace"), pipeline, cast("Reader", None))
 
 
 def _handle(data: bytes) -> None:
-    """The key of a handle that is made of others."""
+    """The key of a handle that consists of other keys."""
     kind = ("slot", "metric")[data[0] % 2] if data else "slot"
 
     def resolve(_kind: str, key: str) -> Any:
@@ -471,24 +478,24 @@ class _Files:
         self._state = StateDirectory(folder / "state")
         self._array = np.arange(12, dtype=np.float32).reshape(3, 4)
         (self._checkpoint / "part.safetensors").write_bytes(b"\0" * 64 + self._array.tobytes())
-        (folder / "state" / "state-000001.data").write_bytes(self._array.tobytes())
+        (folder / "state" / "state-000001.safetensors").write_bytes(self._array.tobytes())
         self._token = folder / "token"
         self._log = folder / "log-000001.bin"
 
     def index(self, data: bytes) -> None:
-        """An index, and what is looked at first."""
+        """Read an index, and what is examined first."""
         (self._checkpoint / "index.json").write_bytes(data)
         found = read_index(str(self._checkpoint))
         check_whole(found, str(self._checkpoint))
         assert found.nbytes >= 0
 
     def index_examples(self) -> list[bytes]:
-        """For `index`."""
+        """Examples for `index`."""
         index = Index(3, "2026-01-01", 0.25)
         index.optimizers["adam"] = {"rule": "adam"}
         index.files["part.safetensors"] = SavedFile(112, 64, "0" * 64)
-        variable = SavedVariable("w", (3, 4), "float32", True, ((1, 3), (4,)), {}, [1, 2], [{"adam": 1}, {}])
-        variable.named = [[SavedNamed.of([1, 2], [7, 1 << 63])], []]
+        named = [[SavedNamed.of([1, 2], [7, 1 << 63])], []]
+        variable = SavedVariable("w", (3, 4), "float32", True, ((1, 3), (4,)), {}, [1, 2], [{"adam": 1}, {}], named)
         index.partly_applied, index.partly_applied_last = 1, ["step failed on worker 0"]
         for shard, rows in enumerate((1, 2)):
             tensor = SavedTensor(
@@ -500,7 +507,7 @@ class _Files:
 
     @staticmethod
     def sign(data: bytes) -> bytes:
-        """The index with a digest that fits."""
+        """Give the index a digest that fits."""
         text, mark, _ = data.rpartition(b',\n "sha256": "')
         if not mark:
             return data
@@ -508,26 +515,25 @@ class _Files:
         return text + mark + digest.encode() + b'"\n}\n'
 
     def tensor(self, data: bytes) -> None:
-        """What an index says of a tensor, against the file."""
-        said = ps_pb2.CheckpointTensor.FromString(data)
-        place = tensor_files.WrittenTensor(said.offset, said.bytes, said.sha256)
+        """Check an index's description of a tensor against the file."""
+        said = ps_pb2.SavedTensor.FromString(data)
         path = tensor_files.join(str(self._checkpoint), said.array or "part.safetensors")
-        tensor_files.read(path, said.tensor, said.dtype, tuple(said.shape), place)
+        tensor_files.read(path, said)
 
     def tensor_examples(self) -> list[bytes]:
-        """For `tensor`."""
-        digest = hashlib.sha256(self._array.tobytes()).hexdigest()
-        said = ps_pb2.CheckpointTensor(tensor="w", dtype="float32", shape=[3, 4], offset=64, bytes=48, sha256=digest)
+        """Examples for `tensor`."""
+        checksum = xxhash.xxh3_128(self._array.tobytes()).hexdigest()
+        said = ps_pb2.SavedTensor(tensor="w", dtype="float32", shape=[3, 4], offset=64, bytes=48, checksum=checksum)
         return [said.SerializeToString()]
 
     def manifest(self, data: bytes) -> None:
-        """A generation of a server's state, with all that it refers to."""
+        """Read a generation of a server's state, with everything it refers to."""
         (self._state.path / "state-000001.manifest").write_bytes(data)
         found = self._state.manifest(1)
         restored(found, [self._state.read(shard) for shard in found.shards])
 
     def manifest_examples(self) -> list[bytes]:
-        """For `manifest`."""
+        """Examples for `manifest`."""
         manifest = state_pb2.Manifest(server=0, job=JOB, generation=1, finished_starts=[1], finished_stops=[5])
         manifest.variables.add(id=1, name="w", dtype="float32", shape=[3, 4], owners=[0]).splits.extend(
             [ps_pb2.AxisSplit(ends=[3]), ps_pb2.AxisSplit(ends=[4])]
@@ -535,9 +541,11 @@ class _Files:
         shard = manifest.shards.add(variable=1, shard=0, updates=4)
         shard.steps[11] = 2
         shard.keys.add(function=3, nth=[1, 2])
-        sums = [zlib.crc32(self._array.tobytes())]
+        saved = ps_pb2.SavedTensor(file="state-000001.safetensors", bytes=48, dtype="float32", shape=[3, 4])
+        saved.checksum = xxhash.xxh3_128(self._array.tobytes()).hexdigest()
         for name in ("value", "slot/11/m"):
-            shard.arrays.add(name=name, file="state-000001.data", bytes=48, dtype="float32", shape=[3, 4], crc32=sums)
+            saved.array = name
+            shard.arrays.append(saved)
         spec = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
         manifest.optimizers.add(spec=spec)
         manifest.clients.add(incarnation=4, settled=2)
@@ -546,7 +554,7 @@ class _Files:
 
     @staticmethod
     def check_sum(data: bytes) -> bytes:
-        """The manifest with a checksum and a length that fit."""
+        """Give the manifest a checksum and a length that fit."""
         head = durable_files._HEAD.size
         if len(data) < head:
             return data
@@ -554,7 +562,7 @@ class _Files:
         return durable_files._HEAD.pack(durable_files._MAGIC, zlib.crc32(body), len(body)) + body
 
     def log(self, data: bytes) -> None:
-        """A segment of a log; of a damaged one all that can be read is counted."""
+        """Read a segment of a log; of a damaged one count everything readable."""
         self._log.write_bytes(data)
         dropped = durable_log.Dropped()
         try:
@@ -567,7 +575,7 @@ class _Files:
 
     @staticmethod
     def log_examples() -> list[bytes]:
-        """For `log`: of this boot, and of another one, with its last record broken off."""
+        """Examples for `log`: from this boot, and from another one, with a truncated last record."""
         examples = []
         for boot in (durable_log.boot_id(), bytes(16)):
             head = durable_log._with_crc(durable_log._SEGMENT, durable_log._SEGMENT_MAGIC, 1, 0, boot)
@@ -576,7 +584,7 @@ class _Files:
                 request = unpack(_frames_of_requests()[4 + number], ps_pb2.Request)[0]
                 record = pack(state_pb2.LogRecord(update=request.update, updates=[number + 1], last=True), [bytes(64)])
                 data += durable_log._header(0, len(record), len(data), 1, number + 1) + record
-            mark = b"".join(durable_log._mark(len(data), 0, 2))
+            mark = b"".join(durable_log._mark(len(data), 2, synced=False))
             data = head + mark + data[durable_log._FIRST :]
             examples.append(_Files.log_sums(data))
         examples[1] = examples[1][:-9]
@@ -584,7 +592,7 @@ class _Files:
 
     @staticmethod
     def log_sums(data: bytes) -> bytes:
-        """The segment with checksums that fit, as far as its records can be followed."""
+        """Give the segment checksums that fit, as far as its records can be followed."""
         out, at, head = bytearray(data), durable_log._FIRST, durable_log._HEAD
         if len(out) < at:
             return data
@@ -602,7 +610,7 @@ class _Files:
         return bytes(out)
 
     def token(self, data: bytes) -> None:
-        """A file with tokens."""
+        """Read a file with tokens."""
         self._token.write_bytes(data)
         found = load_token(self._token, {})
         assert found is not None
@@ -636,7 +644,7 @@ def _refuse_handle(kind: str, key: str) -> Any:
 
 
 class _Functions:
-    """Functions that came without pickles, where pickles are off."""
+    """Functions that came without pickles, with pickles off."""
 
     def __init__(self, folder: Path) -> None:
         name = f"steps_{folder.name.replace('-', '_')}"
@@ -660,11 +668,11 @@ class _Functions:
             self._forms.append((form.SerializeToString(), memoryview(bulk)))
 
     def examples(self) -> list[bytes]:
-        """The first byte says with which arrays."""
+        """The first byte chooses the arrays."""
         return [bytes([number]) + form for number, (form, _) in enumerate(self._forms)]
 
     def resolve(self, data: bytes) -> None:
-        """One definition. A file that is not here is asked for again, by value."""
+        """Resolve one definition. A file that is not here is requested again, by value."""
         form = definition_pb2.Definition.FromString(data[1:])
         before = chosen_policy()
         choose(self._policy)
@@ -672,7 +680,7 @@ class _Functions:
             found = resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
             for each in found.args if isinstance(found, functools.partial) else ():
                 if isinstance(each, MappedArray):
-                    with contextlib.suppress(OSError):  # it is not there
+                    with contextlib.suppress(OSError):  # it does not exist
                         each.open().tolist()
         finally:
             choose(before)
@@ -684,8 +692,8 @@ def _tf_config(data: bytes) -> None:
 
 
 def _position(data: bytes) -> None:
-    """What is kept of datasets' positions, in a variable."""
-    for state in decoded(data).values():
+    """The stored positions of datasets, in the job's metadata."""
+    for state in decoded("positions", {"positions": data.decode(errors="replace")}).values():
         coverage = EpochCoverage(1000, 990)
         coverage.load(state if isinstance(state, dict) else {})
         coverage.take(coverage.epoch, lambda start: start + 10)
@@ -693,7 +701,7 @@ def _position(data: bytes) -> None:
 
 def _position_examples() -> list[bytes]:
     text = json.dumps({"train": {"length": 1000, "epoch": 2, "visited": {"2": [[0, 100], [200, 300]], "3": [[0, 64]]}}})
-    return [len(text).to_bytes(4, "little") + text.encode() + bytes(8)]
+    return [text.encode()]
 
 
 _TF_CONFIG = json.dumps(
@@ -716,7 +724,7 @@ def _packets_examples() -> list[bytes]:
 
 
 def _packets(data: bytes) -> None:
-    """What a stranger sends on the data plane, or a server to its client; the whole of it fits into the socket."""
+    """What any caller sends on the data plane, or a server to its client; all of it fits into the socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(data)
@@ -733,7 +741,7 @@ def _packets(data: bytes) -> None:
 
 
 def all_decoders(folder: Path) -> list[Decoder]:
-    """All of them; their files are in the folder."""
+    """All decoders; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
     servers = _Servers(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
@@ -760,7 +768,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),
         Decoder("index", files.index_examples(), files.index, (CheckpointError,), files.sign),
         Decoder("tensor", files.tensor_examples(), files.tensor, (CheckpointError, DecodeError)),
-        # The manager takes these for damage.
+        # The manager treats these as damage.
         Decoder(
             "manifest",
             files.manifest_examples(),
@@ -787,5 +795,5 @@ def all_decoders(folder: Path) -> list[Decoder]:
 
 
 def seeded(name: str, number: int) -> random.Random:
-    """The random numbers of one input."""
+    """The random numbers for one input."""
     return random.Random(f"{name}/{number}")

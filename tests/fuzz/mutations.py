@@ -1,5 +1,5 @@
-"""Inputs that are almost right, and some that are not at all: valid examples with bits flipped, ends cut off, numbers
-that declare lengths changed, and parts of one put into another. The same random numbers give the same input."""
+"""Almost valid inputs, and some that are not valid at all: examples with bits flipped, ends cut off, declared lengths
+changed, and parts of one put into another. The same random numbers give the same input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 1 << 16
 
 
 def varint(number: int) -> bytes:
-    """As protobuf writes it."""
+    """Encode as protobuf does."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -26,7 +26,7 @@ def varint(number: int) -> bytes:
 
 
 def mutated(source: random.Random, examples: Sequence[bytes]) -> bytes:
-    """An input made of the examples, or of nothing."""
+    """An input made from the examples, or from nothing."""
     if source.randrange(40) == 0:
         return source.randbytes(source.choice((0, 1, 2, 8, 40, 300)))
     data = bytearray(source.choice(examples))
@@ -48,7 +48,7 @@ def _once(source: random.Random, data: bytearray, examples: Sequence[bytes]) -> 
         del data[at : at + source.choice((1, 1, 2, 4, 16, 64))]
     elif what == 5:
         data[at:at] = source.randbytes(source.choice((1, 1, 2, 4, 16)))
-    elif what == 6:  # a number that declares a length or a count, as it may be
+    elif what == 6:  # a number that may declare a length or a count
         data[at : at + 1] = varint(source.choice(_VARINTS + _VARINTS_LARGE))
     elif what == 7:
         data[at : at + source.choice((0, 0, 4))] = source.choice(_TEXTS)

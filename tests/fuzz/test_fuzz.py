@@ -1,4 +1,4 @@
-"""Every decoder, on inputs that are almost right: what it raises is what it says it raises. `make fuzz` tries more."""
+"""Every decoder, on almost valid inputs, raises only the errors that it documents. `make fuzz` tries more."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ ALLOCATES = 16 << 20
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Decoder]]:
-    """All of them, by name; what they log is of no interest."""
+    """All decoders by name; their logs are discarded."""
     logging.disable(logging.CRITICAL)
     yield {each.name: each for each in all_decoders(tmp_path_factory.mktemp("fuzz"))}
     logging.disable(logging.NOTSET)
 
 
 def made(decoder: Decoder, source: random.Random) -> bytes:
-    """An input; of most, the checksums fit."""
+    """An input, in most cases with valid checksums."""
     data = mutated(source, decoder.examples)
     return decoder.fit(data) if source.random() < 0.8 else data
 
 
 def test_all_are_tried(decoders: Mapping[str, Decoder]) -> None:
-    """None was forgotten here, and what was found once belongs to one of them."""
+    """No decoder is missing here, and every stored finding belongs to one of them."""
     assert set(decoders) == set(NAMES)
     assert {path.name.rpartition("-")[0] for path in FOUND} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "handle"])
 def test_valid_inputs_are_taken(decoders: Mapping[str, Decoder], name: str) -> None:
-    """What the others are made of is right: else they would all be refused at the door."""
+    """The examples are valid: otherwise all inputs made from them would be refused at the first check."""
     decoder = decoders[name]
     for example in decoder.examples:
         refused = decoder.try_(decoder.fit(example))
-        assert not refused or name in ("worker", "ps"), example  # there they hang together: nothing was marked or made
+        assert not refused or name in ("worker", "ps"), example  # there they depend on each other
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.name)
 def test_found_before(decoders: Mapping[str, Decoder], path: Path) -> None:
-    """Inputs that were once wrongly taken."""
+    """Inputs that were once wrongly accepted are refused."""
     decoders[path.name.rpartition("-")[0]].try_(path.read_bytes())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_some_inputs(decoders: Mapping[str, Decoder], name: str) -> None:
-    """The first ones of `make fuzz`, within a bound of memory."""
+    """The first inputs of `make fuzz` pass, within a memory limit."""
     decoder = decoders[name]
     tracemalloc.start()
     try:
@@ -82,5 +82,5 @@ def test_some_inputs(decoders: Mapping[str, Decoder], name: str) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_other_inputs(decoders: Mapping[str, Decoder], name: str, source: random.Random) -> None:
-    """Others in every run, made smaller where one is found."""
+    """Other inputs are tried in every run, and a finding is reduced."""
     decoders[name].try_(made(decoders[name], source))

@@ -1,4 +1,4 @@
-"""What `make check` makes of pip-audit's answers: a stand-in for it answers, since the real one needs a database."""
+"""What `make check` does with pip-audit's answers, given by a stand-in, since the real one needs a database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEAK = {"name": "pyyaml", "version": "5.1", "vulns": [{"id": "CVE-1", "fix_versi
 
 
 def audited(folder: Path, probe: str, all_of_them: str) -> tuple[int, str]:
-    """Exit code and output, if pip-audit answers so when it is asked for one package, and for all."""
+    """Exit code and output if pip-audit answers this for one package, and for all."""
     package = folder / "pip_audit"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -36,22 +36,22 @@ def audited(folder: Path, probe: str, all_of_them: str) -> tuple[int, str]:
 
 
 def answer(*dependencies: dict[str, Any]) -> str:
-    """Of pip-audit."""
+    """The answer of pip-audit."""
     return json.dumps({"dependencies": dependencies, "fixes": []})
 
 
 @pytest.mark.parametrize(
     ("probe", "all_of_them", "code", "says"),
     [
-        (answer(FINE), answer(FINE, UNKNOWN), 0, "pip-audit: 1 packages, 0 known weaknesses; 1 are unknown there"),
-        (answer(FINE), answer(FINE, WEAK), 1, "pyyaml 5.1: CVE-1; mended in: 5.4"),
-        (answer(UNKNOWN), answer(WEAK), 0, "WARNING: advisories not reachable: NOT CHECKED"),
-        ("Traceback: no network", "", 0, "WARNING: advisories not reachable: NOT CHECKED"),
+        (answer(FINE), answer(FINE, UNKNOWN), 0, "pip-audit: 1 packages, 0 known vulnerabilities; 1 are unknown there"),
+        (answer(FINE), answer(FINE, WEAK), 1, "pyyaml 5.1: CVE-1; fixed in: 5.4"),
+        (answer(UNKNOWN), answer(WEAK), 0, "WARNING: advisories unreachable: NOT CHECKED"),
+        ("Traceback: no network", "", 0, "WARNING: advisories unreachable: NOT CHECKED"),
     ],
     ids=["fine", "weak", "unknown", "unreachable"],
 )
 def test_answers(tmp_path: Path, probe: str, all_of_them: str, code: int, says: str) -> None:
-    """A known weakness is a failure; where nothing could be asked, that is said and is none."""
+    """A known vulnerability is a failure; an unreachable database is a warning."""
     found = audited(tmp_path, probe, all_of_them)
     assert found[0] == code
     assert says in found[1]

@@ -1,4 +1,4 @@
-"""What `make check` says of circles of imports."""
+"""What `make check` says of circular imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checked(folder: Path, modules: dict[str, str]) -> tuple[int, str]:
 
 
 def test_a_planted_circle(tmp_path: Path) -> None:
-    """One of three modules is found and described, though an import is for types and another in a function."""
+    """A circle of three modules is found and described, though an import is for types and another in a function."""
     code, output = checked(
         tmp_path,
         {
@@ -50,7 +50,7 @@ def test_a_planted_circle(tmp_path: Path) -> None:
 
 
 def test_two_modules_may_import_each_other(tmp_path: Path) -> None:
-    """They are read together."""
+    """Two modules may, since they are read together."""
     code, output = checked(tmp_path, {"one": "import planted.two\n", "two": "import planted.one\n"})
     assert code == 0
     assert "0 circles" in output

@@ -1,4 +1,4 @@
-"""compose.yaml, read as text and, where there is a Docker engine, brought up for real."""
+"""compose.yaml, read as text and, if there is a Docker engine, brought up."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROLES = ["ps-0", "ps-1", "worker-0", "worker-1", "worker-2", "coordinator"]
 
 
 def test_each_role_has_its_own_task() -> None:
-    """The six TF_CONFIG agree about the cluster, and each names the task at its own service's address."""
+    """The six TF_CONFIGs agree about the cluster, and each names the task at its service's address."""
     text = (ROOT / "compose.yaml").read_text()
     services = re.findall(r"^  ([\w-]+):\n(?:    .*\n)+?      TF_CONFIG: >-\n((?: {8}.*\n)+)", text, re.MULTILINE)
     configs = {name: json.loads(config) for name, config in services}
@@ -46,7 +46,7 @@ def reason_to_skip() -> str | None:
 
 @pytest.fixture
 def project() -> Iterator[str]:
-    """The name of a compose project of which nothing is left afterwards."""
+    """The name of a compose project that is removed completely afterwards."""
     if reason := reason_to_skip():
         pytest.skip(f"no Docker engine with compose: {reason}")
     name = f"pscluster-test-{uuid.uuid4().hex[:8]}"
@@ -59,7 +59,7 @@ def project() -> Iterator[str]:
 def compose(
     project: str, *arguments: str, timeout: float, files: Sequence[Path] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run `docker compose`; returns exit code and output. A run cut short shows its output too."""
+    """Run `docker compose`; return its exit code and output. A run that is interrupted shows its output too."""
     named = [word for file in files for word in ("-f", str(file))]
     command = ["docker", "compose", *named, "-p", project, *arguments]
     with subprocess.Popen(
@@ -120,7 +120,7 @@ services:
 @pytest.mark.compose
 @pytest.mark.timeout(1200)
 def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> None:
-    """A server, a worker and the coordinator are killed during the run, one after the other: it ends as it should."""
+    """A server, a worker and the coordinator are killed during the run, one after the other; it still ends normally."""
     override = tmp_path / "override.yaml"
     override.write_text(OVERRIDE)
     files = [ROOT / "compose.yaml", override]
@@ -156,7 +156,7 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
 
 
 def pid_in(project: str, service: str, files: Sequence[Path]) -> int:
-    """Of the role's process, as the host sees it: the child of the container's init. 0 while there is none."""
+    """The pid of the role's process on the host: the child of the container's init. 0 while there is none."""
     named = compose(project, "ps", "-q", service, timeout=60, files=files).stdout.split()
     if not named:
         return 0

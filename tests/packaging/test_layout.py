@@ -33,7 +33,7 @@ def test_each_portion_is_typed(root: str, name: str) -> None:
 
 @pytest.mark.parametrize(("root", "name"), PORTIONS.items())
 def test_each_portion_is_alone_in_its_root(root: str, name: str) -> None:
-    """A root holds one portion, so that the folder of a module tells the direction of its imports."""
+    """A root holds one portion, so that a module's folder shows the direction of its imports."""
     folders = {path.name for path in (ROOT / root / "pscluster").iterdir() if path.name != "__pycache__"}
     assert folders == {name.removeprefix("pscluster.")}
 
@@ -52,7 +52,7 @@ def test_each_portion_is_imported(name: str) -> None:
 
 
 def test_a_star_brings_no_modules() -> None:
-    """They would take the place of the script's own `metrics` or `errors`; each can be asked for by its name."""
+    """They would replace the script's own `metrics` or `errors`; each can be imported by name."""
     names: dict[str, object] = {}
     exec("from pscluster.coordinator import *", names)
     assert not [name for name, found in names.items() if isinstance(found, types.ModuleType)]

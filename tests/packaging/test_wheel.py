@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORTIONS = ["v1", "core", "ps", "worker", "coordinator"]
 
-# Building and installing fetch packages, the first time over the network.
+# Building and installing fetch packages, over the network the first time.
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 
 
@@ -54,11 +54,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment that holds the wheel, what it depends on, and nothing else."""
+    """The bin folder of an environment that holds the wheel, its dependencies, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder, timeout=120)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
-    run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder, timeout=300)  # what is imported is compiled then
+    run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder, timeout=300)  # modules are compiled on import
     return folder / "bin"
 
 
@@ -78,7 +78,7 @@ def test_wheel_holds_the_five_portions_and_nothing_else(wheel: Path) -> None:
 
 
 def test_version_is_that_of_the_project(installed: Path, tmp_path: Path) -> None:
-    """`pscluster version` runs from the wheel alone and says the version in pyproject.toml."""
+    """`pscluster version` runs from the wheel alone and prints the version in pyproject.toml."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert version in run(installed / "pscluster", "version", cwd=tmp_path, timeout=60)
 

@@ -1,6 +1,6 @@
-"""Tables so large that 32 bits count neither their bytes nor their elements, on real servers.
+"""Tables so large that 32 bits can number neither their bytes nor their elements, on real servers.
 
-They take up to 7 GiB of memory, most of the time to make the values. Where the machine has less to spare, they are
+They take up to 7 GiB of memory; most of the time is spent making the values. If the machine has less to spare, they are
 skipped and say so.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.conftest import run_cluster
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -34,27 +34,27 @@ from pscluster.ps.client.exchanges import Traffic
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
-# What goes right takes seconds; gigabytes on a machine that is busy with other things take what they take.
+# A correct run takes seconds; on a busy machine, moving gigabytes may take much longer.
 pytestmark = pytest.mark.timeout(600)
 
 GIB = 1 << 30
-WIDTH = 1000  # so that rows lie across the borders of 2 and 4 GiB
+WIDTH = 1000  # so that rows lie across the 2 and 4 GiB boundaries
 ROW_BYTES = WIDTH * 4
 ID_BYTES = 8
 INITIALIZER = initializers.RandomUniform(-1.0, 1.0, seed=2024)
 
 
 def available_bytes() -> int:
-    """Memory that can be had without harm to others: what the system says, or else what lies idle."""
+    """Memory that can be used without harming other processes: as the system reports, or else what is unused."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # sysconf does not count what files are cached in, most of it on a machine long in use
+    if meminfo.exists():  # sysconf does not count what files are cached in, most of the memory after a while
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) << 10
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def need(gib: float) -> None:
-    """Skip the test if it would not leave the machine any memory."""
+    """Skip the test if it would leave the machine no memory."""
     available = available_bytes() / GIB
     if available < gib:
         pytest.skip(f"needs {gib:g} GiB of memory, and {available:.1f} GiB are available")
@@ -62,23 +62,23 @@ def need(gib: float) -> None:
 
 @contextmanager
 def servers(count: int) -> Iterator[ParameterServerStrategy]:
-    """Servers of the test's own, and a worker: at the end their memory is free again."""
+    """Separate servers for the test, and a worker: their memory is freed at the end."""
     with contextmanager(run_cluster)(count, 1) as cluster, ParameterServerStrategy(cluster) as strategy:
         yield strategy
 
 
 def block(shape: tuple[int, int], rows: range) -> Array:
-    """Rows of the whole table, as the initializer makes them here."""
+    """Rows of the whole table, made here by the initializer."""
     return INITIALIZER(shape, np.float32, (len(rows), shape[1]), (rows.start, 0))
 
 
 def by_id(shape: tuple[int, int], ids: Array) -> Array:
-    """The same for single rows."""
+    """Single rows in the same way."""
     return np.concatenate([block(shape, range(row, row + 1)) for row in ids.tolist()])
 
 
 def moved(strategy: ParameterServerStrategy, call: Callable[[], T], pulled: int, pushed: int) -> T:
-    """What the call gives, which moves exactly so many bytes."""
+    """Call it, and check that it transfers exactly this many bytes."""
     before = strategy.traffic()
     result = call()
     assert strategy.traffic() - before == (pulled, pushed)
@@ -95,7 +95,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 
 @pytest.fixture(scope="class")
 def table(strategy: ParameterServerStrategy) -> Variable:
-    """One shard of more than 4 GiB, born on its server."""
+    """One shard of more than 4 GiB, created on its server."""
     with strategy.scope():
         table = Variable(INITIALIZER, name="table", shape=TestOneShard.shape)
     assert table.num_shards == 1
@@ -104,17 +104,17 @@ def table(strategy: ParameterServerStrategy) -> Variable:
 
 
 class TestOneShard:
-    """One shard of more than 4 GiB, in which each test puts back what it has changed."""
+    """One shard of more than 4 GiB; each test restores what it has changed."""
 
     shape = (1_080_000, WIDTH)
-    at_2_gib = 2 * GIB // ROW_BYTES  # the row in which byte 2**31 lies
+    at_2_gib = 2 * GIB // ROW_BYTES  # the row that contains byte 2**31
     at_4_gib = 4 * GIB // ROW_BYTES
 
     @contextmanager
     def changing(self, table: Variable, rows: range) -> Iterator[Array]:
-        """These rows' values, for the test to change as it changes the table: in the end they are equal.
+        """These rows' values, for the test to change together with the table: at the end they are equal.
 
-        Where byte numbers of 32 bits would have led, nothing has changed.
+        Nothing has changed at the places to which 32-bit byte offsets would have led.
         """
         expected = block(self.shape, rows)
         try:
@@ -130,13 +130,13 @@ class TestOneShard:
         "first", [0, at_2_gib - 1, at_4_gib - 1, -400], ids=["start", "at 2 GiB", "at 4 GiB", "end"]
     )
     def test_slices(self, strategy: ParameterServerStrategy, table: Variable, first: int, count: int) -> None:
-        """A slice anywhere holds what the initializer makes of it, and moves nothing else."""
+        """A slice anywhere equals what the initializer makes, and nothing else is transferred."""
         first %= len(table)
         got = moved(strategy, lambda: table[first : first + count], count * ROW_BYTES, 0)
         np.testing.assert_array_equal(got, block(self.shape, range(first, first + count)))
 
     def test_slices_with_gaps(self, strategy: ParameterServerStrategy, table: Variable) -> None:
-        """Of rows that lie far apart, walked from the end to the start, and of columns no more than these move."""
+        """Of distant rows, read from the end to the start, and of columns only the requested ones are transferred."""
         ids = np.arange(len(table) - 1, -1, -200_000)
         columns = len(range(0, WIDTH, 7))
         got = moved(strategy, lambda: table[::-200_000, ::7], len(ids) * columns * 4, 0)
@@ -147,7 +147,7 @@ class TestOneShard:
 
     @pytest.mark.parametrize("count", [20, 700])  # 700 rows come in several frames
     def test_rows_by_id(self, strategy: ParameterServerStrategy, table: Variable, count: int) -> None:
-        """Rows from the start, both borders and the end come in the order of their ids, duplicates included."""
+        """Rows from the start, both boundaries and the end come in the order of their ids, duplicates included."""
         places = np.array([0, self.at_2_gib, self.at_2_gib + 1, self.at_4_gib, self.at_4_gib + 1, len(table) - 1])
         which = np.random.default_rng(count).integers(0, len(places), count)
         got = moved(strategy, lambda: table.gather(places[which]), count * ROW_BYTES, count * ID_BYTES)
@@ -155,7 +155,7 @@ class TestOneShard:
 
     @pytest.mark.parametrize("first", [at_2_gib - 1, at_4_gib - 1, -10], ids=["at 2 GiB", "at 4 GiB", "end"])
     def test_scattered_rows(self, strategy: ParameterServerStrategy, table: Variable, first: int) -> None:
-        """Rows that are replaced, added to and multiplied by id change where they lie."""
+        """Rows that are replaced, added to and multiplied by id change in the right place."""
         first %= len(table)
         local = np.array([9, 0, 3])
         rows = np.random.default_rng(1).integers(-9, 9, (3, WIDTH)).astype(np.float32)
@@ -184,7 +184,7 @@ class TestOneShard:
             expected[490:999:3, ::2] = 7
 
     def test_sparse_gradients(self, strategy: ParameterServerStrategy, table: Variable) -> None:
-        """An optimizer changes the rows that have a gradient; those of equal ids are summed before they travel."""
+        """An optimizer changes the rows that have a gradient; those with equal ids are summed before they are sent."""
         ids = np.array([len(table) - 1, len(table) - 3, len(table) - 1, len(table) - 4])
         gradient = np.random.default_rng(3).integers(-9, 9, (len(ids), WIDTH)).astype(np.float32)
         with strategy.scope():
@@ -196,12 +196,12 @@ class TestOneShard:
 
 
 def counted(start: int, stop: int) -> Array:
-    """Numbers of elements modulo a prime, which tells those apart that lie 2**n apart."""
+    """Numbers of elements modulo a prime, which distinguishes elements 2**n apart."""
     return (np.arange(start, stop) % 251).astype(np.uint8)
 
 
 def test_more_elements_than_31_bits_count() -> None:
-    """All of more than 2**31 elements are read and assigned at once; ids beyond 2**31 are ids like others."""
+    """All of more than 2**31 elements are read and assigned at once; ids beyond 2**31 work like others."""
     need(7.5)
     border = 1 << 31
     size, piece, width = border + 12_345, 251 << 20, 4000
@@ -241,11 +241,11 @@ def test_more_elements_than_31_bits_count() -> None:
         moved(strategy, lambda: v.scatter_update(rows), 0, 2 + 2 * ID_BYTES)
         expected[width // 2 + beyond] = 7, 8
         np.testing.assert_array_equal(v[first : first + width], expected)
-        np.testing.assert_array_equal(v[:width], counted(0, width))  # where 31 bits would have led
+        np.testing.assert_array_equal(v[:width], counted(0, width))  # to which 31 bits would have led
 
 
 def test_a_table_on_three_servers() -> None:
-    """A table of 5 GiB is made where it lies, as the initializer would make it here; what is asked for moves alone."""
+    """A table of 5 GiB is made on its servers, as the initializer would make it here; only requested data is sent."""
     need(6.5)
     shape = (5 * GIB // ROW_BYTES + 1, WIDTH)
     rng = np.random.default_rng(5)
@@ -263,7 +263,7 @@ def test_a_table_on_three_servers() -> None:
         values = by_id(shape, ids)
         sizes = len(ids) * ROW_BYTES, len(ids) * ID_BYTES
         np.testing.assert_array_equal(moved(strategy, lambda: table.gather(ids), *sizes), values)
-        again = rng.integers(0, len(ids), (7, 1000))  # a row that is asked for often is moved once
+        again = rng.integers(0, len(ids), (7, 1000))  # a row that is requested several times is sent once
         asked = len(np.unique(ids[again]))
         looked_up = moved(strategy, lambda: embedding_lookup(table, ids[again]), asked * ROW_BYTES, asked * ID_BYTES)
         np.testing.assert_array_equal(looked_up, values[again])
@@ -274,7 +274,7 @@ def test_a_table_on_three_servers() -> None:
             return rows, strategy.traffic() - before
 
         coordinator = ClusterCoordinator(strategy)
-        on_worker, moved_there = coordinator.fetch(coordinator.schedule(step), PATIENCE)
+        on_worker, moved_there = coordinator.fetch(coordinator.schedule(step), TIMEOUT)
         np.testing.assert_array_equal(on_worker, values)
         assert moved_there == sizes
 

@@ -1,4 +1,4 @@
-"""Initializers: their streams pinned, cut in every way, against the distributions they claim."""
+"""Initializers: their fixed streams, cut in every way, against their distributions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def digest(values: Array) -> str:
 
 # The streams
 
-# Another value here means other initial values in everybody's models, and shards that don't fit together in a
+# A different value here changes the initial values of everybody's models, and shards no longer fit together in a
 # cluster of mixed versions.
 DIGESTS = {
     "random_uniform float16": "212465da5170e8ba",
@@ -126,7 +126,7 @@ def test_the_streams_are_pinned() -> None:
 
 
 def test_the_first_values_of_some_streams() -> None:
-    """Where a stream has changed, these show how."""
+    """If a stream has changed, these show how."""
     np.testing.assert_array_equal(
         RandomUniform(seed=1)((3,)),
         np.array([-0.00414656475186348, -0.019643200561404228, 0.022946249693632126], np.float32),
@@ -145,7 +145,7 @@ def test_the_first_values_of_some_streams() -> None:
 
 
 def test_the_streams_are_philox_keyed_by_the_seed_tile_by_tile() -> None:
-    """Each tile is what NumPy draws from a Philox with the seed as key and the tile's number in its counter."""
+    """Each tile is NumPy's stream from a Philox with the seed as key and the tile's number in its counter."""
     size = initializers._TILE
     cases: list[tuple[Initializer, Any, Callable[[np.random.Generator], Array]]] = [
         (RandomUniform(0.0, 1.0, seed=12), np.float32, lambda g: g.random(size, np.float32)),
@@ -161,7 +161,7 @@ def test_the_streams_are_philox_keyed_by_the_seed_tile_by_tile() -> None:
 
 
 def test_the_values_are_the_same_on_a_lesser_processor() -> None:
-    """With all of NumPy's vector instructions switched off that can be, each stream is what it was."""
+    """With as many of NumPy's vector instructions disabled as possible, each stream is the same."""
     features = subprocess.run(
         [sys.executable, "-c", _FEATURES], check=True, capture_output=True, text=True, timeout=60
     ).stdout.strip()
@@ -202,7 +202,7 @@ def test_seeds_matter_wholly() -> None:
 
 
 def test_a_seed_not_given_is_drawn_once() -> None:
-    """Without a seed two initializers differ, and one is the same each time it is asked."""
+    """Without a seed two initializers differ, and each one gives the same values every time."""
     first, second = GlorotUniform(), GlorotUniform()
     assert isinstance(first.seed, int)
     assert first.seed != second.seed
@@ -267,7 +267,7 @@ def _try_blocks(partition: Partition, initializer: Initializer, dtype: Any, piec
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_large_blocks_are_slices_of_the_whole(shape: tuple[int, ...], parts: tuple[int, ...], dtype: Any) -> None:
-    """The same with the pieces as they are: long runs, short runs near to each other, short runs far apart."""
+    """The same holds with the real pieces: long runs, short runs near each other, short runs far apart."""
     initializer = RandomNormal(seed=11)
     partition = Partition.even(shape, parts)
     whole = initializer(shape, dtype)
@@ -278,7 +278,7 @@ def test_large_blocks_are_slices_of_the_whole(shape: tuple[int, ...], parts: tup
 
 
 def test_positions_may_be_far_beyond_what_a_machine_holds() -> None:
-    """A block of a table of 2**50 elements, deep inside it, is made at once and fits its neighbours."""
+    """A block deep inside a table of 2**50 elements is made immediately and fits its neighbours."""
     shape = (1 << 30, 1 << 20)
     initializer = RandomUniform(seed=3)
     start = ((1 << 29) + 12_345, 77)
@@ -299,7 +299,7 @@ def test_half_precision_is_rounded_float32(initializer: Initializer, dtype: Any)
 
 
 def test_an_array_is_filled_in_place_with_little_memory() -> None:
-    """Beside the array, whose pages are not counted, a few small buffers are all that is needed."""
+    """Besides the array, whose pages are not counted, only a few small buffers are needed."""
     out = np.zeros((1 << 12, 1 << 11), np.float32)  # 32 MiB
     shape = (1 << 13, 1 << 12)
     cases = [(RandomNormal(seed=1), np.float32, out), (RandomUniform(0, 9, seed=1), np.int32, out.view(np.int32))]
@@ -326,7 +326,7 @@ def test_scalars_and_empty_arrays() -> None:
         assert initializer((4, 3), np.float32, (2, 0), (2, 3)).shape == (2, 0)
 
 
-# The distributions. Seeds are fixed: what holds once holds always.
+# The distributions. Seeds are fixed: a test that passes once always passes.
 
 MANY = 400_000
 
@@ -345,7 +345,7 @@ def test_uniform_values(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 def test_uniform_values_never_round_up_to_maxval(dtype: Any) -> None:
-    """Where a type has few numbers between the limits, most values round, but none to maxval."""
+    """If a type has few numbers between the limits, most values are rounded, but none to maxval."""
     spacing = float(np.nextafter(np.asarray(1.0).astype(dtype), np.asarray(2.0).astype(dtype))) - 1.0
     values = RandomUniform(1.0, 1.0 + 4 * spacing, seed=5)((10_000,), dtype).astype(np.float64)
     assert set(values) == {1.0 + i * spacing for i in range(4)}
@@ -353,7 +353,7 @@ def test_uniform_values_never_round_up_to_maxval(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 def test_normal_values(dtype: Any) -> None:
-    """Normal values have the mean, the deviation and the tails asked for."""
+    """Normal values have the requested mean, deviation and tails."""
     values = (RandomNormal(2.0, 0.5, seed=6)((MANY,), dtype).astype(np.float64) - 2.0) / 0.5
     assert abs(values.mean()) < 0.01
     assert abs(values.std() - 1) < 0.01
@@ -390,7 +390,7 @@ def test_neighbours_are_independent() -> None:
     [(0, 10, np.int64), (-3, 4, np.int8), (250, 256, np.uint8), (0.0, 7.0, np.uint32), (-128, 128, np.int8)],
 )
 def test_uniform_integers(minval: float, maxval: float, dtype: Any) -> None:
-    """Integers from minval up to, without, maxval come equally often."""
+    """Integers from minval to below maxval are equally frequent."""
     values = RandomUniform(minval, maxval, seed=3)((MANY,), dtype)
     found, counts = np.unique(values, return_counts=True)
     assert found.tolist() == list(range(int(minval), int(maxval)))
@@ -420,7 +420,7 @@ FANS = {
 
 
 def test_fans() -> None:
-    """Fan in and fan out are Keras' for any rank."""
+    """Fan in and fan out equal Keras' for any rank."""
     assert {shape: initializers._fans(shape) for shape in FANS} == FANS
 
 
@@ -439,7 +439,7 @@ def test_scaled_values(initializer: Initializer, shape: tuple[int, ...]) -> None
 
 
 def test_fans_are_those_of_the_whole() -> None:
-    """A narrow block of a wide array has the bounds of the wide one."""
+    """A narrow block of a wide array has the bounds of the whole."""
     block = HeUniform(seed=1)((10_000, 4), np.float32, (100, 4), (5_000, 0))
     assert abs(block).max() < math.sqrt(6 / 10_000)
 
@@ -489,7 +489,7 @@ def test_constants_at_the_edge() -> None:
     ],
 )
 def test_parameters_out_of_their_limits_are_refused(make: Any, said: str) -> None:
-    """A wrong parameter is refused when the initializer is made: its name, value and limit are said."""
+    """A wrong parameter is refused when the initializer is made, with its name, value and limit."""
     with pytest.raises(ValueError, match=re.escape(said)):
         make()
 
@@ -569,7 +569,7 @@ EVERY = [*RANDOM, Zeros(), Ones(), Constant(0.1), Constant(-(1 << 63)), RandomUn
 
 @pytest.mark.parametrize("initializer", EVERY, ids=repr)
 def test_specs(initializer: Initializer) -> None:
-    """An initializer comes back from its spec, through JSON too, with its seed exact."""
+    """An initializer comes back from its spec, even through JSON, with its exact seed."""
     name, numbers = initializer.to_spec()
     assert INITIALIZERS[name] is type(initializer)
     assert from_spec(name, numbers) == initializer
@@ -579,7 +579,7 @@ def test_specs(initializer: Initializer) -> None:
 
 
 def test_numpy_parameters_become_pythons() -> None:
-    """Parameters that are NumPy's are the same initializer as with Python's numbers."""
+    """NumPy parameters give the same initializer as Python's numbers."""
     made = RandomUniform(np.int8(-3), np.float32(4.0), seed=np.int64(9))  # type: ignore[arg-type]
     assert repr(made) == "RandomUniform(minval=-3, maxval=4.0, seed=9)"
     assert made == RandomUniform(-3, 4.0, seed=9)
@@ -588,7 +588,7 @@ def test_numpy_parameters_become_pythons() -> None:
 
 
 def test_specs_that_make_no_sense_are_refused() -> None:
-    """An unknown name or parameter is refused, and a missing seed too, which every shard would draw anew."""
+    """An unknown name or parameter is refused, and so is a missing seed, which every shard would draw differently."""
     with pytest.raises(ValueError, match="there is no initializer 'orthogonal'; choose one of zeros, ones"):
         from_spec("orthogonal", {})
     with pytest.raises(ValueError, match="random_normal has no parameter 'scale': it has mean, stddev, seed"):
@@ -600,7 +600,7 @@ def test_specs_that_make_no_sense_are_refused() -> None:
 
 
 def test_names_are_keras() -> None:
-    """The registry has the initializers asked for, by Keras' names."""
+    """The registry has the required initializers, by Keras' names."""
     assert list(INITIALIZERS) == [
         *("zeros", "ones", "constant", "random_uniform", "random_normal", "truncated_normal"),
         *("glorot_uniform", "glorot_normal", "he_uniform", "he_normal"),

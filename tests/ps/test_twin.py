@@ -1,6 +1,6 @@
-"""Random operations on sharded variables of all types, ranks and cuts, each followed by a look at a NumPy twin.
+"""Random operations on sharded variables of all types, ranks and cuts, each compared with a NumPy twin.
 
-PSCLUSTER_EXAMPLES sets how many variables are tried: 40 by default, 100,000 make a night of it.
+PSCLUSTER_EXAMPLES sets how many variables are tried: 40 by default; 100,000 take a night.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FLOATS = [np.dtype(t) for t in (*HALF, np.float32, np.float64)]
 INTEGERS = [np.dtype(t) for t in (np.int8, np.int16, np.int32, np.int64, np.uint8)]
 COMPLEX, BOOL = np.dtype(np.complex64), np.dtype(bool)
 
-# What there is of each type; the rest is refused.
+# The operations for each type; others are refused.
 ARITHMETIC: dict[str, list[np.dtype[Any]]] = {
     "add": [*FLOATS, *INTEGERS, COMPLEX],
     "sub": [*FLOATS, *INTEGERS, COMPLEX],
@@ -63,7 +63,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 
 
 def some_values(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Values that sums and products of a few keep exact, in all but the half types; integers may be any."""
+    """Values for which sums and products of a few are exact, except in the half types; integers may be any."""
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
         return np.asarray(rng.random(shape) < 0.5)
@@ -77,19 +77,19 @@ def some_values(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 
 
 def factors(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Values whose products and quotients are exact."""
+    """Values for which products and quotients are exact."""
     rng = np.random.default_rng(seed)
     powers = rng.choice([1, 2, -1, 0.5] if dtype.kind in "fcV" else [1, 2, 3], shape)
     return np.asarray(powers, dtype)
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """In which type rows of equal ids are summed."""
+    """The type in which rows with equal ids are summed."""
     return np.dtype(np.float32) if dtype in FLOATS and dtype.itemsize == 2 else dtype
 
 
 def assert_same(got: Any, expected: Any, what: str = "") -> None:
-    """Of the same type, shape and values; NaN is like NaN."""
+    """Check for the same type, shape and values; NaN equals NaN."""
     assert np.shape(got) == np.shape(expected), what
     assert np.asarray(got).dtype == np.asarray(expected).dtype, what
     if np.asarray(got).dtype.kind == "V":  # bfloat16
@@ -101,7 +101,7 @@ SEED = st.integers(0, 1 << 30)
 
 
 class Twin(RuleBasedStateMachine):
-    """A variable on the servers and an array here, to which the same is done."""
+    """A variable on the servers and an array here, to which the same operations are applied."""
 
     strategy: ParameterServerStrategy
     lengths: st.SearchStrategy[int]
@@ -111,7 +111,7 @@ class Twin(RuleBasedStateMachine):
 
     @initialize(data=st.data(), seed=SEED, as_function=st.booleans())
     def create(self, data: st.DataObject, seed: int, as_function: bool) -> None:
-        """Of any type, rank 0 to 3 and cut, its value given or made on the servers."""
+        """Create them with any type, rank 0 to 3 and cut, with a value given or made on the servers."""
         dtype = data.draw(self.dtypes, "dtype")
         shape = tuple(data.draw(st.lists(self.lengths, max_size=3), "shape"))
         parts = [data.draw(st.integers(1, 4), "parts") for _ in shape]
@@ -129,11 +129,11 @@ class Twin(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Leave the servers as they were."""
         if hasattr(self, "v"):
-            self.strategy.client.delete_variable(self.v.name, self.v.number)
+            self.strategy.client.delete_variable(self.v.name, self.v.id)
 
     @invariant()
     def equal(self) -> None:
-        """After every operation."""
+        """Both are equal after every operation."""
         if hasattr(self, "v"):
             assert_same(self.v.numpy(), self.twin)
 
@@ -141,20 +141,20 @@ class Twin(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def index(self, data: st.DataObject) -> None:
-        """Integers, slices of any step, ellipsis, newaxis."""
+        """Read with integers, slices of any step, ellipsis and newaxis."""
         index = data.draw(hnp.basic_indices(self.twin.shape, allow_newaxis=True, max_dims=8), "index")
         assert_same(self.v[index], self.twin[index], f"[{index}]")
 
     @precondition(lambda self: self.twin.ndim > 0)
     @rule(data=st.data(), seed=SEED, density=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
     def mask(self, data: st.DataObject, seed: int, density: float) -> None:
-        """Boolean masks of leading axes."""
+        """Read with Boolean masks of leading axes."""
         axes = data.draw(st.integers(1, self.twin.ndim), "axes")
         mask = np.asarray(np.random.default_rng(seed).random(self.twin.shape[:axes]) < density)
         assert_same(self.v[mask], self.twin[mask], f"[{mask}]")
 
     def draw_ids(self, data: st.DataObject, lowest: int) -> Array:
-        """Row numbers of any shape; there are rows."""
+        """Row numbers of any shape, if there are rows."""
         shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=9), "shape of ids")
         seed = data.draw(SEED, "ids")
         return np.random.default_rng(seed).integers(lowest, len(self.twin), shape, endpoint=False)
@@ -162,14 +162,14 @@ class Twin(RuleBasedStateMachine):
     @precondition(lambda self: self.twin.ndim > 0 and len(self.twin) > 0)
     @rule(data=st.data(), dtype=st.sampled_from([np.int64, np.int32, np.int8]))
     def rows(self, data: st.DataObject, dtype: npt.DTypeLike) -> None:
-        """Row numbers, negative ones counted from the end."""
+        """Read by row numbers, negative ones counted from the end."""
         ids = self.draw_ids(data, max(-len(self.twin), -128)).clip(-128, 127).astype(dtype)
         assert_same(self.v[ids], self.twin[ids], f"[{ids}]")
 
     @precondition(lambda self: self.twin.ndim > 0 and len(self.twin) > 0)
     @rule(data=st.data())
     def gather(self, data: st.DataObject) -> None:
-        """Rows by id, in the order of the ids."""
+        """Read rows by id, in the order of the ids."""
         ids = self.draw_ids(data, 0)
         assert_same(self.v.gather(ids), self.twin[ids], f"gather {ids}")
         assert_same(embedding_lookup(self.v, ids), self.twin[ids], f"lookup {ids}")
@@ -177,14 +177,14 @@ class Twin(RuleBasedStateMachine):
     @precondition(lambda self: self.twin.ndim > 0 and self.twin.size > 0)
     @rule(data=st.data())
     def mixture(self, data: st.DataObject) -> None:
-        """An array of ids beside slices, which NumPy has its own rules for."""
+        """Read with an array of ids beside slices, for which NumPy has special rules."""
         ids = self.draw_ids(data, 0)
         index = (*[slice(None, None, -1)] * (self.twin.ndim - 1), ids % self.twin.shape[-1])
         assert_same(self.v[index], self.twin[index], f"[{index}]")
 
     @rule()
     def shards(self) -> None:
-        """Each shard is its block of the whole."""
+        """Each shard equals its block of the whole."""
         for shard in self.v.variables:
             assert_same(shard.numpy(), np.asarray(self.twin[shard.block.slices]), shard.name)
         assert_same(self.strategy.read([self.v, {"again": self.v}])[1]["again"], self.twin)
@@ -193,17 +193,17 @@ class Twin(RuleBasedStateMachine):
 
     @rule(seed=SEED, kind=st.sampled_from(["assign", "assign_add", "assign_sub"]))
     def update_whole(self, seed: int, kind: str) -> None:
-        """By an array of the whole shape."""
+        """Update with an array of the whole shape."""
         self._update(kind, some_values(seed, self.twin.shape, self.twin.dtype), None)
 
     @rule(seed=SEED, kind=st.sampled_from(["assign", "assign_add", "assign_sub"]))
     def update_by_scalar(self, seed: int, kind: str) -> None:
-        """One value for all."""
+        """Update with one value for all."""
         self._update(kind, some_values(seed, (), self.twin.dtype)[()], None)
 
     @rule(data=st.data(), seed=SEED, kind=st.sampled_from(["assign", "assign_add", "assign_sub"]))
     def update_part(self, data: st.DataObject, seed: int, kind: str) -> None:
-        """A box, by values of its shape, of one that NumPy broadcasts to it, or by one value."""
+        """Update a box with values of its shape, of one that NumPy broadcasts to it, or with one value."""
         index = data.draw(hnp.basic_indices(self.twin.shape, allow_newaxis=True, max_dims=8), "index")
         shape = np.shape(self.twin[index])
         suffix = shape[data.draw(st.integers(0, len(shape)), "leading axes left out") :]
@@ -237,7 +237,7 @@ class Twin(RuleBasedStateMachine):
     @precondition(lambda self: self.twin.ndim > 0 and len(self.twin) > 0)
     @rule(data=st.data(), seed=SEED, kind=st.sampled_from(list(ARITHMETIC)))
     def scatter(self, data: st.DataObject, seed: int, kind: str) -> None:
-        """Rows by id, duplicates included, with every operation."""
+        """Update rows by id, duplicates included, with every operation."""
         dtype = self.twin.dtype
         ids = self.draw_ids(data, 0)
         make = factors if kind in ("mul", "div") else some_values
@@ -257,7 +257,7 @@ class Twin(RuleBasedStateMachine):
                 self._add(flat, rows, np.add if kind == "add" else np.subtract)
 
     def _add(self, ids: Array, rows: Array, operation: Callable[[Array, Array], Array]) -> None:
-        """Rows of equal ids are summed first, those of half types in float32."""
+        """Sum rows with equal ids first, those of half types in float32."""
         for row in np.unique(ids):
             total = np.zeros(rows.shape[1:], wide(rows.dtype))
             for value in rows[ids == row]:
@@ -285,11 +285,11 @@ class Twin(RuleBasedStateMachine):
         for i, j in np.ndindex(ids.shape):
             self.twin[i, ids[i, j]] = values[i, j]
 
-    # What is refused changes nothing: the invariant looks
+    # Refused operations change nothing: the invariant checks that
 
     @rule(data=st.data(), seed=SEED)
     def refused(self, data: st.DataObject, seed: int) -> None:
-        """Ids, shapes and types that do not fit."""
+        """Refuse ids, shapes and types that do not fit."""
         if self.twin.ndim:
             bad = np.array([data.draw(st.sampled_from([-1, len(self.twin), 1 << 40]), "id")])
             rows = some_values(seed, (1, *self.twin.shape[1:]), self.twin.dtype)
@@ -307,7 +307,7 @@ class Twin(RuleBasedStateMachine):
 
 
 def run(strategy: ParameterServerStrategy, lengths: st.SearchStrategy[int], examples: int, **more: Any) -> None:
-    """The machine, with these lengths of axes."""
+    """Run the machine with these lengths of axes."""
     machine = type("Twin", (Twin,), {"strategy": strategy, "lengths": lengths, **more})
     run_state_machine_as_test(
         machine,
@@ -321,11 +321,11 @@ def run(strategy: ParameterServerStrategy, lengths: st.SearchStrategy[int], exam
 
 
 def test_small_variables(strategy: ParameterServerStrategy) -> None:
-    """Axes of length 0 to 7: every cut, empty and uneven ones included."""
+    """Axes of length 0 to 7 work with every cut, including empty and uneven ones."""
     run(strategy, st.integers(0, 7), EXAMPLES)
 
 
 def test_large_variables(strategy: ParameterServerStrategy) -> None:
-    """Axes so long that reads and updates are streamed in pieces."""
+    """Axes so long that reads and updates are streamed in pieces work."""
     lengths = st.sampled_from([1, 3, 60, 130])
     run(strategy, lengths, max(1, EXAMPLES // 8), dtypes=st.sampled_from([np.dtype(np.float32), np.dtype(np.int64)]))

@@ -1,4 +1,4 @@
-"""A client that means harm, without a token unless it is given proofs: what it does to the port of a role."""
+"""A hostile client, without a token unless it is given proofs: what it does to a role's port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 _INITIAL_WINDOW = 4
 _END_HEADERS = 4
-_BOMB = 8 << 20  # zeros; compressed, eight KiB
+_BOMB = 8 << 20  # zeros; 8 KiB when compressed
 
 PROBES = (
     b"GET /healthz HTTP/1.1\r\nHost: there\r\n\r\n",
@@ -35,12 +35,12 @@ PROBES = (
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One of HTTP/2."""
+    """An HTTP/2 frame."""
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
 def head(path: str, stream: int = 1, *, flags: int = _END_HEADERS, more: tuple[tuple[str, str], ...] = ()) -> bytes:
-    """The head of a call, its names and values as they are."""
+    """The head of a call, its names and values as given."""
     names = ((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "there"), ("te", "trailers"))
     block = b""
     for name, value in (*names, ("content-type", "application/grpc"), *more):
@@ -60,15 +60,15 @@ def _text(text: str) -> bytes:
 
 
 def opened(address: str) -> socket.socket:
-    """A connection."""
+    """Open a connection."""
     host, port = address.rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=10)
 
 
 def rubbish(address: str, generator: random.Random) -> None:
-    """Other protocols, broken frames and noise, each on a connection of its own."""
+    """Send other protocols, broken frames and noise, each on a separate connection."""
     calls = head("/pscluster.v1.Node/Status")
-    lying = struct.pack(">BI", 0, 2**32 - 1)  # the prefix of a message of four GiB
+    lying = struct.pack(">BI", 0, 2**32 - 1)  # the prefix of a message of 4 GiB
     endless = b"".join(frame(_CONTINUATION, 0, 1, b"\x00" + _text("x") + _text("y" * 4000)) for _ in range(40))
     broken = (
         frame(_SETTINGS, 0, 0) + calls + frame(_DATA, 0, 1, lying + b"x"),
@@ -87,7 +87,7 @@ def rubbish(address: str, generator: random.Random) -> None:
 
 
 def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
-    """Messages that are small on the way and large when they are unpacked, and large ones, for every method."""
+    """Send messages that are small when compressed and large when decompressed, and large ones, to every method."""
     zeros = bytes(_BOMB)
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         for method in (method for service in services for method in methods(service)):
@@ -103,8 +103,8 @@ def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
 
 @contextmanager
 def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> Iterator[tuple[int, set[int]]]:
-    """Calls on one connection, one for each proof, each with all but one byte of a message: the bytes that were taken,
-    and the calls that were ended. Nothing is sent beyond what the role has room for, as HTTP/2 wants it."""
+    """Make calls on one connection, one for each proof, each with all but one byte of a message; return the bytes taken
+    and the calls that were ended. Nothing is sent beyond the role's flow-control window, as HTTP/2 demands."""
     calls, initial, ended = [2 * number + 1 for number in range(len(proofs))], 65535, set[int]()
     with opened(address) as connection:
         connection.sendall(PREFACE + frame(_SETTINGS, 0, 0))
@@ -117,7 +117,8 @@ def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> 
         while True:
             moved = False
             for call in set(calls) - ended:
-                # One at a time, or calls would share the connection's room, and none had much of its message.
+                # One at a time: otherwise calls would share the connection's window, and none would get much of its
+                # message through.
                 while (count := min(16384, left[call], room[call], room[0])) > 0:
                     connection.sendall(frame(_DATA, 0, call, bytes(count)))
                     room[call], room[0], left[call] = room[call] - count, room[0] - count, left[call] - count
@@ -125,7 +126,7 @@ def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> 
             try:
                 buffer += connection.recv(1 << 16)
             except TimeoutError:
-                if not moved:  # it has taken what it will
+                if not moved:  # it takes no more
                     break
             while len(buffer) >= 9 and len(buffer) >= 9 + int.from_bytes(buffer[:3]):
                 length, kind, flags = int.from_bytes(buffer[:3]), buffer[3], buffer[4]
@@ -148,13 +149,13 @@ def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> 
 
 @contextmanager
 def crowd(address: str, count: int) -> Iterator[list[socket.socket]]:
-    """Many connections: one third says nothing, one that it speaks HTTP/2, one calls and never ends its message."""
+    """Open many connections: one third is silent, one speaks HTTP/2, one calls and never ends its message."""
     said = (b"", PREFACE + frame(_SETTINGS, 0, 0))
     says = (*said, said[1] + head("/pscluster.v1.Node/Status") + frame(_DATA, 0, 1, struct.pack(">BI", 0, 900)))
     found: list[socket.socket] = []
     try:
         for number in range(count):
-            with contextlib.suppress(OSError):  # refused, or closed at once: as it should be
+            with contextlib.suppress(OSError):  # refused, or closed immediately: as it should be
                 found.append(opened(address))
                 found[-1].sendall(says[number % 3])
         yield found
@@ -164,7 +165,7 @@ def crowd(address: str, count: int) -> Iterator[list[socket.socket]]:
 
 
 def trickle(address: str, count: int, until: Callable[[], bool]) -> int:
-    """On so many connections a valid beginning, byte by byte, for as long as anybody listens. Bytes that were taken."""
+    """Send a valid beginning byte by byte on this many connections until they are closed; return the bytes taken."""
     data = PREFACE + frame(_SETTINGS, 0, 0) + head("/pscluster.v1.Worker/Upload") + frame(_DATA, 0, 1, bytes(4000))
     connections = [opened(address) for _ in range(count)]
     sent = 0

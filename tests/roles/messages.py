@@ -1,4 +1,4 @@
-"""Messages of every kind with values at the edges, made from their descriptors."""
+"""Messages of every kind with extreme values, made from their descriptors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _scalar(field: FieldDescriptor, job: int) -> st.SearchStrategy[Any]:
     if field.type in _BITS:
         low, high = _BITS[field.type]
         numbers = [number for number in _NUMBERS if number <= high]
-        # Small ones are more often right, and so get further.
+        # Small numbers are valid more often, and so get further.
         return st.sampled_from([1, 1, 1, 0, 2, *numbers, *(-number for number in numbers if -number >= low)])
     if field.type == FieldDescriptor.TYPE_BOOL:
         return st.booleans()
@@ -77,7 +77,7 @@ def _scalar(field: FieldDescriptor, job: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def messages(draw: st.DrawFn, descriptor: Descriptor, job: int, depth: int = 6) -> Any:
-    """A message of that kind; most of those that name a job name this one."""
+    """A message of that kind; in most of those that name a job it is this one."""
     message: Any = message_factory.GetMessageClass(descriptor)()
     if depth == 0:
         return message
@@ -85,7 +85,7 @@ def messages(draw: st.DrawFn, descriptor: Descriptor, job: int, depth: int = 6) 
     for field in descriptor.fields:
         oneof = field.containing_oneof
         if field.name in ("pad", "payload") and field.type == FieldDescriptor.TYPE_BYTES:
-            continue  # the frame's own
+            continue  # filled in by the frame
         if oneof is not None and chosen[oneof.name] != field.name:
             continue
         nested = field.message_type

@@ -1,4 +1,4 @@
-"""Roles as processes, as a user starts them: what the tests of this folder share."""
+"""Roles as processes, as a user starts them, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 PSCLUSTER = (str(Path(sys.executable).with_name("pscluster")),)
 
@@ -39,7 +39,7 @@ def step():
 for _ in range(20):
     coordinator.schedule(step)
 coordinator.join()
-print("w is", w.numpy().tolist(), "with", sys.argv[1:], flush=True)
+print(f"w is {w.numpy().tolist()} with {sys.argv[1:]}\\n", end="", flush=True)  # one write: others log between two
 """
 DONE = re.escape("w is [20.0, 20.0, 20.0, 20.0]")
 
@@ -71,10 +71,10 @@ for _ in range(20):
     coordinator.schedule(step)
 print("joining", flush=True)
 coordinator.join()
-print("w is", w.numpy().tolist(), flush=True)
+print(f"w is {w.numpy().tolist()}\\n", end="", flush=True)
 """
 
-# A coordinator that is connected and does nothing, until it is told to end.
+# A coordinator that is connected and does nothing until it is told to end.
 IDLE = """
 import pathlib, sys, time
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable
@@ -104,10 +104,10 @@ Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
 
 
 def free_addresses(count: int) -> list[str]:
-    """Loopback addresses where nothing listens.
+    """Loopback addresses at which nothing listens.
 
-    Their ports lie below those from which connections are made: there a connection to a port where nobody
-    listens yet may be answered by itself.
+    Their ports are below those from which connections are made: among those, a connection to a port at which nothing
+    listens yet may connect to itself.
     """
     found: list[str] = []
     while len(found) < count:
@@ -138,19 +138,19 @@ def tf_config(cluster: Cluster, role: str, index: int = 0) -> str:
 
 
 def environ(config: str | None = None, **more: str) -> dict[str, str]:
-    """This process's environment, without what would describe another cluster."""
+    """This process's environment without variables that describe another cluster."""
     clean = {key: value for key, value in os.environ.items() if key not in OURS}
     clean.update(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", COLUMNS="140", **more)
     return clean if config is None else {**clean, "TF_CONFIG": config}
 
 
 class Process:
-    """A process and the lines it has written, on standard output and standard error alike."""
+    """A process and the lines it has written to standard output and standard error."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdin: int = subprocess.DEVNULL
     ) -> None:
-        """Start it. With a pipe for `stdin`, it sees the end of it when this process is gone, however it went."""
+        """Start it. With a pipe for `stdin`, the pipe ends when this process does, however it ends."""
         self.command = list(command)
         self._changed = threading.Condition()
         self._lines: list[str] = []
@@ -182,13 +182,14 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written until now."""
+        """What it has written so far."""
         with self._changed:
             return "".join(self._lines)
 
     def wait_for(self, pattern: str, count: int = 1) -> str:
-        """Wait until so many lines contain the pattern; the last of them. AssertionError if they don't come."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until this many lines contain the pattern, and return the last of them. AssertionError if they don't
+        come."""
+        deadline = time.monotonic() + TIMEOUT
         with self._changed:
             while True:
                 found = [line for line in self._lines if re.search(pattern, line)]
@@ -196,7 +197,7 @@ class Process:
                     return found[count - 1]
                 left = deadline - time.monotonic()
                 if self._at_end or left <= 0:
-                    why = "it ended" if self._at_end else f"{PATIENCE:g} s have passed"
+                    why = "it ended" if self._at_end else f"{TIMEOUT:g} s have passed"
                     raise AssertionError(f"no {pattern!r} from {self.command}: {why}\n{''.join(self._lines)}")
                 self._changed.wait(left)
 
@@ -205,12 +206,12 @@ class Process:
         self._popen.send_signal(number)
 
     def wait(self) -> int:
-        """Wait for its end; the exit code, -n for signal n."""
+        """Wait for it to end; return the exit code, or -n for signal n."""
         try:
-            code = self._popen.wait(PATIENCE)
+            code = self._popen.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.command} does not end\n{self.output}") from None
-        self._reader.join(PATIENCE)
+        self._reader.join(TIMEOUT)
         return code
 
     @property
@@ -219,7 +220,7 @@ class Process:
         return self._popen.poll() is None
 
     def resident_bytes(self) -> int:
-        """Its resident memory."""
+        """The size of its resident memory."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -229,12 +230,12 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave no process behind, of those it started neither."""
+        """Leave no process behind, including those it started."""
         if self._popen.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._popen.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+            self._popen.wait(TIMEOUT)
+        self._reader.join(TIMEOUT)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 pipe.close()
@@ -250,7 +251,7 @@ class Roles:
         self.started: list[Process] = []
 
     def start(self, *arguments: str, role: str, index: int = 0, command: Sequence[str] = PSCLUSTER) -> Process:
-        """Start `command` with the arguments as that task."""
+        """Start `command` with the arguments, as that task."""
         env = {**environ(tf_config(self.cluster, role, index)), **self.env}
         process = Process([*command, *arguments], env, self.folder)
         self.started.append(process)
@@ -265,7 +266,7 @@ class Roles:
         return self.start("worker", *options, role="worker", index=index)
 
     def script(self, source: str, name: str = "script.py") -> str:
-        """Write a script into the folder; its path."""
+        """Write a script into the folder, and return its path."""
         path = self.folder / name
         path.write_text(source)
         return str(path)
@@ -288,7 +289,7 @@ class Roles:
 
 
 def run(*arguments: str, config: str | None = None, command: Sequence[str] = PSCLUSTER, **env: str) -> tuple[int, str]:
-    """Run a command to its end: exit code and what it wrote to standard error and output."""
+    """Run a command to its end; return its exit code, standard error and output."""
     with Process([*command, *arguments], environ(config, **env)) as process:
         return process.wait(), process.output
 
@@ -317,7 +318,7 @@ print(json.dumps(done))
 
 
 def run_all(cases: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[tuple[int, str]]:
-    """As `run`, for commands that end before they start anything: all of them in one process, which is quicker.
+    """Like `run`, for commands that end before they start anything: all in one process, which is faster.
 
     Args:
         cases: arguments and environment variables of each.
@@ -328,7 +329,7 @@ def run_all(cases: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[tu
         input=json.dumps([(list(arguments), dict(variables)) for arguments, variables in cases]),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     return [(code, output) for code, output in json.loads(done.stdout)]
@@ -336,7 +337,7 @@ def run_all(cases: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[tu
 
 @contextmanager
 def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A TCP server that is not pscluster: its address. Each connection is given to `answer` and closed."""
+    """The address of a TCP server that is not pscluster. Each connection is passed to `answer` and closed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -352,4 +353,4 @@ def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)

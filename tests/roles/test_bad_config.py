@@ -1,4 +1,4 @@
-"""What a user gets for a wrong configuration: one line that says what is wrong and how it would be right."""
+"""What a user gets for a wrong configuration: one line that says what is wrong and how to correct it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.roles.processes import (
     run_all,
     tf_config,
 )
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.core.ids import VERSION
 
@@ -43,7 +43,7 @@ TYPES = {"ps": "ps", "worker": "worker", "coordinator": "chief", "evaluator": "e
 
 
 def command_of(name: str, folder: Path, *options: str) -> list[str]:
-    """The command line of a role; those that run a script get one that needs a cluster."""
+    """The command line of a role; one that runs a script gets one that needs a cluster."""
     if name in ("ps", "worker"):
         return [*PSCLUSTER, name, *options]
     script = folder / "job.py"
@@ -61,11 +61,11 @@ def complaint(process: Process, code: int) -> str:
 
 
 def with_task(role: str, index: object = 0, **jobs: object) -> str:
-    """TF_CONFIG of a task in a cluster of which some jobs are other ones."""
+    """TF_CONFIG of a task in a cluster in which some jobs are replaced."""
     return json.dumps({"cluster": {**CLUSTER, **jobs}, "task": {"type": role, "index": index}})
 
 
-# What is wrong: the TF_CONFIG for a role, the key that is to be named, and a right value that is to be shown.
+# What is wrong: the TF_CONFIG for a role, the key that must be named, and a right value that must be shown.
 MALFORMED: dict[str, tuple[Callable[[str], str], str, str]] = {
     "not JSON": (lambda role: with_task(role)[:-1], "TF_CONFIG: the value is not JSON at line 1", '{"cluster": {'),
     "no object": (lambda role: "[1]", "TF_CONFIG: the value is [1]", '{"cluster": {'),
@@ -124,10 +124,10 @@ def test_malformed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ps", "worker", "coordinator"])
 def test_malformed_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
-    """The same as a user sees it: on standard error, with the exit code of the process."""
+    """A user sees the same on standard error, with the process's exit code."""
     make, key, _ = MALFORMED["no port"]
     done = subprocess.run(
-        command_of(name, tmp_path), env=environ(make(TYPES[name])), capture_output=True, text=True, timeout=PATIENCE
+        command_of(name, tmp_path), env=environ(make(TYPES[name])), capture_output=True, text=True, timeout=TIMEOUT
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"pscluster: {key}")
@@ -135,7 +135,7 @@ def test_malformed_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
 
 
 def test_no_task() -> None:
-    """A role that is not told which task it is shows what is missing."""
+    """A role that is not told its task shows what is missing."""
     configs: list[dict[str, str]] = [{}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": json.dumps({"cluster": CLUSTER})}]
     for role in ("ps", "worker"):
         for result in run_all([([role], config) for config in configs]):
@@ -145,7 +145,7 @@ def test_no_task() -> None:
 
 @pytest.mark.parametrize("config", [None, "{}", '{"cluster": {}}'])
 def test_coordinator_without_a_cluster(config: str | None, tmp_path: Path) -> None:
-    """A coordinator's script that looks for its cluster in a TF_CONFIG that has none is told what to write."""
+    """A coordinator's script that expects a cluster in a TF_CONFIG without one is told what to write."""
     with Process(command_of("coordinator", tmp_path), environ(config)) as process:
         line = complaint(process, 2)
     assert line.startswith("TF_CONFIG: cluster is empty, but a strategy needs a ps and a worker; write, for example, {")
@@ -166,10 +166,10 @@ def test_wrong_type_for_the_command(tmp_path: Path) -> None:
 
 
 CONTRADICTORY: dict[str, tuple[dict[str, list[str]], str, str]] = {
-    "two chiefs": ({"chief": ["127.0.0.1:3000", "127.0.0.1:3009"]}, "cluster.chief has 2 tasks", "one chief at most"),
-    "two evaluators": ({"evaluator": ["a:1", "b:1"]}, "cluster.evaluator has 2 tasks", "one evaluator at most"),
-    "no ps": ({"ps": []}, "cluster.ps has no tasks", "one ps at least"),
-    "no worker": ({"worker": []}, "cluster.worker has no tasks", "one worker at least"),
+    "two chiefs": ({"chief": ["127.0.0.1:3000", "127.0.0.1:3009"]}, "cluster.chief has 2 tasks", "at most one chief"),
+    "two evaluators": ({"evaluator": ["a:1", "b:1"]}, "cluster.evaluator has 2 tasks", "at most one evaluator"),
+    "no ps": ({"ps": []}, "cluster.ps has no tasks", "at least one ps"),
+    "no worker": ({"worker": []}, "cluster.worker has no tasks", "at least one worker"),
 }
 
 
@@ -185,14 +185,14 @@ def test_contradictory(what: str, tmp_path: Path) -> None:
 
 
 def test_worker_without_its_servers() -> None:
-    """A worker needs every server, so a list of them that has a gap is refused."""
+    """A worker needs every server, so a list of servers with a gap is refused."""
     config = with_task("worker", ps={"1": "127.0.0.1:3001"})
     line = one_line(run_all([(["worker"], {"TF_CONFIG": config})])[0])
     assert line.startswith("TF_CONFIG: cluster.ps has the indices [1], but a worker needs every parameter server, or ")
 
 
 def test_clusters_that_differ(tmp_path: Path) -> None:
-    """Another number of servers in a worker's TF_CONFIG is named by both sides, once; what nobody needs may differ."""
+    """A different number of servers in a worker's TF_CONFIG is named by both sides, once; unused entries may differ."""
     cluster = make_cluster(ps=2, workers=3)
     spare = cluster["worker"].pop()
     elsewhere = [address.replace("127.0.0.1", "localhost") for address in cluster["ps"]]
@@ -209,20 +209,21 @@ def test_clusters_that_differ(tmp_path: Path) -> None:
         roles.ps(0)
         roles.ps(1)
         wrong = worker(0, dict(short))
-        alone = worker(1, {"worker": {"1": cluster["worker"][1]}})  # as TensorFlow's workers may
+        alone = worker(1, {"worker": {"1": cluster["worker"][1]}})  # like TensorFlow's workers
         assert complaint(roles.coordinator(HELD, str(gate)), 2).startswith(said)
         assert complaint(roles.coordinator(HELD, str(gate)), 2).startswith(said)
         wrong.__exit__(None, None, None)
         assert wrong.output.count(said) == 1
 
-        # In the middle of a job: it goes on without the one that has another list, and takes it when that is mended.
+        # In the middle of a job: it continues without the worker that has another list, and uses it once that is
+        # corrected.
         first = worker(0, {"ps": elsewhere, "worker": [cluster["worker"][0]]})
         coordinator = roles.coordinator(HELD, str(gate))
         first.wait_for("running on worker 0")
         alone.wait_for("running on worker 1")
-        stranger = worker(2, {"ps": cluster["ps"], "worker": [*cluster["worker"], spare]})
+        unknown = worker(2, {"ps": cluster["ps"], "worker": [*cluster["worker"], spare]})
         told = r"worker 2 gets no functions: cluster.worker of {} has 2 tasks \(0 and 1\); add worker 2 there"
-        stranger.wait_for(told.format(r"chief 0 \(.*\)"))
+        unknown.wait_for(told.format(r"chief 0 \(.*\)"))
         coordinator.wait_for(r"worker 2 \(.*\) is up, but " + told.format("this coordinator"))
         first.__exit__(None, None, None)
         wrong = worker(0, dict(short))
@@ -241,7 +242,7 @@ def test_clusters_that_differ(tmp_path: Path) -> None:
 
 
 def test_bad_bind() -> None:
-    """An address for --bind that is none is a mistake of the command line."""
+    """An invalid address for --bind is a mistake in the command line."""
     addresses = ["somewhere", "127.0.0.1:0", "127.0.0.1:70000", ":2222", "127.0.0.1"]
     results = run_all([(["ps", "--bind", bind], {"TF_CONFIG": with_task("ps")}) for bind in addresses])
     for bind, result in zip(addresses, results, strict=True):
@@ -249,7 +250,7 @@ def test_bad_bind() -> None:
 
 
 def test_no_script(tmp_path: Path) -> None:
-    """A script that is not there, or is a folder, is named: exit code 2."""
+    """A script that does not exist, or is a folder, is named: exit code 2."""
     cases = [(name, path) for name in ("coordinator", "run", "evaluator") for path in ("missing.py", str(tmp_path))]
     more = {"evaluator": ["127.0.0.1:3009"]}
     results = run_all(
@@ -264,13 +265,13 @@ def test_no_script(tmp_path: Path) -> None:
 
 
 def test_address_in_use(tmp_path: Path) -> None:
-    """A role whose port is taken says so, with the port, and does not share it with whoever has it."""
+    """A role whose port is taken says so, with the port, and does not share it with the process that has it."""
     cluster = make_cluster()
     with Roles(cluster, tmp_path) as roles:
         roles.ps().wait_for("serving on")
         with Process([*PSCLUSTER, "ps"], environ(tf_config(cluster, "ps"))) as process:
             assert re.match(
-                r"another parameter server \(pid \d+\) already keeps its state in .*--state-dir", complaint(process, 2)
+                r"another parameter server \(pid \d+\) already stores its state in .*--state-dir", complaint(process, 2)
             )
         for role, command in (("ps", ["ps", "--durability", "none"]), ("chief", ["coordinator", roles.script(JOB)])):
             address = cluster["ps"][0]
@@ -284,7 +285,7 @@ def test_address_in_use(tmp_path: Path) -> None:
 
 
 def test_address_of_another_machine() -> None:
-    """A role can't listen on an address that is not of this machine (192.0.2.0/24 is of none)."""
+    """A role can't listen on an address of another machine (192.0.2.0/24 belongs to none)."""
     code, output = run("ps", "--bind", "192.0.2.1:3001", "--insecure", config=with_task("ps"))
     assert code == 1
     assert output.startswith("pscluster: can't listen on 192.0.2.1:3001: ")
@@ -305,7 +306,7 @@ DIALLERS = ("worker", "coordinator")
 
 @pytest.mark.parametrize("name", DIALLERS)
 def test_host_that_does_not_resolve(name: str, tmp_path: Path) -> None:
-    """A host that does not resolve is named, with the task, when the time is over: it might have come."""
+    """A host that does not resolve is named, with the task, when the time is over: until then it might appear."""
     with peers_of(name, "no-such-host.invalid:2222", tmp_path, "--connect-timeout", "1") as process:
         assert process.wait() == 1
         last = process.output.splitlines()[-1]
@@ -320,7 +321,7 @@ def web(connection: socket.socket) -> None:
 
 
 def noise(connection: socket.socket) -> None:
-    """A server of a protocol that nobody knows."""
+    """A server of an unknown protocol."""
     connection.sendall(os.urandom(1000))
     connection.recv(1000)
 
@@ -328,7 +329,7 @@ def noise(connection: socket.socket) -> None:
 @pytest.mark.parametrize("answer", [web, noise])
 @pytest.mark.parametrize("name", DIALLERS)
 def test_peer_that_is_not_pscluster(name: str, answer: Callable[[socket.socket], None], tmp_path: Path) -> None:
-    """Where something else listens in a server's place, it is named, with what was tried and for how long."""
+    """If something else listens in a server's place, it is named, with what was tried and for how long."""
     with listener(answer) as address, peers_of(name, address, tmp_path, "--connect-timeout", "1") as process:
         assert process.wait() == 1
         last = process.output.splitlines()[-1]
@@ -339,7 +340,7 @@ def test_peer_that_is_not_pscluster(name: str, answer: Callable[[socket.socket],
 
 @pytest.fixture
 def other_grpc() -> Iterator[str]:
-    """A gRPC server that knows nothing of pscluster."""
+    """A gRPC server that does not know pscluster."""
     with grpc_server(2) as server:
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -348,7 +349,7 @@ def other_grpc() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", DIALLERS)
 def test_peer_that_speaks_only_grpc(name: str, other_grpc: str, tmp_path: Path) -> None:
-    """Another gRPC service in a server's place is known at once for what it is not."""
+    """Another gRPC service in a server's place is recognised immediately."""
     with peers_of(name, other_grpc, tmp_path) as process:
         assert process.wait() == 1
         last = process.output.splitlines()[-1]
@@ -356,7 +357,7 @@ def test_peer_that_speaks_only_grpc(name: str, other_grpc: str, tmp_path: Path) 
 
 
 def test_swapped_addresses(tmp_path: Path) -> None:
-    """A worker where a server should be, or another server, is named by those who dial it, at once."""
+    """A worker in a server's place, or another server, is named immediately by the roles that dial it."""
     cluster = make_cluster(ps=2, workers=2)
     with Roles(cluster, tmp_path) as roles:
         for index in range(2):
@@ -390,7 +391,7 @@ main()
 
 
 def test_another_version(tmp_path: Path) -> None:
-    """A role of another version is refused, by those who dial it and by those it dials, in a sentence with both."""
+    """A role of another version is refused by the roles that dial it and by those it dials, in a message with both."""
     with Roles(make_cluster(), tmp_path) as roles:
         launcher = roles.script(LAUNCHER, "launcher.py")
         script = roles.script(JOB)
@@ -413,7 +414,7 @@ def test_another_version(tmp_path: Path) -> None:
 
 
 def test_older_coordinator(tmp_path: Path) -> None:
-    """A coordinator of this version that finds a server of another one names it."""
+    """A coordinator of this version names a server of another one."""
     with Roles(make_cluster(), tmp_path) as roles:
         launcher = roles.script(LAUNCHER, "launcher.py")
         roles.start(launcher, "ps", role="ps", command=PYTHON).wait_for("serving on")
@@ -424,7 +425,7 @@ def test_older_coordinator(tmp_path: Path) -> None:
 
 
 def test_second_coordinator(tmp_path: Path) -> None:
-    """A second coordinator is told who holds the servers, and what to do."""
+    """A second coordinator is told which one holds the servers, and what to do."""
     cluster = make_cluster()
     gate = tmp_path / "gate"
     with Roles(cluster, tmp_path) as roles:

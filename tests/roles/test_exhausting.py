@@ -1,4 +1,4 @@
-"""Somebody who has the token, or a worker's key, and wants a server for itself: it stays in bounds, others go on."""
+"""A caller with the token, or a worker's key, that tries to monopolise a server: it is bounded, others continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SESSION = "/pscluster.v1.ParameterServer/Session"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, str, Connection]]:
-    """A parameter server with a variable, and somebody who works with it."""
+    """A parameter server with a variable, and a client that works with it."""
     cluster = make_cluster(workers=0)
     with Roles(cluster, tmp_path_factory.mktemp("exhausting"), {"PSCLUSTER_IN_FLIGHT_MIB": "16"}) as roles:
         ps = roles.ps()
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, 
 
 
 def update(friend: Connection, sequence: int) -> None:
-    """Add ones to all of the variable, on a session of its own."""
+    """Add ones to the whole variable, on a separate session."""
     ones = np.ones((ROWS, 4), np.float32)
     request = add_to_all(ones, sequence)
     request.last = True
@@ -45,8 +45,8 @@ def update(friend: Connection, sequence: int) -> None:
 def test_half_messages_stay_in_bounds(
     server: tuple[Process, str, Connection], size: int, streams: int, least: int
 ) -> None:
-    """Sessions with all but one byte of a message: they hold no more than the bound, and others' updates are applied
-    while they do."""
+    """Sessions that hold all but one byte of a message hold no more than the bound, and others' updates are applied
+    meanwhile."""
     ps, address, friend = server
     before, sequence = ps.resident_bytes(), size
     session = friend.channel.session()
@@ -59,7 +59,7 @@ def test_half_messages_stay_in_bounds(
 
 
 def test_one_name_many_times(server: tuple[Process, str, Connection]) -> None:
-    """A Describe names one variable, and one optimizer, as often as a message can: each is answered for once; with more
+    """A Describe that names a variable and an optimizer as often as a message can is answered once for each; with more
     it is refused."""
     ps, _, friend = server
     before = ps.resident_bytes()
@@ -74,7 +74,8 @@ def test_one_name_many_times(server: tuple[Process, str, Connection]) -> None:
 
 
 def test_more_than_a_shard_has_is_refused(server: tuple[Process, str, Connection]) -> None:
-    """An update that names a shard again and again, and so could bring any amount, is refused before it comes."""
+    """An update that names a shard repeatedly, and so could bring any amount of data, is refused before that
+    arrives."""
     _, _, friend = server
     item = ps_pb2.UpdateItem(variable=VARIABLE, shard=0, kind=ps_pb2.ADD, rows=ps_pb2.Rows(ids=1 << 20), nth=1)
     item.value_bytes = (1 << 20) * 16
@@ -85,7 +86,7 @@ def test_more_than_a_shard_has_is_refused(server: tuple[Process, str, Connection
 
 
 def test_large_requests_come_in_frames(server: tuple[Process, str, Connection]) -> None:
-    """A session's request in several frames is one request; of one that declares too much nothing is taken."""
+    """A session's request in several frames is one request; one that declares too much is not read at all."""
     _, _, friend = server
     before, ones = friend.read(ROWS), np.ones((ROWS, 4), np.float32)
     data = ones.tobytes()

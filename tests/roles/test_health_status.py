@@ -1,4 +1,4 @@
-"""Asking roles how they do: the standard health check, `pscluster health`, `pscluster status`."""
+"""Asking roles for their state: the standard health check, `pscluster health`, `pscluster status`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.roles.wire import SECONDS
 
 from pscluster.coordinator.cli.main import cli
 
-OPEN = {"PSCLUSTER_INSECURE": "1"}  # on loopback: anybody may call
+OPEN = {"PSCLUSTER_INSECURE": "1"}  # on loopback: any user may call
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def check(address: str, service: str = "") -> int:
-    """What a plain gRPC health client is told; -1 if it is not answered."""
+    """What a plain gRPC health client is told; -1 if it gets no answer."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)
@@ -117,7 +117,7 @@ def http(connection: socket.socket) -> None:
 
 
 def noise(connection: socket.socket) -> None:
-    """A server of a protocol that nobody knows."""
+    """A server of an unknown protocol."""
     connection.sendall(os.urandom(1000))
     connection.recv(1000)
 
@@ -129,8 +129,8 @@ def silence(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("answer", [http, noise, silence])
-def test_health_of_a_stranger(answer: Callable[[socket.socket], None]) -> None:
-    """Where something else listens, `pscluster health` says that it is no pscluster role."""
+def test_health_of_another_program(answer: Callable[[socket.socket], None]) -> None:
+    """If something else listens, `pscluster health` says that it is not a pscluster role."""
     with listener(answer) as address:
         code, output = run("health", address, **OPEN)
     assert code == 1
@@ -138,7 +138,7 @@ def test_health_of_a_stranger(answer: Callable[[socket.socket], None]) -> None:
 
 
 def test_health_of_a_bad_address() -> None:
-    """An address that is none is a mistake of the command line: exit code 2."""
+    """An invalid address is a mistake in the command line: exit code 2."""
     code, output = run("health", "somewhere", **OPEN)
     assert code == 2
     assert output == 'pscluster: address is "somewhere", but it has no port; write, for example, "somewhere:2222"\n'
@@ -156,7 +156,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 def test_status(tmp_path: Path) -> None:
-    """`pscluster status` shows every task, dead ones too; exit code 0 if all answer, but for an evaluator."""
+    """`pscluster status` shows every task, dead ones too; it exits with 0 if all but an evaluator answer."""
     cluster = {**make_cluster(ps=1, workers=2), "evaluator": free_addresses(1)}
     config = tf_config(cluster, "ps")
     gate = tmp_path / "gate"
@@ -201,7 +201,7 @@ def test_status(tmp_path: Path) -> None:
 
 
 def test_status_of_the_wrong_role(tmp_path: Path) -> None:
-    """Where another role answers than the one that TF_CONFIG names, the table says which."""
+    """If another role answers than the one that TF_CONFIG names, the table says which."""
     cluster = make_cluster()
     with Roles(cluster, tmp_path, OPEN) as roles:
         roles.ps().wait_for("serving on")
@@ -211,11 +211,11 @@ def test_status_of_the_wrong_role(tmp_path: Path) -> None:
     assert code == 1
     table = rows(output)
     assert table["ps 0"][1] == "not up"
-    assert re.match(r"worker 0 \(.*, pid \d+\) answers there: compare TF_CONFIG", table["ps 0"][3])
+    assert re.match(r"worker 0 \(.*, pid \d+\) answers there: check TF_CONFIG", table["ps 0"][3])
 
 
 def test_status_broken_off() -> None:
-    """Ctrl-C while it asks is no answer: not the exit code of a cluster that is up."""
+    """Ctrl-C during the query does not give the exit code of a cluster that is up."""
     asked, over = threading.Event(), threading.Event()
 
     def hold(_: socket.socket) -> None:
@@ -237,7 +237,7 @@ def test_status_of_no_cluster(config: str | None) -> None:
     """Without a cluster to ask, `pscluster status` says what to set: exit code 2."""
     code, output = run("status", config=config, **OPEN)
     assert code == 2
-    assert output.startswith("pscluster: TF_CONFIG names no cluster to ask")
+    assert output.startswith("pscluster: TF_CONFIG names no cluster; set it")
     assert len(output.splitlines()) == 1
 
 
@@ -246,7 +246,7 @@ HEAVY = ("numpy", "rich", "cloudpickle", "pscluster.coordinator.strategy", "pscl
 
 @pytest.mark.parametrize("arguments", [["--help"], ["health", "127.0.0.1:1"], ["token"], ["version"]])
 def test_light_commands_import_little(arguments: list[str]) -> None:
-    """What containers run every few seconds, and what a user looks up, loads neither NumPy nor any role."""
+    """Commands that containers run every few seconds, or users for help, load neither NumPy nor any role."""
     program = (
         "import sys\n"
         "from pscluster.coordinator.cli.main import main\n"
@@ -262,7 +262,7 @@ def test_light_commands_import_little(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
 def test_help(name: str) -> None:
-    """Every command has help, and the list of commands says the same of it in short."""
+    """Every command has help, and the list of commands has the same in short."""
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: cli {name} [OPTIONS]")

@@ -1,4 +1,4 @@
-"""Unauthenticated callers at the ports of a working cluster cost it their own connections, and nobody else anything."""
+"""Unauthenticated callers at the ports of a working cluster lose their connections, and cost others nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pscluster.core.ids import make_identity
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.security.channel import AuthenticatedChannel
-from pscluster.core.security.connection_reaper import _LOOKS_TO_FORGET, ConnectionReaper, _peer_of
+from pscluster.core.security.connection_reaper import _CHECKS_TO_FORGET, ConnectionReaper, _peer_of
 from pscluster.core.security.handshake import Secret
 from pscluster.core.security.refusals import BURST
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
@@ -39,9 +39,9 @@ TOKEN = "correct-horse-battery-staple"
 CONNECTIONS = 2000
 _STATUS = "/pscluster.v1.Node/Status"
 _UNPACKED = 48 << 20
-GROWTH = 96 << 20  # far less than all that is sent
+GROWTH = 96 << 20  # far less than what is sent in all
 
-# Functions in rounds, each of which must have run once, until it is told to end.
+# Runs functions in rounds, each of which must run exactly once, until it is told to end.
 WORK = """
 import pathlib, sys
 import numpy as np
@@ -68,7 +68,7 @@ print("all rounds are right", flush=True)
 
 
 class Working:
-    """A cluster at work."""
+    """A working cluster."""
 
     def __init__(self, roles: Roles, cluster: dict[str, list[str]], gate: Path) -> None:
         self.gate = gate
@@ -77,11 +77,11 @@ class Working:
         self.goes_on(2)
 
     def rounds(self) -> int:
-        """So many were done until now."""
+        """The number of rounds done so far."""
         return len(re.findall(r"^round \d+$", self.processes["chief"].output, re.MULTILINE))
 
     def goes_on(self, rounds: int = 3) -> None:
-        """Wait for so many rounds more."""
+        """Wait for this many more rounds."""
         wanted = self.rounds() + rounds
         until(lambda: self.rounds() >= wanted or not self._all_run(), "the job goes on")
         assert self._all_run(), self.processes["chief"].output
@@ -90,7 +90,7 @@ class Working:
         return all(process.is_running for process in self.processes.values())
 
     def descriptors(self) -> dict[str, int]:
-        """Open ones, by role."""
+        """The number of open descriptors, by role."""
         return {job: len(os.listdir(f"/proc/{process.pid}/fd")) for job, process in self.processes.items()}
 
     def resident(self) -> dict[str, int]:
@@ -98,7 +98,7 @@ class Working:
         return {job: process.resident_bytes() for job, process in self.processes.items()}
 
     def data_addresses(self) -> dict[str, str]:
-        """Where the data planes are, by role."""
+        """The addresses of the data planes, by role."""
         found = {}
         for job in ("ps", "worker"):
             with open_channel(self.addresses[job], None, TOKEN) as channel:
@@ -109,7 +109,7 @@ class Working:
         return found
 
     def answers(self, job: str) -> bool:
-        """Does the role take a new connection of somebody who belongs here?"""
+        """Whether the role accepts a new connection from an authorized caller."""
         with open_channel(self.addresses[job], None, TOKEN) as channel:
             try:
                 Stub(channel, NODE_SERVICE).status(node_pb2.StatusRequest(), timeout=5)
@@ -120,7 +120,7 @@ class Working:
 
 @pytest.fixture(scope="module")
 def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
-    """A server, a worker and a coordinator that work all the while, and end with the right numbers."""
+    """A server, a worker and a coordinator that work throughout, and end with the right numbers."""
     folder = tmp_path_factory.mktemp("hostile")
     cluster = make_cluster()
     with Roles(cluster, folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
@@ -135,7 +135,7 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
 
 
 def test_rubbish_and_bombs(working: Working) -> None:
-    """Whatever comes without a token is not read: no role grows, and the job goes on with right results."""
+    """Data without a token is not read: no role grows, and the job continues with the right results."""
     before, generator = working.resident(), random.Random(7)
     for job, address in working.addresses.items():
         rubbish(address, generator)
@@ -149,7 +149,7 @@ def test_rubbish_and_bombs(working: Working) -> None:
 
 
 def test_compressed_messages_are_not_unpacked(working: Working) -> None:
-    """Not for those who have the token, either: refused, and no role grows."""
+    """Compressed messages are refused, even from callers with the token, and no role grows."""
     before = working.resident()
     zeros = bytes(_UNPACKED)
     for address in working.addresses.values():
@@ -164,8 +164,8 @@ def test_compressed_messages_are_not_unpacked(working: Working) -> None:
 
 
 def test_who_is_refused_again_and_again_is_closed(working: Working) -> None:
-    """Calls without the token in a loop: at last they get no answer, and their connections are closed; who belongs to
-    the cluster is served at the same address meanwhile, and the log has a line, not one for each call."""
+    """Calls without the token in a loop finally get no answer, and their connections are closed; authorized callers at
+    the same address are served meanwhile, and the log has one line, not one for each call."""
     address, data = working.addresses["ps"], working.data_addresses()["ps"]
     calls = b"".join(head("/pscluster.v1.Node/Status", 2 * n + 1) for n in range(64))
     with contextlib.ExitStack() as stack:
@@ -179,18 +179,19 @@ def test_who_is_refused_again_and_again_is_closed(working: Working) -> None:
 
         until(closed, "a connection is closed")
     assert working.answers("ps")
-    with opened(data) as connection:  # a handshake of rubbish
+    with opened(data) as connection:  # a garbage handshake
         connection.sendall(struct.pack("<IBBH", 33, 5, 0xD5, 0) + b"\x1a\x1f" + b"\xff" * 31)
         connection.makefile("rb").read()
     working.goes_on(1)
+    refused = "calls without a valid proof of the cluster token"
+    until(lambda: refused in working.processes["ps"].output, "the refused calls are logged")
     log = working.processes["ps"].output
-    assert "calls without a valid proof of the cluster token" in log
     assert log.count("refused ") < 5
     assert "Traceback" not in log
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Has the other side closed it? What came before is dropped."""
+    """Whether the other side has closed it, after any data that came before."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -203,8 +204,8 @@ def has_ended(connection: socket.socket) -> bool:
 
 @pytest.mark.timeout(180)
 def test_a_crowd_and_slow_ones(working: Working) -> None:
-    """Thousands of connections that are only held, and some that send byte by byte: the job goes on, whoever has the
-    token gets in, and when they are gone so is what they took."""
+    """With thousands of idle connections, and some that send byte by byte, the job continues, callers with the token
+    are accepted, and everything the others used is freed when they leave."""
     raise_descriptor_limit()
     count = min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 5)
     before, memory = working.descriptors(), working.resident()
@@ -232,7 +233,7 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
 
 
 def test_unauthenticated_connections_do_not_keep_others_out(tmp_path: Path) -> None:
-    """A role with few descriptors, its places held by unauthenticated callers: they give way."""
+    """Unauthenticated callers that occupy all descriptors of a role with few give way to others."""
     few = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"')
     cluster = make_cluster()
     env = {"PSCLUSTER_TOKEN": TOKEN}
@@ -240,7 +241,7 @@ def test_unauthenticated_connections_do_not_keep_others_out(tmp_path: Path) -> N
         ps = roles.start("ps", role="ps", command=(*few, *PSCLUSTER))
         ps.wait_for("serving on")
         address = cluster["ps"][0]
-        # A probe that was there before, and says nothing more.
+        # A probe that connected earlier, and sends nothing more.
         asked = health_pb2.HealthCheckRequest()
         watch = health_pb2_grpc.HealthStub(watching).Watch(asked)
         next(watch)
@@ -266,12 +267,13 @@ def test_unauthenticated_connections_do_not_keep_others_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_the_reaper_knows_whom_it_authenticated(family: socket.AddressFamily) -> None:
-    """Of two connections the one that was authenticated stays; before a second look both do."""
+    """Of two connections the authenticated one stays; before the second scan both do."""
     if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
         port = server.getsockname()[1]
-        keeper = ConnectionReaper(port, 2)
+        reaper = ConnectionReaper(2)
+        reaper.port = port
         pairs = []
         for _ in range(2):
             client = opened(f"127.0.0.1:{port}")
@@ -279,37 +281,37 @@ def test_the_reaper_knows_whom_it_authenticated(family: socket.AddressFamily) ->
         (friend, ours), (unknown, other) = pairs
         with friend, unknown, ours, other:
             assert _peer_of(ours) == f"ipv4:127.0.0.1:{friend.getsockname()[1]}"
-            keeper.mark_authenticated(_peer_of(ours))
-            assert keeper.look() == 0
-            assert keeper.look() == 1
+            reaper.mark_authenticated(_peer_of(ours))
+            assert reaper.check() == 0
+            assert reaper.check() == 1
             assert unknown.recv(1) == b""
             ours.sendall(b"x")
             assert friend.recv(1) == b"x"
 
 
 def test_the_reaper_forgets_nobody_who_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is authenticated during a look stays known; whoever has left is forgotten, without a crowd, too."""
-    keeper, walk = ConnectionReaper(1, 2), ConnectionReaper._connections
-    keeper.mark_authenticated("ipv4:127.0.0.1:1")
+    """A caller authenticated during a scan stays known; one that has left is forgotten, even without a crowd."""
+    reaper, walk = ConnectionReaper(2), ConnectionReaper._connections
+    reaper.mark_authenticated("ipv4:127.0.0.1:1")
 
     def walking(self: ConnectionReaper) -> Iterator[tuple[str, socket.socket]]:
         yield from walk(self)
         self.mark_authenticated("ipv4:127.0.0.1:2")
 
     monkeypatch.setattr(ConnectionReaper, "_connections", walking)
-    keeper.look()
-    assert keeper._known == {"ipv4:127.0.0.1:2"}
+    reaper.check()
+    assert reaper._known == {"ipv4:127.0.0.1:2"}
     monkeypatch.undo()
-    roomy = ConnectionReaper(1, 1 << 20)
+    roomy = ConnectionReaper(1 << 20)
     roomy.mark_authenticated("ipv4:127.0.0.1:3")
-    for _ in range(_LOOKS_TO_FORGET):
+    for _ in range(_CHECKS_TO_FORGET):
         assert roomy._known
-        roomy.look()
+        roomy.check()
     assert not roomy._known
 
 
 def test_bounds_that_follow_from_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections take three quarters of the descriptors at most, and never more than the limit."""
+    """Connections use three quarters of the descriptors at most, and never more than the limit."""
     for soft, places in ((256, 192), (20_000, limits.MAX_CONNECTIONS), (1, 1), (resource.RLIM_INFINITY, 8192)):
         monkeypatch.setattr(resource, "getrlimit", lambda _which, soft=soft: (soft, soft))
         assert limits.connections() == places

@@ -1,4 +1,4 @@
-"""The log: a line an event, for people or as JSON, with what says which process it is of."""
+"""The log: one line per event, for people or as JSON, with the process that it comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.roles.processes import DONE, JOB, Roles, environ, make_cluster, run
 
 
 def test_json_of_a_whole_job(tmp_path: Path) -> None:
-    """With `--log-format json` every line of every role is an object that says whose it is; what was printed is not."""
+    """With `--log-format json` every line of every role is an object that names the role; printed text is not."""
     cluster = make_cluster(ps=1, workers=1)
     options = ("--log-format", "json", "--until-done")
     with Roles(cluster, tmp_path) as roles:
@@ -34,7 +34,7 @@ def test_json_of_a_whole_job(tmp_path: Path) -> None:
 
 
 def test_run_hands_the_options_on(tmp_path: Path) -> None:
-    """`pscluster run --log-format json --log-level info --no-dashboard`: roles and coordinator do as it says."""
+    """`pscluster run --log-format json --log-level info --no-dashboard` applies to the roles and the coordinator."""
     script = tmp_path / "script.py"
     script.write_text(JOB)
     code, output = run("run", "--log-format", "json", "--log-level", "info", "--no-dashboard", str(script))
@@ -45,14 +45,14 @@ def test_run_hands_the_options_on(tmp_path: Path) -> None:
 
 
 def test_the_environment_says_it_too(tmp_path: Path) -> None:
-    """$PSCLUSTER_LOG_FORMAT and $PSCLUSTER_LOG_LEVEL stand for the options."""
+    """$PSCLUSTER_LOG_FORMAT and $PSCLUSTER_LOG_LEVEL replace the options."""
     cluster = make_cluster(chief=False)
     with Roles(cluster, tmp_path, {"PSCLUSTER_LOG_FORMAT": "json", "PSCLUSTER_LOG_LEVEL": "debug"}) as roles:
         assert json.loads(roles.ps().wait_for("serving on"))["level"] == "INFO"
 
 
 def test_a_line_an_event() -> None:
-    """What others have named makes no line of its own, in either form; JSON holds a traceback in its line."""
+    """Names chosen by peers start no new line, in either format; with JSON a traceback is within its line."""
     program = (
         "import logging, sys\n"
         "from pscluster.core.role.process import bind_log, configure_logging\n"
@@ -81,7 +81,7 @@ def test_a_line_an_event() -> None:
 
 
 def test_a_wait_is_said_once(tmp_path: Path) -> None:
-    """While the same is waited for and the same is seen, the log stays as it is."""
+    """While a wait and what is seen stay the same, nothing more is logged."""
     patched = tmp_path / "impatient.py"
     patched.write_text(
         "from pscluster.core.transport import channels\n"

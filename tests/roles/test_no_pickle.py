@@ -1,6 +1,6 @@
-"""Jobs without pickles: in every process each way to make or read one is fatal, and the jobs run to their end.
+"""Jobs without pickles: making or reading one is fatal in every process, and the jobs complete.
 
-The hook is `sitecustomize`, which Python imports before all else. That it strikes is shown by a job with pickles.
+The hook is `sitecustomize`, which Python imports before everything else. A job with pickles shows that it works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pickle._Pickler, pickle._Unpickler = pickle.Pickler, pickle.Unpickler
 
 
 class Hooked:
-    """The environment of processes that die of a pickle, and the marks that they leave."""
+    """The environment of processes that die if they use a pickle, and the marks that they leave."""
 
     def __init__(self, folder: Path) -> None:
         self.struck = folder / "struck"
@@ -58,12 +58,12 @@ class Hooked:
 
 @pytest.fixture
 def hooked(tmp_path: Path) -> Hooked:
-    """Of this test."""
+    """The hooked environment for this test."""
     return Hooked(tmp_path)
 
 
 def test_digits(hooked: Hooked) -> None:
-    """The example learns what it promises; with pickles, the hook ends it."""
+    """The example reaches its accuracy; with pickles, the hook ends it."""
     job = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0")
     script = str(EXAMPLES / "digits.py")
     code, output = run(*job, "--no-pickle", script, "--steps", "400", **hooked.env)
@@ -77,7 +77,8 @@ def test_digits(hooked: Hooked) -> None:
 
 @pytest.mark.timeout(300)
 def test_word2vec(hooked: Hooked, tmp_path: Path) -> None:
-    """A dataset of a dataclass of the script's, `fit`, evaluation and checkpoints; and going on from one."""
+    """The example works with a dataset of a dataclass in the script, `fit`, evaluation and checkpoints, and resumes
+    from one."""
     command = ("run", "--ps", "2", "--workers", "2", "--max-restarts", "0", "--no-pickle")
     options = (str(EXAMPLES / "word2vec.py"), "--files", topics(tmp_path), *SMALL, "--batch-size", "500")
     kept = ("--checkpoints", str(tmp_path / "kept"), "--picture", str(tmp_path / "picture.png"))
@@ -94,7 +95,7 @@ import dataclasses, functools, math, sys
 from pathlib import Path
 from typing import ClassVar
 import numpy as np
-from pscluster.ps import optim as rules; from pscluster.ps.optim import schedules
+from pscluster.ps.optim import rules, schedules
 from pscluster.coordinator import (
     CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable,
     metrics, optimizers,
@@ -182,7 +183,7 @@ if __name__ == "__main__":
     ):
         with strategy.scope():
             w = Variable(np.zeros(4, np.float32), name="w")
-            born = Variable(sevens, shape=(5,), name="born")
+            made = Variable(sevens, shape=(5,), name="made")
             closed = Variable(functools.partial(filled, np.float64(8)), shape=(3,), name="closed")
             SGD = optimizers.SGD(schedules.ExponentialDecay(0.5, 10, 0.5))
             total = metrics.Mean("total")
@@ -193,7 +194,7 @@ if __name__ == "__main__":
         for _ in range(20):
             coordinator.schedule(add, args=(w,))
         coordinator.join()
-        print("w", w.numpy().tolist(), "born", born.numpy().tolist(), "closed", closed.numpy().tolist())
+        print("w", w.numpy().tolist(), "made", made.numpy().tolist(), "closed", closed.numpy().tolist())
 
         got = coordinator.schedule(answer, args=(Answer(1, np.arange(100_000)),)).fetch()
         print("answer", type(got).__name__, got.number, got.array.sum())
@@ -247,7 +248,7 @@ if __name__ == "__main__":
 
 
 def everything(hooked: Hooked, folder: Path) -> tuple[int, str]:
-    """Run the job of all kinds of functions, with what it keeps in a folder."""
+    """Run the job with all kinds of functions, which keeps its files in a folder."""
     script = folder / "everything.py"
     script.write_text(EVERYTHING)
     return run(str(script), str(folder / "state"), command=(sys.executable,), **hooked.env)
@@ -255,12 +256,12 @@ def everything(hooked: Hooked, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.timeout(300)
 def test_whatever_runs_on_workers_and_servers(hooked: Hooked, tmp_path: Path) -> None:
-    """Steps, initializers, datasets, readers, metrics, errors, records; logs, checkpoints and a server's death."""
+    """It uses steps, initializers, datasets, readers, metrics, errors, records, logs and checkpoints; a server dies."""
     code, output = everything(hooked, tmp_path)
     assert code == 0, output
     assert hooked.strikes() == []
     for line in (
-        "w [120.0, 120.0, 120.0, 120.0] born [7.0, 7.0, 7.0, 7.0, 7.0] closed [8.0, 8.0, 8.0]",
+        "w [120.0, 120.0, 120.0, 120.0] made [7.0, 7.0, 7.0, 7.0, 7.0] closed [8.0, 8.0, 8.0]",
         "answer Answer 2 9999900000",
         "workers True given 5",
         "halved [0.75, 0.75, 0.75, 0.75]",
@@ -282,7 +283,7 @@ PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
 def test_only_one_module_knows_pickles() -> None:
-    """No other module of the library imports what makes or reads them, nor lets NumPy do it."""
+    """No other module of the library imports a pickling module, or lets NumPy use one."""
     found = set()
     for folder in ("core", "ps", "worker", "coordinator"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -343,18 +344,18 @@ def refusals(
 
 
 def test_the_sender_refuses(tmp_path: Path) -> None:
-    """`schedule` and `Variable` say that it can't be sent, why, and how to mend it."""
+    """`schedule` and `Variable` say that it can't be sent, why, and how to correct it."""
     output, _ = refusals(tmp_path, {}, {"PSCLUSTER_ALLOW_PICKLE": "0"})
     why = r"it is a lambda: write it as a function at the top level of script.py"
     assert re.search(rf"step TypeError <lambda> can't be sent without a pickle: {why}.*{SENTENCE}", output), output
     assert re.search(rf"initializer TypeError <lambda> can't be sent without a pickle: {why}", output), output
-    why = r"script.py has no `if __name__ == \"__main__\":`, and to take a function from it a worker has to import it"
+    why = r"script.py has no `if __name__ == \"__main__\":`, and a worker must import it to take a function from it"
     assert re.search(rf"named TypeError named can't be sent without a pickle: {why}.*{SENTENCE}", output), output
     assert "scheduled" not in output
 
 
 def test_the_receiver_refuses(tmp_path: Path) -> None:
-    """A worker and a server without pickles take none, though the coordinator sends them."""
+    """A worker and a server without pickles accept none, even if the coordinator sends them."""
     output, _ = refusals(tmp_path, {"PSCLUSTER_ALLOW_PICKLE": "0"}, {})
     assert re.search(rf"step \S+ .*came by value, as a pickle, and {SENTENCE}", output, re.DOTALL), output
     assert re.search(rf"initializer \w+ .*came by value, as a pickle, and {SENTENCE}", output), output
@@ -363,7 +364,7 @@ def test_the_receiver_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_whoever_listens_to_anybody_takes_no_pickles(tmp_path: Path, allowed: bool) -> None:
-    """Without a token and off loopback they are refused, unless somebody has said that they are wanted."""
+    """Without a token and off loopback pickles are refused, unless they are explicitly allowed."""
     env = {"PSCLUSTER_ALLOW_PICKLE": "1"} if allowed else {}
     output, said = refusals(tmp_path, env, {"PSCLUSTER_INSECURE": "1"}, bind="0.0.0.0:")
     assert ("ran" in output) is allowed, output
@@ -373,12 +374,12 @@ def test_whoever_listens_to_anybody_takes_no_pickles(tmp_path: Path, allowed: bo
 
 
 def test_nonsense_is_refused() -> None:
-    """A word that is neither yes nor no, and a folder that is not there, end the role with a sentence."""
+    """A value that is neither yes nor no, and a folder that does not exist, end the role with a message."""
     config = tf_config(make_cluster(), "ps")
     code, output = run("ps", config=config, PSCLUSTER_ALLOW_PICKLE="maybe")
     assert (code, "PSCLUSTER_ALLOW_PICKLE is 'maybe'; it must be 1 or 0" in output) == (2, True), output
     code, output = run("ps", "--no-pickle", "--functions-from", "/not/there", config=config)
-    assert (code, "neither a folder here nor a package's name" in output) == (2, True), output
+    assert (code, "neither a folder here nor a package name" in output) == (2, True), output
 
 
 def test_a_script_in_another_folder(tmp_path: Path) -> None:
@@ -404,7 +405,7 @@ if __name__ == "__main__":
         assert f"got (2, '{elsewhere / 'script.py'}')" in chief.output
         chief = roles.coordinator(text + "# another version\n", options=["--no-pickle"])
         assert chief.wait() == 1
-        assert "is not here, or is another version; looked at" in chief.output, chief.output
+        assert "is missing here, or of another version; looked at" in chief.output, chief.output
 
 
 MAPPED = """
@@ -426,7 +427,7 @@ if __name__ == "__main__":
 
 
 def test_data_files_are_read_below_what_workers_were_given(tmp_path: Path) -> None:
-    """A mapped array of a file elsewhere is refused, and the worker lives on; with --data-from it is read."""
+    """A mapped array in a file elsewhere is refused, and the worker survives; with --data-from it is read."""
     data, scripts = tmp_path / "data", tmp_path / "scripts"
     data.mkdir()
     scripts.mkdir()
@@ -436,7 +437,7 @@ def test_data_files_are_read_below_what_workers_were_given(tmp_path: Path) -> No
     script = (str(scripts / "script.py"), str(data / "numbers.npy"))
     code, output = run(*job, *script)
     assert code == 0, output
-    refusal = r"failed .*lies outside of the folders .*: start the workers with --data-from"
+    refusal = r"failed .*lies outside the folders .*: start the workers with --data-from"
     assert re.search(refusal, output, re.DOTALL), output
     assert "still there 3.0" in output
     code, output = run(*job, "--data-from", str(data), *script)
@@ -445,7 +446,7 @@ def test_data_files_are_read_below_what_workers_were_given(tmp_path: Path) -> No
 
 
 def test_the_help_says_it() -> None:
-    """Of every command that starts a role."""
+    """The help of every command that starts a role mentions it."""
     for code, output in run_all([((name, "--help"), {}) for name in ("ps", "worker", "coordinator", "run")]):
         assert code == 0
         assert "--no-pickle" in output

@@ -1,4 +1,4 @@
-"""One script for all roles, as in TensorFlow's tutorial: started once a role, or under `pscluster run`."""
+"""One script for all roles, as in TensorFlow's tutorial: started once per role, or under `pscluster run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if resolver.task_type in ("worker", "ps"):
 print("task", resolver.task_type, resolver.task_id)
 """
 
-# What a function of the script sees, where the script is not the worker's main module.
+# What a function of the script sees where the script is not the worker's main module.
 IMPORTED = """
 import sys
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, Server, TFConfigClusterResolver
@@ -53,7 +53,7 @@ PYTHON = (sys.executable,)
 
 
 def test_started_once_a_role(tmp_path: Path) -> None:
-    """The same file, started by `python` with each task's TF_CONFIG, is each of the roles."""
+    """The same file, run by `python` with each task's TF_CONFIG, becomes each of the roles."""
     cluster = make_cluster(ps=2, workers=2)
     with Roles(cluster, tmp_path) as roles:
         script = roles.script(SCRIPT)
@@ -72,7 +72,7 @@ def test_started_once_a_role(tmp_path: Path) -> None:
 
 
 def test_the_next_chief_finds_the_same_servers(tmp_path: Path) -> None:
-    """A second run of the script's coordinator part works with the roles that the first one left waiting."""
+    """A second run of the script's coordinator part uses the roles that the first one left waiting."""
     with Roles(make_cluster(), tmp_path) as roles:
         script = roles.script(SCRIPT)
         for role in ("ps", "worker"):
@@ -97,7 +97,7 @@ def test_functions_of_the_script(tmp_path: Path) -> None:
 
 
 def test_roles_may_be_mixed(tmp_path: Path) -> None:
-    """A role of the script and a role of the command line are the same thing."""
+    """A role started by the script and one started by a command are interchangeable."""
     with Roles(make_cluster(), tmp_path) as roles:
         script = roles.script(SCRIPT)
         coordinator = roles.start("coordinator", script, role="chief")
@@ -108,7 +108,7 @@ def test_roles_may_be_mixed(tmp_path: Path) -> None:
 
 
 def test_a_script_s_server_hears_the_environment(tmp_path: Path) -> None:
-    """Of where checkpoints may lie, and of memory for large requests."""
+    """It follows the variables for where checkpoints may lie, and for the memory of large requests."""
     cluster, root = make_cluster(), tmp_path / "checkpoints"
     with Roles(cluster, tmp_path, {"PSCLUSTER_CHECKPOINT_ROOT": str(root)}) as roles:
         script = roles.script(SCRIPT)
@@ -146,7 +146,7 @@ def test_under_run(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
     code, output = run("run", "--ps", "2", "--workers", "3", str(path), "--ps", "-h", "--", "--help", "x")
     assert code == 0, output
-    # Whether the coordinator has to wait for a worker, and says so, is the machine's business.
+    # Whether the coordinator has to wait for a worker, and says so, depends on the machine.
     assert [line for line in output.splitlines() if " INFO " not in line] == [
         "w is [20.0, 20.0, 20.0, 20.0] with ['--ps', '-h', '--', '--help', 'x']",
         "task chief 0",
@@ -154,7 +154,8 @@ def test_under_run(tmp_path: Path) -> None:
 
 
 def test_exit_codes_under_run(tmp_path: Path) -> None:
-    """The script's exit code is that of `pscluster run`, and its traceback shows nothing of ours but what it called."""
+    """`pscluster run` exits with the script's exit code; the traceback shows none of our frames but the one it
+    called."""
     path = tmp_path / "script.py"
     job = "ParameterServerStrategy(TFConfigClusterResolver())"
     start = f"import sys\nfrom pscluster.coordinator import *\nstrategy = {job}\n"

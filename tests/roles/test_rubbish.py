@@ -1,4 +1,4 @@
-"""Messages from nowhere take no role down and make it allocate nothing: live roles, raw sockets, raw calls."""
+"""Messages from strangers take no role down and make it allocate nothing: live roles, raw sockets, raw calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 
-GREETINGS = (
+OPENINGS = (
     b"GET / HTTP/1.1\r\nHost: there\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\xff\xff\xff\x00\x00\x00\x00\x00\x01",
 )
-GROWTH = 64 << 20  # far more than the rubbish sent, far less than what it declares
+GROWTH = 64 << 20  # far more than the garbage that is sent, far less than what it declares
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def _rubbish(generator: random.Random) -> Iterator[bytes]:
 
 
 def _call(channel: grpc.Channel, method: Any, messages: list[bytes]) -> None:
-    """Whatever the answer is, it is an answer: no call hangs."""
+    """Make a call: whatever the answer is, there is one, and no call hangs."""
     call = getattr(channel, method.shape)(method.path)
     request: Any = iter(messages) if method.client_streaming else messages[0]
     with contextlib.suppress(grpc.RpcError):
@@ -75,16 +75,17 @@ def _still_works(cluster: LocalCluster) -> None:
 
 
 def test_rubbish_on_the_port_and_in_every_method(cluster: LocalCluster) -> None:
-    """Other protocols, broken frames, random messages and huge declarations: the roles serve on, as small as before."""
+    """With other protocols, broken frames, random messages and huge declarations the roles keep serving, and do not
+    grow."""
     _still_works(cluster)
     generator = random.Random(62)
     before = {task: _resident(pid) for task, pid in cluster.pids.items()}
     for role, service in (("ps", PS_SERVICE), ("worker", WORKER_SERVICE)):
         address = cluster.cluster_spec().task_address(role, 0)
         host, port = address.rsplit(":", 1)
-        for greeting in (*GREETINGS, generator.randbytes(3000)):
+        for opening in (*OPENINGS, generator.randbytes(3000)):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
-                connection.sendall(greeting)
+                connection.sendall(opening)
                 connection.settimeout(0.05)
                 with contextlib.suppress(OSError):
                     connection.recv(1000)
@@ -99,17 +100,17 @@ def test_rubbish_on_the_port_and_in_every_method(cluster: LocalCluster) -> None:
 
 
 def test_an_attach_that_makes_no_sense_changes_nothing(cluster: LocalCluster) -> None:
-    """One with the holdings of more or fewer servers than there are is refused; the next one gets the worker."""
+    """An Attach with the store_ids of too many or too few servers is refused; the next one gets the worker."""
     address = cluster.cluster_spec().task_address("worker", 0)
     with open_channel(address, None, cluster.token) as channel:
         node = Stub(channel, NODE_SERVICE)
         request = node_pb2.AttachRequest(coordinator=make_identity("chief", 0), job=7, num_workers=1)
-        for holdings in ([], [1, 2], [1] * 1000):
-            del request.holdings[:]
-            request.holdings.extend(holdings)
+        for store_ids in ([], [1, 2], [1] * 1000):
+            del request.store_ids[:]
+            request.store_ids.extend(store_ids)
             with pytest.raises(grpc.RpcError) as refused:
                 next(node.attach(request, timeout=SECONDS, wait_for_ready=True))
-            said = f"the coordinator has {len(holdings)} parameter servers, and TF_CONFIG of worker 0 lists 1"
+            said = f"the coordinator has {len(store_ids)} parameter servers, and TF_CONFIG of worker 0 lists 1"
             assert said in str(refused.value.details())
             reply = node.status(node_pb2.StatusRequest(), timeout=SECONDS)
             assert (reply.state, reply.coordinator) == ("waiting for a coordinator", "")

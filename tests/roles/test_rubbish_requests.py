@@ -1,6 +1,6 @@
-"""Requests to a parameter server that are almost right: refused in words, with nothing changed and nothing allocated.
+"""Almost valid requests to a parameter server are refused with a message; nothing is changed or allocated.
 
-The servicer is called as grpc would call it, without a network, so that thousands of requests get their turn.
+The servicer is called as grpc would call it, without a network, so that thousands of requests can be tried.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Server:
         return unpack(self.service.push(iter([pack(request, [payload])]), CONTEXT), ps_pb2.Reply)[0]
 
     def session(self, request: ps_pb2.Request, payload: bytes) -> tuple[ps_pb2.Reply, bytes]:
-        """Send it on a session."""
+        """Send it over a session."""
         (data,) = self.service.session(iter([pack(request, [payload])]), CONTEXT)
         reply, answer = unpack(data, ps_pb2.Reply)
         return reply, bytes(answer)
 
     def values(self) -> dict[int, bytes]:
-        """What all variables hold."""
+        """The values of all variables."""
         found = {}
         for number in SHAPES:
             item = ps_pb2.ReadItem(variable=number, shard=0, rows=ps_pb2.Rows(all=True))
@@ -90,7 +90,7 @@ row_ids = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, -1, 2**31, 2**62, -(2**63)])
 
 @st.composite
 def rows(draw: st.DrawFn, number: int) -> ps_pb2.Rows:
-    """Which rows of a variable: often some that it has."""
+    """Some rows of a variable: often ones that it has."""
     shape = SHAPES.get(number, ("", ()))[1]
     kind = draw(st.sampled_from(["all", "slices", "slices", "ids", "ids", "ids", "none"]))
     chosen = ps_pb2.Rows()
@@ -112,7 +112,7 @@ def rows(draw: st.DrawFn, number: int) -> ps_pb2.Rows:
 
 
 def row_size(number: int, chosen: ps_pb2.Rows) -> int:
-    """Bytes of the values that the rows select, as far as there are such."""
+    """The size in bytes of the values that the rows select, if there are such."""
     dtype, shape = SHAPES.get(number, ("float32", (4, 4)))
     itemsize = np.dtype(dtype).itemsize
     if chosen.WhichOneof("kind") == "all":
@@ -123,7 +123,7 @@ def row_size(number: int, chosen: ps_pb2.Rows) -> int:
 
 
 def segments(draw: st.DrawFn, sizes: list[tuple[str, int]]) -> bytes:
-    """A payload for items of these sizes; what would be too large is left out."""
+    """A payload for items of these sizes; values that would be too large are omitted."""
     parts = []
     for kind, size in sizes:
         if size > 1 << 16:
@@ -138,7 +138,7 @@ def segments(draw: st.DrawFn, sizes: list[tuple[str, int]]) -> bytes:
 
 @st.composite
 def reads(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
-    """A read that is almost right."""
+    """An almost valid read."""
     request, sizes = ps_pb2.Request(), []
     request.read.job = draw(st.sampled_from([JOB] * 9 + [0, JOB + 1]))
     for _ in range(draw(st.sampled_from([1, 1, 2, 3, 0]))):
@@ -158,7 +158,7 @@ def reads(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
-    """An update that is almost right."""
+    """An almost valid update."""
     request, sizes = ps_pb2.Request(), []
     update = request.update
     update.job = draw(st.sampled_from([JOB] * 9 + [0, JOB + 1]))
@@ -215,7 +215,7 @@ SCHEDULES = [
 
 @st.composite
 def creations(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
-    """A variable or an optimizer that is almost right. Its number and name are those of no other."""
+    """An almost valid variable or optimizer, with a number and a name that no other has."""
     request = ps_pb2.Request()
     create = request.create
     create.job = draw(st.sampled_from([JOB] * 9 + [0]))
@@ -256,7 +256,7 @@ def creations(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
 
 
 def finish(draw: st.DrawFn, request: ps_pb2.Request, sizes: list[tuple[str, int]]) -> tuple[ps_pb2.Request, bytes]:
-    """Add the payload, and what a frame says of it, which is mostly right."""
+    """Add the payload, and the frame's description of it, which is mostly right."""
     payload = segments(draw, sizes)
     if draw(st.integers(0, 9)) == 0:
         payload = payload[: draw(st.integers(0, len(payload)))]
@@ -271,7 +271,7 @@ SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[Heal
 
 @contextlib.contextmanager
 def modest() -> Iterator[None]:
-    """The block allocates little."""
+    """Check that the block allocates little."""
     tracemalloc.start()
     try:
         yield
@@ -284,7 +284,7 @@ def modest() -> Iterator[None]:
 @given(case=reads() | updates() | creations(), pushed=st.booleans())
 @SETTINGS
 def test_almost_right(case: tuple[ps_pb2.Request, bytes], pushed: bool) -> None:
-    """It is answered, or refused with an error of ours; refused, it has changed no variable."""
+    """It is answered, or refused with one of our errors; a refused one has changed no variable."""
     server = Server()
     request, payload = case
     before = server.values()
@@ -315,7 +315,7 @@ def test_almost_right(case: tuple[ps_pb2.Request, bytes], pushed: bool) -> None:
 @given(data=st.binary(max_size=300))
 @SETTINGS
 def test_bytes_on_a_session(data: bytes) -> None:
-    """A session on which something comes that is no request ends with an error of ours."""
+    """A session that receives something other than a request ends with one of our errors."""
     server = Server()
     with modest(), contextlib.suppress(PsClusterError):
         list(server.service.session(iter([data]), CONTEXT))

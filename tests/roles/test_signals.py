@@ -1,4 +1,4 @@
-"""How roles end: by a signal, by the end of the job, by the death of who started them."""
+"""How roles end: by a signal, by the end of the job, by the death of their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 def ends_in_order(process: Process, reason: str) -> None:
-    """The role says why it stops and that it has stopped, and exits with 0."""
+    """Check that the role says why it stops and that it has stopped, and exits with 0."""
     assert process.wait() == 0
     says = [line.split(" INFO ")[1] for line in process.output.splitlines() if " INFO stop" in line]
     assert says == [f"stopping: {reason}", "stopped"]
@@ -29,7 +29,7 @@ def ends_in_order(process: Process, reason: str) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_idle_roles(number: signal.Signals, tmp_path: Path) -> None:
-    """A worker that waits for its server, a server and an idle worker end in order."""
+    """A worker that waits for its server, a server, and an idle worker end cleanly."""
     with Roles(make_cluster(), tmp_path) as roles:
         waiting = roles.worker()
         waiting.wait_for("waiting for ps 0")
@@ -45,7 +45,7 @@ def test_idle_roles(number: signal.Signals, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> None:
-    """The running function ends and counts, what has not started goes to the other worker, and nothing counts twice."""
+    """The running function ends and counts, those not started go to the other worker, and nothing counts twice."""
     gate = tmp_path / "gate"
     with Roles(make_cluster(workers=2), tmp_path) as roles:
         roles.ps()
@@ -66,7 +66,7 @@ def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_coordinator_that_waits(number: signal.Signals, tmp_path: Path) -> None:
-    """A coordinator that waits for tasks ends as one that a signal ends, and says that its script had not ended."""
+    """A coordinator that waits for tasks ends as by a signal, and says that its script had not ended."""
     with Roles(make_cluster(), tmp_path) as roles:
         coordinator = roles.coordinator(JOB)
         coordinator.wait_for("waiting for")
@@ -77,7 +77,7 @@ def test_coordinator_that_waits(number: signal.Signals, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
-    """A coordinator in join() ends the job in order: the roles are told, and serve the next coordinator."""
+    """A coordinator in join() ends the job cleanly: the roles are told, and serve the next coordinator."""
     gate = tmp_path / "gate"
     with Roles(make_cluster(), tmp_path) as roles:
         ps, worker = roles.ps(), roles.worker()
@@ -90,7 +90,7 @@ def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
         assert "Traceback" not in coordinator.output
         for process in (ps, worker):
             process.wait_for(f"the job is over: the coordinator was stopped by {number.name}")
-        gate.touch()  # for the function of the old job, which holds the worker
+        gate.touch()  # for the old job's function, which holds the worker
         after = roles.coordinator(JOB)
         after.wait_for(DONE)
         assert after.wait() == 0
@@ -117,7 +117,7 @@ def test_script_that_handles_the_signal(tmp_path: Path) -> None:
         assert coordinator.wait() == 5
         assert "saved [0.0, 0.0, 0.0, 0.0]" in coordinator.output
         worker.wait_for("the job is over: the coordinator's script ended with code 5")
-        # One that lets it pass has not done its job either.
+        # A script that ignores it has not completed its job either.
         coordinator = roles.coordinator(source.replace("sys.exit(5)", "pass"), str(tmp_path / "gate"))
         coordinator.wait_for("joining")
         coordinator.send(signal.SIGTERM)
@@ -126,7 +126,7 @@ def test_script_that_handles_the_signal(tmp_path: Path) -> None:
 
 
 def test_grace(tmp_path: Path) -> None:
-    """A function that runs on when the grace is over is given back, and the worker says so and ends with 0."""
+    """A function that still runs when the grace period ends is given back, and the worker says so and exits with 0."""
     gate = tmp_path / "gate"
     with Roles(make_cluster(workers=2), tmp_path) as roles:
         roles.ps()
@@ -144,7 +144,7 @@ def test_grace(tmp_path: Path) -> None:
 
 
 def test_second_signal(tmp_path: Path) -> None:
-    """Who has no patience for the running function sends a second signal: the worker ends at once, with 128 + n."""
+    """A second signal ends the worker at once, without waiting for the running function, with 128 + n."""
     with Roles(make_cluster(), tmp_path) as roles:
         roles.ps()
         worker = roles.worker()
@@ -157,7 +157,7 @@ def test_second_signal(tmp_path: Path) -> None:
 
 
 def test_server_with_a_request_under_way(tmp_path: Path) -> None:
-    """A server that is asked to stop takes the rest of an update that is under way, applies it and acknowledges it."""
+    """A server that is asked to stop receives the rest of an update in progress, applies it and acknowledges it."""
     values = np.ones((CHUNK_BYTES // 8, 4), np.float32)  # two frames
     data = values.tobytes()
     cluster = make_cluster()
@@ -208,7 +208,7 @@ def test_until_done_when_the_script_fails(tmp_path: Path) -> None:
 
 
 def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
-    """Roles whose coordinator was killed take the next one, and do not exit by --until-done meanwhile."""
+    """Roles whose coordinator was killed accept the next one; meanwhile --until-done does not make them exit."""
     with Roles(make_cluster(), tmp_path) as roles:
         others = [roles.ps(0, "--until-done"), roles.worker(0, "--until-done")]
         gate = tmp_path / "gate"
@@ -226,7 +226,7 @@ def test_coordinator_that_is_killed_frees_its_roles(tmp_path: Path) -> None:
 
 
 def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
-    """Roles wait as long as they were told; then the job is dropped, here also by a server that was restored."""
+    """Roles wait as long as they were told; then the job is dropped, even by a server that was restored."""
     with Roles(make_cluster(ps=2), tmp_path, {"PSCLUSTER_COORDINATOR_TIMEOUT": "600"}) as roles:
         patient = roles.ps(0)
         restored = roles.ps(1)
@@ -249,7 +249,7 @@ def test_coordinator_that_does_not_come_back(tmp_path: Path) -> None:
 
 
 def test_coordinator_that_comes_back_in_time(tmp_path: Path) -> None:
-    """Its roles wait on, from its next death anew."""
+    """Its roles keep waiting, and start anew after its next death."""
     with Roles(make_cluster(), tmp_path) as roles:
         others = [roles.ps(0, "--coordinator-timeout", "60"), roles.worker(0, "--coordinator-timeout", "60")]
         for end in (signal.SIGKILL, signal.SIGTERM):
@@ -264,7 +264,7 @@ def test_coordinator_that_comes_back_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["ps", "worker", "coordinator"])
 def test_exit_with_parent(role: str, tmp_path: Path) -> None:
-    """With --exit-with-parent a role stops in order at the end of its standard input, which is empty here."""
+    """With --exit-with-parent a role stops cleanly at the end of its standard input, which is empty here."""
     with Roles(make_cluster(), tmp_path) as roles:
         if role == "coordinator":
             process = roles.coordinator(JOB, options=["--exit-with-parent"])
@@ -276,21 +276,21 @@ def test_exit_with_parent(role: str, tmp_path: Path) -> None:
 
 
 def left_over(mark: str) -> list[str]:
-    """The command lines of the living processes whose environment has the mark."""
+    """The command lines of the live processes whose environment has the mark."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
                 if mark.encode() in (folder / "environ").read_bytes():
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:  # it has ended, or is not ours
+            except OSError:  # it has ended, or belongs to another user
                 continue
     return found
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_run(number: signal.Signals, tmp_path: Path) -> None:
-    """`pscluster run` that gets a signal ends script and roles, leaves nothing, and exits with 128 + n."""
+    """`pscluster run` ends the script and the roles on a signal, leaves nothing, and exits with 128 + n."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(HELD)
     command = [*PSCLUSTER, "run", "--ps", "2", "--workers", "3", str(script), str(tmp_path / "gate")]
@@ -306,7 +306,7 @@ def test_run(number: signal.Signals, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_run_before_the_script_has_a_cluster(number: signal.Signals, tmp_path: Path) -> None:
-    """A signal while the script has not begun a job ends `pscluster run` as well."""
+    """A signal before the script has begun a job ends `pscluster run` as well."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text("import time\nprint('imports', flush=True)\nwhile True:\n    time.sleep(0.05)\n")
     with Process([*PSCLUSTER, "run", str(script)], environ(MARK=mark)) as process:
@@ -334,6 +334,6 @@ def test_run_that_is_killed(tmp_path: Path) -> None:
             if folder.name.isdigit() and folder.name != str(os.getpid()):
                 try:
                     if mark.encode() in (folder / "environ").read_bytes():
-                        os.kill(int(folder.name), signal.SIGKILL)  # the script, which is on its own by now
+                        os.kill(int(folder.name), signal.SIGKILL)  # the script, which has no parent any more
                 except OSError:
                     continue

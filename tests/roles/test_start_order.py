@@ -1,4 +1,4 @@
-"""Roles started by hand, in any order: each waits for those it needs and says for whom."""
+"""Roles started by hand, in any order: each waits for those it needs and names them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def as_mapping(cluster: dict[str, list[str]]) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("form", ["lists", "mappings"])
 def test_wrong_order(form: str, tmp_path: Path) -> None:
-    """Coordinator first, then workers, the servers last: each names who is missing, and the script completes."""
+    """With the coordinator first, then workers, and the servers last, each names what is missing, and the script
+    completes."""
     lists = make_cluster(ps=2, workers=2)
     ps, workers = lists["ps"], lists["worker"]
     with Roles(lists if form == "lists" else as_mapping(lists), tmp_path) as roles:
@@ -57,7 +58,7 @@ def test_python_m(tmp_path: Path) -> None:
 
 
 def test_partial_knowledge(tmp_path: Path) -> None:
-    """A role need not know more than docs/tf_config.md says: a server itself, a worker itself and the servers."""
+    """A role needs no more than docs/tf_config.md says: a server itself, a worker itself and the servers."""
     whole = make_cluster(ps=2, workers=2)
     everyone = as_mapping(whole)
     with Roles(whole, tmp_path) as roles:
@@ -98,7 +99,7 @@ def test_nobody_waits_for_an_evaluator(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "chief"])
 def test_deadline(role: str, tmp_path: Path) -> None:
-    """When the time is over: exit code 1, and one line that names the missing, what was tried and for how long."""
+    """When the time is over it exits with 1, and one line names the missing roles, what was tried and for how long."""
     cluster = make_cluster(ps=2, workers=1)
     (tmp_path / "script.py").write_text(JOB)
     command = ["worker"] if role == "worker" else ["coordinator"]
@@ -116,7 +117,7 @@ def test_deadline(role: str, tmp_path: Path) -> None:
 
 
 def test_deadline_names_only_the_missing(tmp_path: Path) -> None:
-    """Who has come is not among the missing."""
+    """A role that is up is not listed as missing."""
     cluster = make_cluster(ps=2)
     with Roles(cluster, tmp_path) as roles:
         roles.ps(1).wait_for("serving on")
@@ -129,7 +130,7 @@ def test_deadline_names_only_the_missing(tmp_path: Path) -> None:
 
 
 def test_long_wait_is_a_warning(tmp_path: Path) -> None:
-    """Who waits long is warned, with what was seen, where only warnings are shown."""
+    """A long wait is a warning with what was seen, visible even if only warnings are shown."""
     patched = tmp_path / "impatient.py"
     patched.write_text(
         "from pscluster.core.transport import channels\n"

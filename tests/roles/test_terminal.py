@@ -18,7 +18,7 @@ from tests.roles.wire import SECONDS
 from pscluster.coordinator.observability.rates import RateMeter
 from pscluster.v1 import node_pb2
 
-# Works until the file named by its argument exists; the variables' names are what a name may be.
+# Works until the file named by its argument exists; the variables' names test what a name may hold.
 BUSY = """
 import pathlib, sys
 import numpy as np
@@ -43,7 +43,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 def test_a_busy_cluster(tmp_path: Path) -> None:
-    """`status --json` has every task and number, `top` what moves most, and `--watch` goes on until Ctrl-C."""
+    """`status --json` has every task and number, `top` what moves most data, and `--watch` continues until Ctrl-C."""
     cluster = make_cluster(ps=2, workers=2)
     config = tf_config(cluster, "ps")
     gate = tmp_path / "gate"
@@ -95,7 +95,7 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
     ],
 )
 def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """In a terminal the picture is drawn anew in its place; whatever ends it, the cursor is there again."""
+    """In a terminal the picture is redrawn in place; however it ends, the cursor is restored."""
     cluster = make_cluster(chief=False)
     with Roles(cluster, tmp_path) as roles:
         roles.ps().wait_for("serving on")
@@ -108,7 +108,7 @@ def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: in
             while shown.count(b"ps 0") < 3:
                 shown += os.read(terminal, 4096)
             process.send_signal(number)
-            with contextlib.suppress(OSError):  # the terminal's end, on Linux
+            with contextlib.suppress(OSError):  # the terminal has ended, on Linux
                 while more := os.read(terminal, 4096):
                     shown += more
             assert process.wait() == code
@@ -117,15 +117,15 @@ def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: in
     assert b"Traceback" not in shown
 
 
-def reply(incarnation: int, done: int, reads: int = 0, name: str = "w") -> node_pb2.StatusReply:
-    """An account of a server of that incarnation."""
-    load = node_pb2.VariableLoad(name=name, bytes=8, reads=reads, read_bytes=8 * reads)
+def reply(incarnation: int, done: int, reads: int = 0, name: str = "w", held: int = 8) -> node_pb2.StatusReply:
+    """A status reply from a server with that incarnation."""
+    load = node_pb2.VariableLoad(name=name, bytes=held, reads=reads, read_bytes=8 * reads)
     identity = node_pb2.Identity(role="ps", index=1, incarnation=incarnation)
     return node_pb2.StatusReply(identity=identity, requests=done, bytes_in=10 * done, busiest=[load])
 
 
 def test_rates() -> None:
-    """Two accounts of one incarnation give rates; a process that was restarted has none until it is asked twice."""
+    """Two replies of one incarnation give rates; a restarted process has none until it has been asked twice."""
     meter = RateMeter()
     assert meter.add(10.0, {"ps 1": reply(1, 100, 50)}).tasks == {}
     rates = meter.add(12.0, {"ps 1": reply(1, 120, 60)})
@@ -139,3 +139,5 @@ def test_rates() -> None:
     assert meter.add(15.0, {}).tasks == {}
     assert meter.add(16.0, {"ps 1": reply(2, 9, 2)}).tasks == {}, "it was away in between"
     assert [each.moved for each in meter.add(17.0, {"ps 1": reply(2, 9, 1)}).variables] == [0.0], "made anew"
+    meter.add(18.0, {"ps 1": reply(3, 1, held=0)})
+    assert [each.servers for each in meter.add(19.0, {"ps 1": reply(3, 2, held=0)}).variables] == [{}], "held elsewhere"

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: who gets in, what a certificate opens, renewal, and errors that say what to do."""
+"""TLS and mutual TLS: which callers are accepted, what a certificate opens, renewal, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.cli.health import is_healthy
-from pscluster.coordinator.local.local_cluster import child_environ
+from pscluster.coordinator.local.environment import child_environ
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.scheduling import connections
 from pscluster.core.errors import ConfigurationError, NotPermittedError, UnavailableError
@@ -53,9 +53,9 @@ from pscluster.core.ids import make_identity
 from pscluster.core.security import access
 from pscluster.core.security.certificates import make_certificates, renew_certificates
 from pscluster.core.security.tls import Tls, load_tls
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.core.transport.grpc_streams import StreamEndedError
 from pscluster.core.transport.methods import Method, Stub, methods
 from pscluster.core.transport.tcp.client import DataPort, DataStream, Where
 from pscluster.core.transport.tcp.encryption import TlsConnection
@@ -80,7 +80,7 @@ OPEN_TO_OTHERS = {
 
 
 def channel_of(address: str, ours: Path, authorities: Path | None = None, more: Any = ()) -> grpc.Channel:
-    """A channel with whatever certificate there is in a folder, bad ones too, which `Tls` would refuse."""
+    """A channel with the certificate in a folder, even a bad one, which `Tls` would refuse."""
     pair = [(ours / name).read_bytes() if (ours / name).exists() else None for name in ("tls.key", "tls.crt")]
     credentials = grpc.ssl_channel_credentials(((authorities or ours) / "ca.crt").read_bytes(), *pair)
     return grpc.secure_channel(address, credentials, options=[("grpc.use_local_subchannel_pool", 1), *more])
@@ -115,18 +115,18 @@ def without_role(folder: Path, certificates: Path) -> Path:
 
 @dataclass
 class Guarded:
-    """A cluster that works, with mutual TLS and a token; and those who are to be kept out, by folder."""
+    """A working cluster, with mutual TLS and a token, and the folders of callers that must be kept out."""
 
     addresses: dict[str, str]
     processes: list[Process]
     certificates: Path
-    strangers: dict[str, Path]
+    untrusted: dict[str, Path]
     channels: dict[tuple[str, str], grpc.Channel] = field(default_factory=dict)
     data: dict[str, Where] = field(default_factory=dict)
     """Where data goes, by role."""
 
     def channel(self, role: str, ours: Path) -> grpc.Channel:
-        """To a role, one for each caller."""
+        """A channel to a role, one for each caller."""
         key = role, str(ours)
         if key not in self.channels:
             self.channels[key] = channel_of(self.addresses[role], ours, self.certificates)
@@ -143,7 +143,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     renew_certificates(old, days=-1)
     make_certificates(other)
     (folder / "none").mkdir()
-    strangers = {
+    untrusted = {
         "none": folder / "none",
         "expired": old / "coordinator",
         "another CA's": other / "coordinator",
@@ -153,7 +153,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         ps, worker = roles.ps(), roles.worker()
         coordinator = roles.coordinator(IDLE, str(folder / "gate"))
         coordinator.wait_for("connected")
-        found = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, strangers)
+        found = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, untrusted)
         for role in ("ps", "worker"):
             stub = Stub(with_token(found.channel(role, certificates / "tool"), TOKEN), NODE_SERVICE)
             reply = stub.hello(node_pb2.HelloRequest(identity=make_identity("tool", 0)), timeout=SECONDS)
@@ -165,9 +165,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.mark.parametrize(("role", "method"), ALL_METHODS)
 def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
-    """Each method of each role is open to those whose certificate says so, with the token, and to nobody else."""
+    """Each method of each role is open only to callers with a certificate for it and the token."""
     name = method.path.rsplit("/", 1)[1]
-    for what, ours in guarded.strangers.items():
+    for what, ours in guarded.untrusted.items():
         error = call(with_token(guarded.channel(role, ours), TOKEN), method)
         assert error is not None, what
         assert error.code() == grpc.StatusCode.UNAVAILABLE, what
@@ -189,16 +189,16 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
 
 
 def data_stream(where: Where, folder: Path, path: str, token: str | None = TOKEN) -> DataStream | None:
-    """A call on a data plane by who has the certificate in the folder; None where there is no trust."""
+    """A call on a data plane with the certificate in the folder; None if there is no trust."""
     port = DataPort("a role", token, Tls(folder))
     port.is_at(where)
-    return port.open(path, ())
+    return port.connect(path, ())
 
 
 def how_it_ended(stream: DataStream) -> StreamEndedError | None:
-    """A call with an empty message; None if it was answered."""
+    """How a call with an empty message ended; None if it was answered."""
     with closing(stream):
-        stream.send_parts((b"",), last=True)
+        stream.send(b"", last=True)
         try:
             stream.receive()
         except StreamEndedError as end:
@@ -208,7 +208,7 @@ def how_it_ended(stream: DataStream) -> StreamEndedError | None:
 
 @pytest.mark.parametrize("role", ["ps", "worker"])
 def test_every_method_on_the_data_plane(role: str, guarded: Guarded) -> None:
-    """As over gRPC: a certificate opens the same, with the token; without it, or with another, nothing is open."""
+    """A certificate with the token opens the same methods as over gRPC; without the token, or with another, none."""
     where, service = guarded.data[role], SERVICES[role][1]
     for method in methods(service):
         name = method.path.rsplit("/", 1)[1]
@@ -234,26 +234,26 @@ def test_every_method_on_the_data_plane(role: str, guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("role", ["ps", "worker"])
-def test_strangers_on_the_data_plane(role: str, guarded: Guarded) -> None:
-    """Whoever gets nowhere over gRPC gets nowhere there, and is told so by TLS, before the token; nor in plain text."""
-    for what, ours in guarded.strangers.items():
+def test_untrusted_callers_on_the_data_plane(role: str, guarded: Guarded) -> None:
+    """A caller that gRPC refuses is refused here, too, by TLS, before the token is checked; and so is plain text."""
+    for what, ours in guarded.untrusted.items():
         context = ssl.create_default_context(cafile=str(guarded.certificates / "ca.crt"))
         if (ours / "tls.crt").exists():
             context.load_cert_chain(ours / "tls.crt", ours / "tls.key")
         with (
             socket.create_connection(cast("tuple[str, int]", guarded.data[role]), SECONDS) as plain,
             pytest.raises(ssl.SSLError, match=r"alert|ALERT"),
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as stranger,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
-            raise AssertionError(f"{what}: {stranger.recv(1)!r} came")
+            raise AssertionError(f"{what}: {connection.recv(1)!r} came")
     port = DataPort("a role", TOKEN)
     port.is_at(guarded.data[role])
-    assert port.open("/x", ()) is None
+    assert port.connect("/x", ()) is None
 
 
 @pytest.mark.parametrize(("role", "method"), ALL_METHODS)
 def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded) -> None:
-    """A certificate that does not open the method is told so before a message has come: no thread waits for one."""
+    """A call that the certificate does not allow is refused before a message has come, and no thread waits for one."""
     name = method.path.rsplit("/", 1)[1]
     for caller in {"ps", "worker", "tool"} - OPEN_TO_OTHERS.get(name, set()):
         channel, over = with_token(guarded.channel(role, guarded.certificates / caller), TOKEN), Event()
@@ -264,18 +264,18 @@ def test_what_is_refused_is_not_read(role: str, method: Method, guarded: Guarded
 
 
 def nothing_until(over: Event) -> Iterator[bytes]:
-    """The requests of somebody who sends none."""
+    """The requests of a caller that sends none."""
     over.wait()
     yield from ()
 
 
-def test_a_request_that_does_not_come(tmp_path: Path) -> None:
-    """It is waited for as long as is said, and no longer: a server with one thread answers the next call."""
+def test_a_request_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for as long as the limit says, and no longer: a server with one thread answers the next call."""
     make_certificates(tmp_path / "certificates")
     tool, over = tmp_path / "certificates" / "tool", Event()
-    interceptor = access.RoleInterceptor(StallWatchdog(0.3))
+    monkeypatch.setattr("pscluster.core.transport.methods._watchdog", StallWatchdog(0.3))
     with (
-        serving(tmp_path / "certificates" / "ps", interceptors=[interceptor]) as address,
+        serving(tmp_path / "certificates" / "ps", interceptors=[access.RoleInterceptor()]) as address,
         channel_of(address, tool) as channel,
     ):
         check: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
@@ -299,7 +299,8 @@ def test_plain_text_gets_nowhere(guarded: Guarded) -> None:
 
 
 def test_a_certificate_without_a_role(guarded: Guarded, tmp_path: Path) -> None:
-    """Of the same CA, but with no role in it: nothing is open, health neither, and the answer says what is missing."""
+    """A certificate of the same CA without a role opens nothing, not even health, and the answer says what is
+    missing."""
     ours = without_role(tmp_path / "roleless", guarded.certificates)
     for method in methods(SERVICES["ps"][2]):
         with channel_of(guarded.addresses["ps"], ours) as channel:
@@ -310,7 +311,7 @@ def test_a_certificate_without_a_role(guarded: Guarded, tmp_path: Path) -> None:
 
 
 def test_workers_create_nothing(guarded: Guarded) -> None:
-    """On the streams that are open to a worker it may read and update; variables and rules are the coordinator's."""
+    """On the streams open to it a worker may read and update; only the coordinator declares variables and rules."""
     create = [
         ps_pb2.CreateRequest(variable=ps_pb2.VariableSpec(id=7, name="x", dtype="float32", shape=[1])),
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=1), rule={"module": "os", "qualname": "system"}),
@@ -329,12 +330,12 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
             push(iter([data]), timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
-    with pytest.raises(grpc.RpcError, match="does not open what writes to the disk"):
+    with pytest.raises(grpc.RpcError, match="does not open methods that write to the disk"):
         Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), timeout=SECONDS)
 
 
 def test_workers_set_rates_and_no_rules() -> None:
-    """A step may give an optimizer another rate, and neither another rule nor another name."""
+    """A step may give an optimizer another rate, but neither another rule nor another name."""
     role = ParameterServerRole(0)
     role.job_began(node_pb2.AttachRequest(job=7))
     service = ParameterServerService(role)
@@ -349,22 +350,47 @@ def test_workers_set_rates_and_no_rules() -> None:
     create(OpenCall())
     create(WorkersCall(), numbers={"learning_rate": 0.5})
     for changed in ({"id": 2}, {"name": "p"}, {"rule": "adam"}):
-        with pytest.raises(NotPermittedError, match="does not open the creation of variables and of optimizers"):
+        with pytest.raises(NotPermittedError, match="does not open the creation of variables and optimizers"):
             create(WorkersCall(), **changed)
     (held,) = role.store.describe([], ["o"]).optimizers
     assert (held.rule, held.numbers["learning_rate"]) == ("sgd", 0.5)
 
 
+def test_workers_put_no_metadata() -> None:
+    """Neither on a session nor as a large request: only coordinators have progress."""
+    role = ParameterServerRole(0)
+    role.job_began(node_pb2.AttachRequest(job=7))
+    service, refused = ParameterServerService(role), "does not open a job's metadata"
+
+    def put(sequence: int) -> bytes:
+        item = ps_pb2.UpdateItem(shard=1, kind=ps_pb2.PUT, nth=1, name="progress", text=f"{sequence}")
+        update = ps_pb2.UpdateRequest(job=7, incarnation=9, sequence=sequence, items=[item])
+        return pack(ps_pb2.Request(update=update, last=True))
+
+    def session(context: OpenCall, data: bytes) -> ps_pb2.Reply:
+        (reply,) = service.session(iter([data]), cast(grpc.ServicerContext, context))
+        return unpack(b"".join(reply) if isinstance(reply, list) else reply, ps_pb2.Reply)[0]
+
+    assert session(OpenCall(), put(1)).update.applied == 1
+    assert refused in session(WorkersCall(), put(2)).refusal.message
+    with pytest.raises(NotPermittedError, match=refused):
+        service.push(iter([put(3)]), cast(grpc.ServicerContext, WorkersCall()))
+    assert role.store.directory.metadata.texts == {"progress": "1"}
+    service.push(iter([put(4)]), cast(grpc.ServicerContext, OpenCall()))
+    assert role.store.directory.metadata.texts == {"progress": "4"}
+
+
 class WorkersCall(OpenCall):
-    """Of somebody with a worker's certificate."""
+    """A call by a caller with a worker's certificate."""
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """What gRPC found in it."""
+        """What gRPC found in the certificate."""
         return {"x509_pem_cert": [b""], "peer_uri": [b"pscluster://role/worker"]}
 
 
 def test_the_table() -> None:
-    """It names methods that there are, and those that this test knows to be open to others than the coordinator."""
+    """The table names existing methods, and exactly those that this test knows to be open to more than the
+    coordinator."""
     there = {method.path for services in SERVICES.values() for service in services for method in methods(service)}
     assert set(access.CALLERS) <= there
     for path in there:
@@ -375,7 +401,7 @@ def test_the_table() -> None:
 
 
 def test_tools(guarded: Guarded) -> None:
-    """`pscluster health` and `status` have a certificate that opens what they ask, and no more."""
+    """`pscluster health` and `status` have a certificate that opens what they ask for, and no more."""
     env = {"PSCLUSTER_TOKEN": TOKEN, "PSCLUSTER_TLS": str(guarded.certificates)}
     config = tf_config({job: [address] for job, address in guarded.addresses.items()}, "ps")
     code, output = run("status", config=config, **env)
@@ -390,7 +416,7 @@ def test_tools(guarded: Guarded) -> None:
 
 
 def test_a_worker_is_no_coordinator(tmp_path: Path) -> None:
-    """A script that has a worker's key only can't take the cluster, and says why in one line."""
+    """A script with only a worker's key can't attach to the cluster, and says why in one line."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     with Roles(make_cluster(), tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
@@ -403,7 +429,8 @@ def test_a_worker_is_no_coordinator(tmp_path: Path) -> None:
 
 
 def test_server_only(tmp_path: Path) -> None:
-    """--tls-server-only asks for no certificate: who has the token and knows the CA gets in, others do not."""
+    """--tls-server-only asks for no certificate: callers with the token that know the CA are accepted, others are
+    not."""
     certificates, known = tmp_path / "certificates", tmp_path / "known"
     make_certificates(certificates)
     known.mkdir()
@@ -424,7 +451,7 @@ def test_server_only(tmp_path: Path) -> None:
 
 
 def put(source: Path, target: Path) -> None:
-    """What an operator does: each file is put in its place at once."""
+    """Put each file in its place at once, as an operator would."""
     for role in access.ROLES:
         for name in ("ca.crt", "tls.key", "tls.crt"):
             draft = target / role / f".{name}"
@@ -433,7 +460,7 @@ def put(source: Path, target: Path) -> None:
 
 
 def test_renewal_under_a_running_job(tmp_path: Path) -> None:
-    """All certificates change, the CA too: a server that is started again is found by coordinator and worker."""
+    """All certificates change, the CA too: coordinator and worker find a restarted server."""
     used, new = tmp_path / "used", tmp_path / "new"
     make_certificates(used)
     make_certificates(new)
@@ -445,11 +472,11 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
         coordinator = roles.coordinator(HELD, str(gate))
         worker.wait_for("running on worker")
         put(new, used)
-        # A server that goes on: at its next connection it shows the new one, and asks for one of the new CA.
+        # A server that is not restarted shows the new one at its next connection, and asks for one of the new CA.
         until(lambda: is_healthy(cluster["ps"][1], None, tls=Tls(new / "tool"))[0], "the new one is shown")
         assert ": its certificate is valid until" in second.output
         with first:
-            pass  # killed
+            pass  # it was killed
         roles.ps(0).wait_for("serving on")
         coordinator.wait_for("is reachable again|is back after")
         gate.touch()
@@ -458,7 +485,7 @@ def test_renewal_under_a_running_job(tmp_path: Path) -> None:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """By what a list may name the certificate of a folder."""
+    """The names by which a list may refer to the certificate in a folder."""
     certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
     key = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -472,8 +499,8 @@ def _names(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("by", ["serial", "certificate", "key"])
 def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
-    """Its open streams end and its calls are refused, whatever names it, without a restart; others go on. A list that
-    makes no sense is an error in the log, and the one before stays."""
+    """A revoked caller's open streams end and its calls are refused, whatever names it, without a restart; others
+    continue. An invalid list is an error in the log, and the previous one stays in force."""
     certificates, cluster = tmp_path / "certificates", make_cluster()
     make_certificates(certificates)
     listed = certificates / "ps" / "revoked.txt"
@@ -504,7 +531,7 @@ def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
         assert health_pb2_grpc.HealthStub(kept).Check(ask, timeout=SECONDS).status
         renew_certificates(certificates)
         with channel_of(cluster["ps"][0], worker) as again:
-            if by == "key":  # which a new certificate keeps
+            if by == "key":  # a new certificate keeps the key
                 with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
                     health_pb2_grpc.HealthStub(again).Check(ask, timeout=SECONDS)
             else:
@@ -512,7 +539,7 @@ def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
 
 
 def test_an_expired_certificate_on_a_resumed_session(tmp_path: Path) -> None:
-    """TLS looks at the date in the first handshake of a session only: who goes on with it later is refused by us."""
+    """TLS checks the date only in a session's first handshake: a caller that resumes it later is refused by us."""
     certificates, short, cluster = tmp_path / "certificates", tmp_path / "short", make_cluster()
     make_certificates(certificates)
     with Roles(cluster, tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
@@ -521,7 +548,7 @@ def test_an_expired_certificate_on_a_resumed_session(tmp_path: Path) -> None:
         renew_certificates(short, days=8 / 86_400)
         ends = x509.load_pem_x509_certificate((short / "tool" / "tls.crt").read_bytes()).not_valid_after_utc
         cache: Any = ("grpc.ssl_session_cache", ssl_session_cache_lru(4))  # type: ignore[no-untyped-call]
-        address = cluster["ps"][0].replace("127.0.0.1", "localhost")  # sessions are kept by name
+        address = cluster["ps"][0].replace("127.0.0.1", "localhost")  # sessions are stored by name
 
         def check() -> grpc.RpcError | None:
             with channel_of(address, short / "tool", more=(cache,)) as channel:
@@ -537,11 +564,11 @@ def test_an_expired_certificate_on_a_resumed_session(tmp_path: Path) -> None:
         assert error is not None
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "expired at" in (error.details() or "")
-        assert "its TLS session is of before" in (error.details() or "")
+        assert "after its TLS session began" in (error.details() or "")
 
 
 def test_a_bad_renewal(tmp_path: Path) -> None:
-    """Files that can't be used are an error in the log, and keeping the current certificates; good ones count again."""
+    """Unusable files are an error in the log, and the current certificates stay; good ones are used again."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     cluster, tool = make_cluster(), Tls(certificates / "tool")
@@ -582,7 +609,7 @@ def serving(
     mutual: bool = True,
     interceptors: Sequence[grpc.ServerInterceptor] = (),
 ) -> Iterator[str]:
-    """A gRPC server, that is healthy, with whatever is in the folder; None: plain text. Its address."""
+    """A healthy gRPC server with the certificate in the folder, or in plain text if None; its address."""
     with grpc_server(1, interceptors=[*interceptors]) as server:
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
         if folder is None:
@@ -596,7 +623,7 @@ def serving(
 
 
 def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
-    """Another CA, an expired certificate, another host, plain text, none to show: each is said, with the mend."""
+    """Another CA, an expired certificate, another host, plain text, no certificate: each is named, with the remedy."""
     ours, other, old, bare = (tmp_path / name for name in ("ours", "other", "old", "bare"))
     make_certificates(ours)
     make_certificates(other)
@@ -631,7 +658,7 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
         for (code, output), (address, _, sentence) in zip(results, cases, strict=True):
             assert code == 1, output
             assert output.startswith(f"{address} does not answer: {sentence}"), output
-        # A role that needs it does not wait for what waiting does not mend.
+        # A role that needs it does not wait for something that waiting does not cure.
         cluster = make_cluster()
         for address, env, sentence in (cases[0], cases[6]):
             config = tf_config({**cluster, "ps": [address]}, "worker")
@@ -645,7 +672,7 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
 
 
 def test_a_key_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong is found where there is no folder for temporary files, too."""
+    """What is wrong is found even without a folder for temporary files."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     make_certificates(ours)
     make_certificates(other)
@@ -656,7 +683,7 @@ def test_a_key_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost peer is dialled anew many times in a second; why there is no trust is looked up now and then."""
+    """A lost peer is dialled many times per second; why it is not trusted is checked only now and then."""
     make_certificates(tmp_path)
     looks, now = list[PeerAddress](), [100.0]
     monkeypatch.setattr(connections, "why_untrusted", looks.append)
@@ -669,7 +696,7 @@ def test_why_is_not_asked_at_each_attempt(tmp_path: Path, monkeypatch: pytest.Mo
 
 @contextmanager
 def serving_ours_asking_others(ours: Path, other: Path, folder: Path) -> Iterator[str]:
-    """A server with our certificate that believes another CA only."""
+    """A server with our certificate that trusts only another CA."""
     mixed = folder / "mixed"
     shutil.copytree(ours / "ps", mixed)
     shutil.copy(other / "ca.crt", mixed / "ca.crt")
@@ -677,7 +704,7 @@ def serving_ours_asking_others(ours: Path, other: Path, folder: Path) -> Iterato
         yield address
 
 
-# Of the kind 1.3.101.122, which there is not; beside it stands one that there is.
+# Of the kind 1.3.101.122, which does not exist; beside it is one that does.
 UNKNOWN_KEY = b"""-----BEGIN PRIVATE KEY-----
 MC4CAQAwBQYDK2V6BCIEIIQgchrkNZEeG6Y1Q4igwd85NCUmoHU4VNqU9B2Zx4yW
 -----END PRIVATE KEY-----
@@ -685,7 +712,7 @@ MC4CAQAwBQYDK2V6BCIEIIQgchrkNZEeG6Y1Q4igwd85NCUmoHU4VNqU9B2Zx4yW
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    """What can't be used is refused at the start: exit code 2 and one line that names the file and the mend."""
+    """Unusable files are refused at the start: exit code 2 and one line that names the file and the remedy."""
     good, old = tmp_path / "good", tmp_path / "old"
     make_certificates(good)
     shutil.copytree(good, old)
@@ -703,7 +730,7 @@ def test_unusable_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     other = (good / "worker" / "tls.key").read_bytes()
     cases = [
-        (str(tmp_path / "nowhere"), "is no folder"),
+        (str(tmp_path / "nowhere"), "is not a folder"),
         (str(tmp_path / "empty"), "holds none of tls.crt, tls.key, ca.crt"),
         (str(old), "expired at"),
         (changed("keyless", key=None), "holds tls.crt, but no tls.key"),
@@ -733,7 +760,7 @@ def test_unusable_files(tmp_path: Path) -> None:
 
 
 def test_the_token_in_plain_text(tmp_path: Path) -> None:
-    """Off loopback, a role neither listens nor dials in plain text with a token, unless told to: one sentence."""
+    """Off loopback, a role neither listens nor dials in plain text with a token, unless told to; a message says so."""
     (tmp_path / "job.py").write_text(JOB)
     (address,) = free_addresses(1)
     port = address.partition(":")[2]
@@ -752,7 +779,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
     ]
     env = {"PSCLUSTER_TOKEN": TOKEN}
     results = run_all([(arguments, {"TF_CONFIG": config, **env}) for arguments, config, _ in cases])
-    # Found by the script, which makes the strategy.
+    # found by the script, which makes the strategy
     results.append(run("coordinator", str(tmp_path / "job.py"), config=tf_config(far, "chief"), **env))
     cases.append(([], "", sending))
     for (code, output), (_, _, sentence) in zip(results, cases, strict=True):
@@ -774,7 +801,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
 
 
 def test_off_loopback(tmp_path: Path) -> None:
-    """Mutual TLS opens other interfaces without a token; plain text needs to be asked for, and is logged."""
+    """Mutual TLS opens other interfaces without a token; plain text must be requested, and is logged."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     addresses = free_addresses(2)
@@ -792,7 +819,7 @@ def test_off_loopback(tmp_path: Path) -> None:
 
 
 def test_a_local_cluster_that_others_reach() -> None:
-    """It makes its certificates itself: steps, large arrays both ways, a worker's death; no key is left."""
+    """It makes its own certificates; steps, large arrays both ways and a worker's death work, and no key is left."""
     with LocalCluster(2, 2, host="0.0.0.0", log_level="ERROR") as cluster:
         assert cluster.tls is not None
         folder = Path(cluster.tls_folder)
@@ -801,7 +828,7 @@ def test_a_local_cluster_that_others_reach() -> None:
             with strategy.scope():
                 table = Variable(
                     np.zeros((3 << 20,), np.float32), name="table"
-                )  # 12 MiB: in frames, on its own channel
+                )  # 12 MiB: in frames, on a separate channel
             coordinator = ClusterCoordinator(strategy)
 
             def step() -> None:
@@ -810,7 +837,7 @@ def test_a_local_cluster_that_others_reach() -> None:
             for _ in range(6):
                 coordinator.schedule(step)
             coordinator.join()
-            recorded = timeline.collect(strategy.tasks)  # on channels of its own
+            recorded = timeline.collect(strategy.tasks)  # on separate channels
             assert [each.missing for each in recorded] == [""] * 4
             cluster.kill("worker", 0)
             for _ in range(6):
@@ -819,16 +846,16 @@ def test_a_local_cluster_that_others_reach() -> None:
             assert np.unique(table.numpy()).tolist() == [12.0]
             server = strategy.client._servers[0]
             server.give_back(session := server.take_session())
-            links = coordinator._dispatcher._workers
+            links = coordinator._dispatcher.state.workers
             until(lambda: all(link.connection and link.connection._stream for link in links), "all are connected")
-            streams = [session._stream, *(link.connection._stream for link in links if link.connection)]
+            streams = [session.stream, *(link.connection._stream for link in links if link.connection)]
             assert {type(cast(DataStream, stream)._connection) for stream in streams} == {TlsConnection}
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("folder", ["", "its own"])
 def test_a_local_cluster_hands_on_its_own(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment says of another cluster's certificates reaches neither its processes nor the script's."""
+    """Certificates of another cluster in the environment reach neither its processes nor the script's."""
     monkeypatch.setenv("PSCLUSTER_TLS", "of another cluster")
     monkeypatch.setenv("PSCLUSTER_TLS_SERVER_ONLY", "1")
     environment = child_environ({}, "{}", TOKEN, folder)
@@ -837,14 +864,14 @@ def test_a_local_cluster_hands_on_its_own(folder: str, monkeypatch: pytest.Monke
 
 
 def names_in(path: Path) -> list[str]:
-    """The names of a certificate."""
+    """The names in a certificate."""
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
 
 
 def test_certs_command(tmp_path: Path) -> None:
-    """It makes what it says, for its owner only, once; --renew keeps CA, keys and hosts."""
+    """It makes what it says, readable only by its owner, once; --renew keeps the CA, keys and hosts."""
     folder = tmp_path / "certificates"
     cluster = {"ps": ["ps-0:2222"], "worker": ["worker-0:2222", "10.0.0.7:2222"], "chief": ["[2001:db8::1]:2222"]}
     options = ("--host", "host.example.com", "--host", "192.0.2.1", "--days", "30")
@@ -868,7 +895,7 @@ def test_certs_command(tmp_path: Path) -> None:
 
     code, output = run("certs", str(folder))
     assert code == 2
-    assert output.startswith(f"pscluster: {folder} already has certificates, which are kept: give --renew")
+    assert output.startswith(f"pscluster: {folder} already has certificates, and they were not changed: give --renew")
     assert {name: (folder / name).read_bytes() for name in files} == before
 
     assert run("certs", str(folder), "--renew", "--host", "another.example.com") == (0, "")
@@ -890,7 +917,7 @@ def test_certs_command(tmp_path: Path) -> None:
 
 
 def test_create_tls_race(tmp_path: Path) -> None:
-    """Roles that all are to create certificates agree on one CA, and a job runs with them, without a token."""
+    """Roles that all have to create certificates agree on one CA, and a job runs with them, without a token."""
     folder = tmp_path / "tls"
     with Roles(make_cluster(ps=2), tmp_path) as roles:
         roles.ps(0, "--create-tls", "--tls", str(folder))
@@ -905,7 +932,7 @@ def test_create_tls_race(tmp_path: Path) -> None:
 
 
 def test_who_loads_what(tmp_path: Path) -> None:
-    """One folder for all roles of a machine, or a role's own; the option goes before the variable."""
+    """One folder serves all roles of a machine, or each role has one; the option takes precedence over the variable."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     assert load_tls("ps", environ={}) is None

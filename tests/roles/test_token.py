@@ -58,7 +58,7 @@ WRONG: dict[str, Metadata] = {
 
 @dataclass
 class Guarded:
-    """A cluster that works, with a token."""
+    """A working cluster with a token."""
 
     addresses: dict[str, str]
     processes: list[Process]
@@ -77,7 +77,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def call(channel: grpc.Channel, method: Method, metadata: Metadata = ()) -> grpc.RpcError | None:
-    """Call a method with an empty message; how it ended, None if it was answered."""
+    """Call a method with an empty message; return how it ended, None if it was answered."""
     request: object = iter([b""]) if method.client_streaming else b""
     try:
         reply = getattr(channel, method.shape)(method.path)(request, metadata=metadata, timeout=SECONDS)
@@ -99,7 +99,7 @@ ALL_METHODS = [
 
 @pytest.mark.parametrize(("role", "method"), ALL_METHODS)
 def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
-    """Each method of each role refuses no and wrong tokens, with a sentence, and takes the right one."""
+    """Each method of each role refuses missing and wrong tokens, with a message, and accepts the right one."""
     with grpc.insecure_channel(guarded.addresses[role]) as channel:
         for what, metadata in WRONG.items():
             error = call(channel, method, metadata)
@@ -132,7 +132,8 @@ NONE = {"PSCLUSTER_INSECURE": "1"}
 
 
 def test_health_alone_may_be_opened(tmp_path: Path) -> None:
-    """With --open-health a check needs no token; all else does, and whoever holds one up only keeps his kind out."""
+    """With --open-health a check needs no token but all else does, and callers that hold it up delay only their
+    like."""
     cluster = make_cluster()
     address = cluster["ps"][0]
     with Roles(cluster, tmp_path, {**WITH_TOKEN, "PSCLUSTER_OPEN_HEALTH": "1"}) as roles:
@@ -148,7 +149,7 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
             error = call(alone, method, [("x", "")] * (MAX_METADATA + 1))
             assert error is not None
             assert error.code() == grpc.StatusCode.UNAVAILABLE, "a large head gets no answer"
-            # Without an end of what is sent, and nothing sent: each has a place until its time is over.
+            # The calls never end and send nothing: each occupies a place until its time is over.
             over, check = threading.Event(), cast("Any", channel.stream_unary(PATH))
             held = [check.future(iter(over.wait, True)) for _ in range(40)]
             until(lambda: any(each.done() for each in held), "those for whom there is no place are refused")
@@ -192,7 +193,7 @@ def test_tools(guarded: Guarded, tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["worker", "chief"])
 @pytest.mark.parametrize("token", [None, "another-token-entirely"])
 def test_role_with_another_token(role: str, token: str | None, guarded: Guarded, tmp_path: Path) -> None:
-    """A role without the token of the servers is refused at once, in one line, with exit code 1."""
+    """A role without the servers' token is refused immediately, in one line, with exit code 1."""
     cluster = make_cluster()
     cluster["ps"] = [guarded.addresses["ps"]]
     (tmp_path / "job.py").write_text(JOB)
@@ -207,7 +208,7 @@ def test_role_with_another_token(role: str, token: str | None, guarded: Guarded,
 
 
 def test_three_places(tmp_path: Path) -> None:
-    """The option goes before PSCLUSTER_TOKEN_FILE, and that before PSCLUSTER_TOKEN: a job with each of them."""
+    """The option takes precedence over PSCLUSTER_TOKEN_FILE, and that over PSCLUSTER_TOKEN; a job runs with each."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(f"  {TOKEN}\n")
     wrong.write_text(TOKEN[::-1])
@@ -225,7 +226,7 @@ def test_three_places(tmp_path: Path) -> None:
 
 
 def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
-    """A file holds several: all are accepted, the first is sent; what is added or removed counts without a restart."""
+    """A file holds several tokens: all are accepted, the first is sent; changes take effect without a restart."""
     new = "a-newer-one-that-nobody-knows"
     file, cluster = tmp_path / "token", make_cluster()
     file.write_text(f"{TOKEN}\n")
@@ -257,7 +258,7 @@ def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
 
 
 def test_create_token_race(tmp_path: Path) -> None:
-    """Roles that all are to create the token agree on one, which only its owner can read."""
+    """Roles that all have to create the token agree on one, which only its owner can read."""
     path = tmp_path / "token"
     with Roles(make_cluster(ps=3, workers=2), tmp_path, {"PSCLUSTER_TOKEN_FILE": str(path)}) as roles:
         started = [roles.ps(i, "--create-token") for i in range(3)] + [
@@ -276,7 +277,8 @@ def test_create_token_race(tmp_path: Path) -> None:
 
 
 def test_token_command(tmp_path: Path) -> None:
-    """`pscluster token` prints another token each time; with --file it makes the file once, for its owner only."""
+    """`pscluster token` prints another token each time; with --file it makes the file once, readable only by its
+    owner."""
     first, second = run("token")[1], run("token")[1]
     assert first != second
     assert len(first.strip()) >= 32
@@ -292,7 +294,7 @@ def test_token_command(tmp_path: Path) -> None:
 
 
 def test_create_token_needs_a_name() -> None:
-    """--create-token without a file to create is a mistake of the command line."""
+    """--create-token without a file to create is a mistake in the command line."""
     code, output = run("ps", "--create-token", config=tf_config(make_cluster(), "ps"))
     assert code == 2
     assert output == "pscluster: --create-token needs --token-file or PSCLUSTER_TOKEN_FILE to name the file\n"
@@ -300,7 +302,7 @@ def test_create_token_needs_a_name() -> None:
 
 @pytest.mark.parametrize("command", ["ps", "worker", "coordinator", "health"])
 def test_unusable_tokens(command: str, tmp_path: Path) -> None:
-    """A token that is too short, not ASCII, or in a file that can't be read is refused, and not shown."""
+    """A token that is too short, not ASCII, or in an unreadable file is refused, and not shown."""
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "short").write_text("secret-secret")
     (tmp_path / "empty").write_text("")
@@ -344,7 +346,7 @@ def test_unusable_tokens(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["ps", "worker", "chief"])
 def test_off_loopback_without_a_token(role: str, tmp_path: Path) -> None:
-    """A role that would listen where others reach it refuses to start without a token: exit code 2, one sentence."""
+    """A role that would listen where others reach it refuses to start without a token: exit code 2 and a message."""
     (tmp_path / "job.py").write_text(JOB)
     command = "coordinator" if role == "chief" else role
     script = [str(tmp_path / "job.py")] if role == "chief" else []
@@ -368,7 +370,7 @@ def test_off_loopback_without_a_token(role: str, tmp_path: Path) -> None:
 
 
 def test_insecure(tmp_path: Path) -> None:
-    """With --insecure it starts, and warns in its log; here 127.0.0.1 plays the address that others reach."""
+    """With --insecure it starts, and its log warns; here 127.0.0.1 stands for an address that others reach."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "import sys\n"
@@ -391,7 +393,7 @@ def test_insecure(tmp_path: Path) -> None:
 
 
 def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
-    """--bind goes before the address of TF_CONFIG, which may be a name that others resolve."""
+    """--bind takes precedence over the address in TF_CONFIG, which may be a name that others resolve."""
     (address,) = free_addresses(1)
     with Roles({"ps": ["ps0.example.com:2222"]}, tmp_path, WITH_TOKEN) as roles:
         roles.ps(0, "--bind", address).wait_for(f"serving on {address}")
@@ -443,7 +445,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it shows an environment on Linux")
 def test_the_token_is_in_no_environment(tmp_path: Path) -> None:
-    """Neither the functions on workers and servers nor the script, nor what they start, inherit it, and all know it."""
+    """Functions on workers and servers, the script, and what they start have the token, but not in the environment."""
     (tmp_path / "script.py").write_text(NOWHERE)
     code, output = run("run", str(tmp_path / "script.py"))
     assert code == 0, output
@@ -452,7 +454,7 @@ def test_the_token_is_in_no_environment(tmp_path: Path) -> None:
 
 
 def test_options_do_not_show_it() -> None:
-    """They stand in tracebacks and logs."""
+    """Options appear in tracebacks and logs, but not the token."""
     assert "hidden" not in repr(RoleOptions(token="a-hidden-token-of-a-cluster"))
 
 
@@ -464,20 +466,20 @@ def test_options_do_not_show_it() -> None:
         ("ab" * 100, False),
         ("password" * 20, False),
         ("0123456789abcdef", False),
-        ("0123456789abcdef0123456789abcde", False),  # the half of it again
+        ("0123456789abcdef0123456789abcde", False),  # half of it repeated
         ("0f1e2d3c4b5a69788796a5b4c3d2e1f0", True),
         ("kJ8-wq_ZtR5vX2mN0pLs7A", True),
         (TOKEN, True),
     ],
 )
 def test_strength(token: str, is_strong: bool) -> None:
-    """What repeats, or is made of few characters, is worth no more than that; random ones of 128 bits are enough."""
+    """Repetition and few distinct characters make a token weak; 128 random bits are enough."""
     assert (strength(token) >= MIN_BITS) == is_strong
 
 
 @given(st.binary(min_size=16, max_size=32))
 def test_random_tokens_are_strong(secret: bytes) -> None:
-    """Of 128 random bits or more, in hexadecimal digits and in base 64, unless chance made them lazy."""
+    """Tokens of 128 random bits or more are accepted, in hexadecimal and in base 64, barring freak repetition."""
     if len(set(secret)) < 12:
         return
     assert strength(secret.hex()) >= MIN_BITS
@@ -485,8 +487,8 @@ def test_random_tokens_are_strong(secret: bytes) -> None:
 
 
 def test_the_token_of_the_user(tmp_path: Path) -> None:
-    """Three roles started by hand, with no word of a token: they share one that only their user can read, and nobody
-    else gets in; what is said with --insecure alone is without."""
+    """Three roles started by hand without a token share one that only their user can read, and no other caller is
+    accepted; with --insecure alone there is none."""
     cluster, home = make_cluster(), tmp_path / "home"
     file = home / "pscluster" / "token"
     env = {"XDG_CONFIG_HOME": str(home)}
@@ -512,7 +514,7 @@ def test_the_token_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_token_of_the_user_that_others_can_read(tmp_path: Path) -> None:
-    """Is refused, with the mend: who could read it may be any of them."""
+    """It is refused, with the remedy, since any user who could read it may be calling."""
     file = tmp_path / "pscluster" / "token"
     file.parent.mkdir()
     file.write_text(TOKEN)
@@ -525,8 +527,8 @@ def test_a_token_of_the_user_that_others_can_read(tmp_path: Path) -> None:
 
 
 def test_without_a_token_no_pickles(tmp_path: Path) -> None:
-    """Where none can be kept for the user a role on loopback takes no code by value, and says so; with --insecure, any
-    user of the machine may send it some, which it says, too."""
+    """If none can be stored for the user a role on loopback takes no code by value, and says so; with --insecure any
+    user of the machine may send it code, which it says, too."""
     cluster = make_cluster(chief=False)
     (tmp_path / "file").write_text("in the way")
     with Roles(cluster, tmp_path, {"XDG_CONFIG_HOME": str(tmp_path / "file")}) as roles:

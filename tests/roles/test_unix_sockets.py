@@ -33,25 +33,25 @@ if __name__ == "__main__":
             coordinator.schedule(lambda: v.assign_add(np.ones(1 << 20, np.float32)))
         coordinator.join()
         server = strategy.client._servers[0]
-        print("trained", float(v.numpy()[-1]), server._has_data(), cluster["ps"][0], flush=True)
+        print("trained", float(v.numpy()[-1]), server._transport.usable(), cluster["ps"][0], flush=True)
         if len(sys.argv) > 1:
             strategy.client.check_saved(["v"])
             print("saved", flush=True)
             sys.stdin.readline()
             v.assign_add(np.ones(1 << 20, np.float32))
-            print("went on", float(v.numpy()[-1]), server._has_data(), flush=True)
+            print("went on", float(v.numpy()[-1]), server._transport.usable(), flush=True)
 """
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short enough for sockets."""
+    """A folder with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="psc-test-", dir="/tmp") as made:
         yield Path(made)
 
 
 def test_roles_started_by_hand(folder: Path, tmp_path: Path) -> None:
-    """They make the sockets' folder, are asked by all commands, and one that was killed takes its socket again."""
+    """They create the sockets' folder, answer all commands, and one that was killed takes its socket again."""
     sockets = folder / "sockets"
     cluster = {job: [f"unix:{sockets}/{job}-0"] for job in ("ps", "worker", "chief")}
     script = tmp_path / "script.py"
@@ -97,7 +97,7 @@ def test_roles_started_by_hand(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(folder: Path) -> None:
-    """Before anything is started: folders that are not private, certificates, and paths that are none."""
+    """Folders that are not private, certificates, and invalid paths are refused before anything is started."""
     sockets = folder / "open"
     sockets.mkdir(0o755)
     addresses = {
@@ -121,7 +121,7 @@ def test_what_is_refused(folder: Path) -> None:
         ]
     )
     reasons = (
-        f"{sockets} has the mode 0755, so that others can reach in; chmod 700 {sockets}",
+        f"{sockets} has the mode 0755, which lets others in; chmod 700 {sockets}",
         f"{sockets} has the mode 0755",
         f"{sockets} has the mode 0755",
         "begins with /",
@@ -137,7 +137,7 @@ def test_what_is_refused(folder: Path) -> None:
 
 
 def test_run(tmp_path: Path) -> None:
-    """Over Unix sockets, whatever TMPDIR is; over TCP where that is asked for, and with certificates."""
+    """It uses Unix sockets, whatever TMPDIR is; TCP on request, and with certificates."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     long = tmp_path / ("x" * 140) / ("y" * 160)
@@ -172,7 +172,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_killed_cluster_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    """Its roles end by themselves; while one still has its socket, nobody takes the folder away."""
+    """Its roles end by themselves; while one still has its socket, its folder is not removed."""
     script = tmp_path / "script.py"
     script.write_text(HOLDS)
     command = [sys.executable, str(script)]

@@ -1,4 +1,4 @@
-"""A coordinator of the tests' own, which speaks the wire format without our clients' manners."""
+"""A coordinator of the tests' own, which speaks the wire format without our clients' good behaviour."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Connection:
     """One role, seen from the wire."""
 
     def __init__(self, address: str) -> None:
-        token = user_token(create=True)  # as the role that was given none
+        token = user_token(create=True)  # like a role that was given none
         assert token is not None
         plain = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.channel = with_token(plain, token)
@@ -49,7 +49,7 @@ class Connection:
         self.worker = Stub(self.channel, WORKER_SERVICE)
 
     def attach(self, job: int = JOB) -> tuple[Any, int]:
-        """Take the role for a job: the stream that holds it, and the incarnation that its first event named."""
+        """Attach to the role for a job; return the stream that holds it, and the incarnation in its first event."""
         identity = node_pb2.Identity(version=VERSION, role="chief", incarnation=1, name="a test")
         request = node_pb2.AttachRequest(coordinator=identity, job=job, num_workers=1)
         stream = self.node.attach(request, wait_for_ready=True)
@@ -57,7 +57,7 @@ class Connection:
 
     @contextmanager
     def held(self, job: int = JOB) -> Iterator[int]:
-        """Hold the role for a job, which is over at the end of the block: the incarnation to work under."""
+        """Hold the role for a job, which ends with the block; the incarnation to work under."""
         stream, incarnation = self.attach(job)
         try:
             yield incarnation
@@ -67,7 +67,7 @@ class Connection:
             stream.cancel()
 
     def create(self, rows: int, job: int = JOB) -> None:
-        """Make the variable "w", float32 [rows, 4], all of it here and all ones, and an optimizer."""
+        """Create the variable "w", float32 [rows, 4], all of it here and all ones, and an optimizer."""
         values = np.ones((rows, 4), np.float32)
         spec = ps_pb2.VariableSpec(
             id=VARIABLE,
@@ -121,13 +121,13 @@ def add_to_all(values: np.ndarray[Any, np.dtype[np.float32]], sequence: int, job
 
 
 class Frames:
-    """The frames of a client stream, given one by one."""
+    """The frames of a client stream, supplied one by one."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def give(self, data: bytes | None) -> None:
-        """The next frame; None ends the stream."""
+        """Supply the next frame; None ends the stream."""
         self._queue.put(data)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -135,5 +135,5 @@ class Frames:
 
 
 def with_token(channel: grpc.Channel, token: str) -> AuthenticatedChannel:
-    """The same channel, whose calls prove that the token is known."""
+    """The same channel, with calls that prove knowledge of the token."""
     return AuthenticatedChannel(channel, Secret.of(token), "an address")

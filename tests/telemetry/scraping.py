@@ -1,20 +1,21 @@
-"""What the tests of this folder share: to ask a role for its metrics as Prometheus does."""
+"""Asking a role for its metrics as Prometheus does, for the tests of this folder."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pscluster.coordinator.cli.status import ask
+from pscluster.coordinator.cli.status import Asker
 from pscluster.coordinator.strategy import ParameterServerStrategy
 
 SECONDS = 30.0
 
 
 def get(address: str, path: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> tuple[int, str]:
-    """The status of the answer, and its text."""
+    """Return the answer's status and text."""
     connection = http.client.HTTPConnection(address, timeout=SECONDS)
     try:
         connection.request(method, path, headers=dict(headers or {}))
@@ -25,7 +26,7 @@ def get(address: str, path: str, headers: Mapping[str, str] | None = None, metho
 
 
 class Scraped:
-    """What one `/metrics` said."""
+    """The answer of one `/metrics`."""
 
     def __init__(self, text: str) -> None:
         self.kinds: dict[str, str] = {}
@@ -38,30 +39,30 @@ class Scraped:
                 self._samples[key] = sample.value
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the sample with exactly these labels."""
+        """The value of the sample with exactly these labels."""
         return self._samples[name, frozenset(labels.items())]
 
     def total(self, name: str) -> float:
-        """Of all samples of that name, added up."""
+        """The sum of all samples of that name."""
         return sum(value for (found, _), value in self._samples.items() if found == name)
 
     def labels(self, name: str, label: str) -> set[str]:
-        """The values that a label has."""
+        """The values of a label."""
         return {dict(labels)[label] for found, labels in self._samples if found == name}
 
 
 def scrape(address: str) -> Scraped:
-    """The metrics of the role whose metrics are served there."""
+    """The metrics of the role that serves them there."""
     status, text = get(address, "/metrics")
     assert status == 200
     return Scraped(text)
 
 
 def addresses(strategy: ParameterServerStrategy) -> dict[str, str]:
-    """Where each role of a strategy's cluster serves its metrics, by its name such as "ps 0"."""
+    """The address at which each role of a strategy's cluster serves its metrics, by its name such as "ps 0"."""
     found = {"coordinator": strategy.metrics_address}
-    for peer in strategy.tasks:
-        reply = ask(peer)
-        assert not isinstance(reply, str), reply
-        found[f"{peer.role} {peer.index}"] = reply.metrics_address
+    with contextlib.closing(Asker(strategy.tasks)) as asker:
+        for peer, reply in asker.ask(explained=True).items():
+            assert not isinstance(reply, str), reply
+            found[peer.task] = reply.metrics_address
     return found

@@ -1,4 +1,4 @@
-"""The server of the metrics: who may ask, what is answered, and that a slow or hostile client costs only itself."""
+"""The metrics server: who may ask, what is answered, and that a slow or hostile client harms only itself."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ TOKEN = "correct-horse-battery-staple"
 
 @pytest.fixture
 def telemetry() -> OneRole:
-    """A role's."""
+    """A role's telemetry."""
     return OneRole()
 
 
 def threads() -> list[threading.Thread]:
-    """Those of servers of metrics."""
+    """The threads of metrics servers."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("metrics")]
 
 
 @pytest.fixture
 def server(telemetry: OneRole) -> Iterator[MetricsServer]:
-    """On loopback; nothing is left of it at its end."""
+    """A metrics server on loopback; nothing is left of it at its end."""
     server = MetricsServer(telemetry, "127.0.0.1", 0, TOKEN)
     yield server
     server.close()
@@ -50,14 +50,15 @@ def server(telemetry: OneRole) -> Iterator[MetricsServer]:
 
 
 def test_what_is_served(server: MetricsServer, telemetry: OneRole) -> None:
-    """Figures under their full names with any text as a label; health, readiness with its reason, and nothing else."""
+    """It serves metrics under their full names with any text as a label, health, readiness with its reason, nothing
+    else."""
     found = scrape(server.address)
     assert found.value("pscluster_one_things_total", kind="a") == 1
     assert found.labels("pscluster_one_things_total", "kind") == {"a", 'quote " and \\ and\nline'}
     assert found.kinds["pscluster_one_memory_bytes"] == "gauge"
     assert get(server.address, "/healthz") == (200, "the process lives\n")
     assert get(server.address, "/readyz") == (503, "it is starting\n")
-    telemetry.ask_readiness(lambda: "")
+    telemetry.why_not_ready = lambda: ""
     assert get(server.address, "/readyz?verbose") == (200, "ready\n")
     assert get(server.address, "/healthz", method="HEAD") == (200, "")
     assert get(server.address, "/")[0] == 404
@@ -82,7 +83,7 @@ def test_another_sites_page_reads_nothing(server: MetricsServer) -> None:
 
 
 def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
-    """Everything but the token, as a Bearer, is refused, without a word of it."""
+    """Everything but the token, as a Bearer, is refused, without revealing any of it."""
     server = MetricsServer(telemetry, "0.0.0.0", 0, TOKEN)
     try:
         address = f"127.0.0.1:{server.server_port}"
@@ -100,16 +101,16 @@ def test_off_loopback_the_token_is_asked_for(telemetry: OneRole) -> None:
 
 
 def test_health_alone_may_be_opened(telemetry: OneRole) -> None:
-    """Off loopback, for probes without a token: that the process lives and is ready, and not what it waits for."""
+    """Off loopback a probe without a token learns that the process is live and ready, not what it waits for."""
     server = MetricsServer(telemetry, "0.0.0.0", 0, TOKEN, open_health=True)
     try:
         address = f"127.0.0.1:{server.server_port}"
         with_token = {"Authorization": f"Bearer {TOKEN}"}
         assert get(address, "/healthz") == (200, "the process lives\n")
-        telemetry.ask_readiness(lambda: "it waits for worker 1")
+        telemetry.why_not_ready = lambda: "it waits for worker 1"
         assert get(address, "/readyz") == (503, "not ready\n")
         assert get(address, "/readyz", with_token) == (503, "it waits for worker 1\n")
-        telemetry.ask_readiness(lambda: "")
+        telemetry.why_not_ready = lambda: ""
         assert get(address, "/readyz") == (200, "ready\n")
         assert get(address, "/metrics")[0] == 401
         assert get(address, "/metrics", with_token)[0] == 200
@@ -118,7 +119,8 @@ def test_health_alone_may_be_opened(telemetry: OneRole) -> None:
 
 
 def test_off_loopback_with_certificates(telemetry: OneRole, tmp_path: Path) -> None:
-    """It is served over TLS, with the role's certificate; plain text, and who never shakes hands, get nowhere."""
+    """It is served over TLS with the role's certificate; plain text, and clients that never shake hands, get
+    nowhere."""
     make_certificates(tmp_path)
     options = RoleOptions(metrics_host="0.0.0.0", token=TOKEN, tls=load_tls("ps", tmp_path))
     server = serve_metrics(telemetry, options)
@@ -144,7 +146,7 @@ def test_off_loopback_with_certificates(telemetry: OneRole, tmp_path: Path) -> N
 
 
 def test_refusals_to_serve(telemetry: OneRole, server: MetricsServer) -> None:
-    """A port in use, a host of another machine, and every interface without a token: each says what to do."""
+    """For a port in use, a host of another machine, and every interface without a token the error says what to do."""
     cases = [
         (RoleOptions(metrics_port=server.server_port), "can't serve metrics on 127.0.0.1:.*in use.*--metrics-port"),
         (
@@ -161,7 +163,7 @@ def test_refusals_to_serve(telemetry: OneRole, server: MetricsServer) -> None:
 
 
 def test_ports() -> None:
-    """A number, or off; anything else is named. The environment says it for processes without a command line."""
+    """A port is a number or off; anything else is named. Processes without a command line use the environment."""
     assert metrics_port_of("off") is None
     assert (metrics_port_of("0"), metrics_port_of("65535")) == (0, 65535)
     for wrong in ("", "-1", "65536", "on", "80a", "\u0663"):
@@ -174,7 +176,7 @@ def test_ports() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: "])
 def test_many_that_say_nothing_keep_nobody_out(server: MetricsServer, sent: bytes) -> None:
-    """Hundreds of connections that never end their request: whoever asks in order is answered all the same."""
+    """With hundreds of connections that never end their request an orderly client is still answered."""
     with ExitStack() as stack:
         for number in range(300):
             idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS))
@@ -187,7 +189,7 @@ def test_many_that_say_nothing_keep_nobody_out(server: MetricsServer, sent: byte
 
 
 def test_who_takes_too_long_is_cut_off(telemetry: OneRole, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sends a byte now and then, for ever, has the time that everybody has, in all."""
+    """A client that keeps sending single bytes gets no more time in all than any other."""
     monkeypatch.setattr(exposition, "_SECONDS", 1.0)
     server = MetricsServer(telemetry, "127.0.0.1", 0)
     try:
@@ -212,11 +214,11 @@ def test_who_takes_too_long_is_cut_off(telemetry: OneRole, monkeypatch: pytest.M
     "rubbish", [b"\x16\x03\x01\x02\x00" * 100, b"\0" * 70_000, b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\n"]
 )
 def test_rubbish(server: MetricsServer, rubbish: bytes) -> None:
-    """What is no request costs its sender the connection, and nobody else anything."""
+    """Something other than a request costs its sender the connection, and others nothing."""
     place = "127.0.0.1", server.server_port
-    with socket.create_connection(place, timeout=SECONDS) as stranger, suppress(OSError):
-        stranger.sendall(rubbish)
-        stranger.shutdown(socket.SHUT_WR)
-        while stranger.recv(1 << 16):
+    with socket.create_connection(place, timeout=SECONDS) as caller, suppress(OSError):
+        caller.sendall(rubbish)
+        caller.shutdown(socket.SHUT_WR)
+        while caller.recv(1 << 16):
             pass
     assert get(server.address, "/healthz")[0] == 200

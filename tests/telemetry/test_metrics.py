@@ -1,4 +1,4 @@
-"""Metrics: histograms, labels, and that every role gives what it says it does."""
+"""Metrics: histograms, labels, and that every role serves what it says."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from types import SimpleNamespace
 from typing import cast
 
 import grpc
+import numpy as np
 import pytest
 
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.scheduling.scheduler import Task
+from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.core.geometry import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import ServiceCounts, VariableCounts
 from pscluster.ps.server.admission import Budget
+from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.prepared_reads import PreparedRead
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
-from pscluster.ps.spec import OURS, PINNED
-from pscluster.v1 import node_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.telemetry import WorkerTelemetry
 
 ROLES: list[type[Telemetry]] = [CoordinatorTelemetry, ServerTelemetry, WorkerTelemetry]
 
 
 def test_a_histogram_counts_what_is_at_most_so_much() -> None:
-    """A value that is a bound belongs to it; the buckets add up, as Prometheus wants them."""
+    """A value equal to a bound belongs to it; the buckets are cumulative, as Prometheus wants them."""
     histogram = Histogram((1.0, 2.0, 4.0))
     for value in (0.5, 1.0, 1.5, 4.0, 9.0):
         histogram.add(value)
@@ -41,7 +43,7 @@ def test_a_histogram_counts_what_is_at_most_so_much() -> None:
 
 @pytest.mark.parametrize(("first", "last", "count"), [(0.9, 0.1, 50), (3.5, 0.5, 31), (9.0, 9.0, 1), (2.0, 1.0, 2)])
 def test_many_that_lie_between_two(first: float, last: float, count: int) -> None:
-    """Those that are added at once are counted as if each were added."""
+    """Values added at once are counted as if each were added."""
     at_once, one_by_one = Histogram((1.0, 2.0, 4.0)), Histogram((1.0, 2.0, 4.0))
     at_once.add_falling(first, last, count)
     for place in range(count):
@@ -51,7 +53,7 @@ def test_many_that_lie_between_two(first: float, last: float, count: int) -> Non
 
 
 def test_the_wait_of_each_that_was_sent_together() -> None:
-    """A few old ones at the head, which a lost worker had, do not make the others old; many in a row count as each."""
+    """Old functions at the head, from a lost worker, do not make the others old; many in a row count individually."""
     counts, ages = CoordinatorCounts(), [30.0, 20.0, *[0.02] * 98]
     counts.sent([Task(None, since=100.0 - age) for age in ages], 100.0)
     assert counts.dispatches.total == pytest.approx(sum(ages))
@@ -62,7 +64,7 @@ def test_the_wait_of_each_that_was_sent_together() -> None:
 
 
 def test_labels_are_bounded_and_stay() -> None:
-    """Who has a label of its own keeps it, however many come; what is gone makes room."""
+    """A value with its own label keeps it, however many come; deleted ones make room."""
     labels = Labels(2)
     assert labels.choose(["a", "b", "c"]) == {"a": "a", "b": "b", "c": OTHER}
     assert labels.choose(["c", "b", "a"]) == {"a": "a", "b": "b", "c": OTHER}
@@ -71,7 +73,7 @@ def test_labels_are_bounded_and_stay() -> None:
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
 def test_names(role: type[Telemetry]) -> None:
-    """Names are Prometheus' kind, unique, end in what they count, and each has a sentence."""
+    """Names are valid for Prometheus, unique, and end in what they count; each has a description."""
     names = [metric.name for metric in role.described()]
     assert len(names) == len(set(names))
     for metric in role.described():
@@ -84,7 +86,7 @@ def test_names(role: type[Telemetry]) -> None:
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
 def test_the_document_has_them(role: type[Telemetry]) -> None:
-    """docs/observability.md names every metric of each role, with its labels and what it is, and no other."""
+    """docs/observability.md names every metric of each role, with its labels and meaning, and no other."""
     text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
     for metrics, title in (
         (role.metrics, f"`pscluster_{role.role}_`"),
@@ -99,7 +101,7 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
 
 
 def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
-    """Or what other threads have added meanwhile would be lost; see `pscluster.core.metrics.registry`."""
+    """Otherwise additions by other threads would be lost; see `pscluster.core.metrics.registry`."""
     found = []
     for path in sorted(Path(__file__).parents[2].glob("*/pscluster/*/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -114,7 +116,7 @@ def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() ->
 
 
 def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread answers the same read while the clock is looked at: what it has added stays."""
+    """What another thread that answers the same read has added while the clock is read is kept."""
     prepared = PreparedRead([])
     role = SimpleNamespace(
         counts=ServiceCounts(), waiting=False, store=SimpleNamespace(index=0, prepared=lambda data: prepared)
@@ -124,7 +126,7 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
 
     def answer() -> None:
         service._reply(b"", iter(()), cast(grpc.ServicerContext, None))
-        seconds.append(prepared.seconds)
+        seconds.append(prepared._seconds)
 
     def clock() -> float:
         now = float(next(asked))
@@ -134,29 +136,25 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
             other.join()
         return now
 
-    monkeypatch.setattr("pscluster.ps.server.service.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("pscluster.ps.server.prepared_reads.time", SimpleNamespace(monotonic=clock))
     answer()
     assert seconds == [1, 2]
 
 
 def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their bytes are those of `other`; what is read of them is counted by no variable, since they go again."""
+    """Their bytes belong to `other`, and reads of them count for no variable, since they will be deleted.
+
+    None is among the busiest.
+    """
     role, counts = ParameterServerRole(0), VariableCounts()
     counts.read(8, 0.1, 1)
-    monkeypatch.setattr(role.store, "traffic", lambda: [("own", 16, counts), (f"{PINNED}1/own", 16, counts)])
+    specs = ps_pb2.VariableSpec(name="own"), ps_pb2.VariableSpec(name="copy", evaluation=1)
+    scalar = np.dtype(np.float32), Partition((), ())
+    traffic = [(HeldVariable(spec, *scalar, {}, counts), 16) for spec in specs]
+    monkeypatch.setattr(role.store, "traffic", lambda: traffic)
     metrics = ServerTelemetry(role, Budget(1)).snapshot()
     assert metrics["variable_bytes"] == {"own": 16, OTHER: 16}
     assert metrics["variable_pulls_total"] == {"own": 1}
-
-
-def test_variables_of_the_library_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they take and what is read of them counts as `other`; among the busiest there are the user's alone."""
-    role, counts = ParameterServerRole(0), VariableCounts()
-    counts.read(8, 0.1, 1)
-    monkeypatch.setattr(role.store, "traffic", lambda: [(f"{OURS}progress", 32, counts), ("own", 16, counts)])
-    metrics = ServerTelemetry(role, Budget(1)).snapshot()
-    assert metrics["variable_bytes"] == {"own": 16, OTHER: 32}
-    assert metrics["variable_pulls_total"] == {"own": 1, OTHER: 1}
     reply = node_pb2.StatusReply()
     role.describe_load(reply, 10)
     assert [load.name for load in reply.busiest] == ["own"]
@@ -173,7 +171,7 @@ class OneRole(Telemetry):
 
 
 def test_a_snapshot_has_what_is_described_and_json_can_hold_it() -> None:
-    """Every metric, those that all roles have included."""
+    """A snapshot holds every metric, including those that all roles have."""
     snapshot = OneRole().snapshot()
     assert set(snapshot) == {metric.name for metric in OneRole.described()}
     assert json.loads(json.dumps(snapshot)) == snapshot

@@ -1,4 +1,4 @@
-"""Real roles, scraped while a job runs: what they say agrees with what was done, also while they die."""
+"""Real roles, scraped while a job runs: the metrics agree with what was done, even while roles die."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ VALUES = ROWS * WIDTH * 4
 
 @pytest.fixture(scope="module")
 def own_strategy() -> Iterator[ParameterServerStrategy]:
-    """On one server and two workers, of which only this module's tests ask anything."""
+    """A strategy on one server and two workers that only this module's tests use."""
     yield from run_strategy(1, 2)
 
 
 class Since:
-    """What roles have counted since this was made."""
+    """What roles have counted since this was created."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         self._addresses = addresses(strategy)
         self._before = self.scrape()
 
     def scrape(self) -> dict[str, Scraped]:
-        """By role."""
+        """The metrics by role."""
         return {role: scrape(address) for role, address in self._addresses.items()}
 
     def total(self, role: str, name: str) -> float:
-        """Of all roles whose name begins so, and of all labels: how much more than before."""
+        """The increase, over all roles whose name begins so and all labels."""
         after = self.scrape()
         full = f"pscluster_{role.split()[0]}_{name}"
         return sum(after[each].total(full) - self._before[each].total(full) for each in after if each.startswith(role))
 
     def value(self, role: str, name: str, **labels: str) -> float:
-        """Of one role and these labels, now."""
+        """The current value for one role and these labels."""
         return self.scrape()[role].value(f"pscluster_{role.split()[0]}_{name}", **labels)
 
 
 def test_what_is_counted_is_what_was_done(own_strategy: ParameterServerStrategy) -> None:
-    """Functions, reads, updates, rows and bytes: by the coordinator, the workers and the server."""
+    """The coordinator, the workers and the server count functions, reads, updates, rows and bytes."""
     strategy, coordinator = own_strategy, ClusterCoordinator(own_strategy)
     with strategy.scope():
         dense = Variable(np.zeros((ROWS, WIDTH), np.float32), name="dense")
@@ -110,7 +110,7 @@ def test_what_is_counted_is_what_was_done(own_strategy: ParameterServerStrategy)
 
 
 def test_large_reads_and_updates(own_strategy: ParameterServerStrategy) -> None:
-    """What goes in streams of its own is counted as what goes in messages is."""
+    """Data on separate streams is counted like data in messages."""
     strategy, coordinator = own_strategy, ClusterCoordinator(own_strategy)
     with strategy.scope():
         large = Variable(np.zeros((6 << 10, 256), np.float32), name="large")  # 6 MiB
@@ -130,8 +130,8 @@ def test_large_reads_and_updates(own_strategy: ParameterServerStrategy) -> None:
     assert since.value("ps 0", "in_flight_bytes") == 0
 
 
-def test_every_figure_is_there(own_strategy: ParameterServerStrategy) -> None:
-    """Each role serves what it says it has, of the kind that it says, and nothing else."""
+def test_every_metric_is_there(own_strategy: ParameterServerStrategy) -> None:
+    """Each role serves the metrics that it declares, with the declared types, and nothing else."""
     ClusterCoordinator(own_strategy)
     kinds: dict[str, type[Telemetry]] = {
         "coordinator": CoordinatorTelemetry,
@@ -148,7 +148,7 @@ def test_every_figure_is_there(own_strategy: ParameterServerStrategy) -> None:
 
 
 def test_failures_and_waiting(own_strategy: ParameterServerStrategy, tmp_path: Path) -> None:
-    """Functions that raise, are run again, or wait, while they do."""
+    """Functions that raise, are run again, or wait are counted while they do."""
     strategy, coordinator = own_strategy, ClusterCoordinator(own_strategy)
     since, gate = Since(strategy), Gate(tmp_path / "gate")
 
@@ -182,7 +182,7 @@ def test_failures_and_waiting(own_strategy: ParameterServerStrategy, tmp_path: P
 
 
 def test_many_variables_have_few_labels(own_strategy: ParameterServerStrategy) -> None:
-    """Beyond so many they are added up, and nothing is missing from the sum."""
+    """Variables beyond the limit are added up, and nothing is missing from the sum."""
     strategy = own_strategy
     since = Since(strategy)
     with strategy.scope():
@@ -197,7 +197,7 @@ def test_many_variables_have_few_labels(own_strategy: ParameterServerStrategy) -
 
 
 def test_checkpoints(own_strategy: ParameterServerStrategy, tmp_path: Path) -> None:
-    """One that is written, and one that can't be."""
+    """A checkpoint that is written, and one that can't be, are counted."""
     strategy = own_strategy
     ClusterCoordinator(strategy)
     since = Since(strategy)
@@ -214,7 +214,7 @@ def test_checkpoints(own_strategy: ParameterServerStrategy, tmp_path: Path) -> N
 
 
 def test_scraped_while_roles_die() -> None:
-    """Whoever asks all roles all the time gets whole answers or none, and the sums are right at the end."""
+    """Scraping all roles all the time gives complete answers or none, and the sums are right at the end."""
     with running_job(num_ps=2, num_workers=2, shards=2) as job:
         strategy, coordinator = job.strategy, job.coordinator
         with strategy.scope():
@@ -230,7 +230,7 @@ def test_scraped_while_roles_die() -> None:
                 try:
                     scrapes.append(len([scrape(address) for address in addresses(strategy).values()]))
                 except (OSError, AssertionError, http.client.HTTPException):
-                    continue  # a role that has just died
+                    continue  # the role has just died
                 except BaseException as error:
                     wrong.append(error)
                     return
@@ -261,7 +261,7 @@ def test_scraped_while_roles_die() -> None:
 
 
 def test_roles_of_the_command_line(tmp_path: Path) -> None:
-    """The option, what it says when ready, before, and when it is off; the job runs in any case."""
+    """The option works, the readiness before and after is right, it can be off, and the job runs in any case."""
     cluster = make_cluster()
     with Roles(cluster, tmp_path) as roles:
         ps, worker = roles.ps(0), roles.worker(0, "--metrics-port", "off")
@@ -282,7 +282,7 @@ def test_roles_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_off_loopback_without_a_token(tmp_path: Path) -> None:
-    """A role that is to show its metrics to everybody does not start; nor does one with a port that is none."""
+    """A role that would show its metrics to everybody does not start; nor does one with an invalid port."""
     with Roles(make_cluster(), tmp_path) as roles:
         for options, words in (
             (["--metrics-host", "0.0.0.0"], "pscluster: refusing to serve metrics on 0.0.0.0 in plain text"),
@@ -294,7 +294,7 @@ def test_off_loopback_without_a_token(tmp_path: Path) -> None:
 
 
 def test_run_takes_one_port_for_the_coordinator(tmp_path: Path) -> None:
-    """`pscluster run --metrics-port`: the others take free ones; off is off for all."""
+    """With `pscluster run --metrics-port` the other roles take free ports; off is off for all."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
     code, output = run("run", "--log-level", "INFO", "--metrics-port", "off", str(script), "x")
@@ -304,7 +304,7 @@ def test_run_takes_one_port_for_the_coordinator(tmp_path: Path) -> None:
 
 
 def test_a_cluster_whose_environment_names_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port of the environment is the coordinator's: roles that it starts do not fight for it."""
+    """A port in the environment is the coordinator's: roles that it starts do not compete for it."""
     monkeypatch.setenv("PSCLUSTER_METRICS_PORT", "off")
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
         assert set(addresses(strategy).values()) == {""}

@@ -1,4 +1,4 @@
-"""The timeline: a row a function, in which what was done where lies within what it was done for."""
+"""The timeline: one row per function, in which each activity lies within the one it belongs to."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STEPS, WORKERS = 1, 2
 
 
 def nested(events: Sequence[Event]) -> dict[tuple[int, int], list[tuple[int, Event]]]:
-    """By process and row: depth and slice, in order. AssertionError where two of a row overlap and neither holds the
-    other, or something comes before the beginning."""
+    """Depth and slice, in order, by process and row. AssertionError if two in a row overlap without nesting, or
+    something precedes the beginning."""
     rows: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         assert set(event) >= {"ph", "name", "pid", "tid"}
@@ -51,11 +51,11 @@ def nested(events: Sequence[Event]) -> dict[tuple[int, int], list[tuple[int, Eve
 
 
 def test_a_step_is_a_row(sharding_strategy: ParameterServerStrategy, tmp_path: Path) -> None:
-    """From the queue to the servers: each part lies within the one that caused it, and takes what it has to."""
+    """From the queue to the servers, each part lies within the one that caused it, and takes the expected time."""
     strategy, coordinator = sharding_strategy, ClusterCoordinator(sharding_strategy)
     with strategy.scope():
         small = Variable(np.zeros((90, 10), np.float32), name="small")
-        large = Variable(np.zeros((6 << 10, 512), np.float32), name="large")  # streams of its own
+        large = Variable(np.zeros((6 << 10, 512), np.float32), name="large")  # sent on separate streams
     data = iter(coordinator.create_per_worker_dataset(lambda: iter(slow_numbers())))
 
     def step(numbers: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_step_is_a_row(sharding_strategy: ParameterServerStrategy, tmp_path: P
 
 
 def test_the_next_job_has_nothing_of_the_last(cluster: LocalCluster) -> None:
-    """Its functions have the same numbers."""
+    """Functions of the next job, which have the same numbers, do not show the last job's."""
     for _ in range(2):
         with ParameterServerStrategy(cluster) as strategy:
             ClusterCoordinator(strategy).schedule(time.sleep, args=(0.002,)).fetch()
@@ -110,14 +110,14 @@ def test_the_next_job_has_nothing_of_the_last(cluster: LocalCluster) -> None:
 
 
 def slow_numbers() -> Any:
-    """Data that is waited for."""
+    """Data that has to be waited for."""
     for number in range(1000):
         time.sleep(0.001)
         yield number
 
 
 def test_a_step_whose_worker_was_killed_shows_both_attempts(tmp_path: Path) -> None:
-    """The one that was lost with its worker, and the one that ended; with one task dead the rest is there."""
+    """It shows the attempt lost with its worker, and the one that ended; with one task dead the rest is there."""
     with running_job(num_workers=2) as job:
 
         def step(folder: str) -> None:
@@ -137,7 +137,7 @@ def test_a_step_whose_worker_was_killed_shows_both_attempts(tmp_path: Path) -> N
 
 
 def test_short_functions_are_sampled_and_the_ring_is_bounded(strategy: ParameterServerStrategy, tmp_path: Path) -> None:
-    """Of a great many only the last are kept, and of those that take nothing some."""
+    """Of very many only the latest are kept, and only some of the very short ones."""
     coordinator = ClusterCoordinator(strategy)
     for _ in range(4000):
         coordinator.schedule(int)
@@ -150,13 +150,13 @@ def test_short_functions_are_sampled_and_the_ring_is_bounded(strategy: Parameter
 
 
 def test_a_file_that_can_not_be_written(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
-    """Is an OSError, as of any file."""
+    """It is an OSError, as for any file."""
     with pytest.raises(FileNotFoundError):
         coordinator.timeline(tmp_path / "nowhere" / "run.json")
 
 
 def test_which_servers_worked_at_the_same_time() -> None:
-    """Spans that overlap become ones that do not, and together cover the same."""
+    """Overlapping spans become disjoint ones that cover the same time."""
     parts = [(0, Span(1, 4)), (1, Span(2, 6)), (2, Span(7, 8))]
     assert list(together(parts)) == [
         ("ps 0", Span(1, 2)),
@@ -168,7 +168,7 @@ def test_which_servers_worked_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("error", [-0.6, -0.004, 0.0, 0.004, 0.6])
 def test_clocks_that_are_not_quite_known(error: float) -> None:
-    """An offset that is a little wrong moves what happened elsewhere; it still lies within its cause."""
+    """A slightly wrong offset shifts what happened elsewhere; it still lies within its cause."""
     worker, server = PeerAddress("worker", 0, "a:1"), PeerAddress("ps", 0, "b:1")
     run = node_pb2.Recorded.Run(
         function=1, attempt=1, received=105.0, begin=105.01, ready=105.02, end=105.5, how="done"

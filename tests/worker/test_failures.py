@@ -1,4 +1,4 @@
-"""Failures: what a step function raises is caught on the coordinator as what it was, with where and why."""
+"""Failures: what a step function raises is caught on the coordinator as the same error, with its place and cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pscluster.worker.training import logs_of_steps
 
 
 class NeedsArgumentsError(Exception):
-    """Its `__init__` asks for what its `args` are not."""
+    """An error whose `__init__` needs something that its `args` are not."""
 
     def __init__(self, code: int, *, detail: str) -> None:
         super().__init__(f"code {code}")
@@ -34,7 +34,7 @@ class NeedsArgumentsError(Exception):
 
 
 class NeverInitError(ValueError):
-    """Its `__init__` does not call the base's, and must not run again."""
+    """An error whose `__init__` does not call the base's, and must not run again."""
 
     def __init__(self, first: int, second: int) -> None:
         assert first == 1
@@ -42,7 +42,7 @@ class NeverInitError(ValueError):
 
 
 class SlottedError(Exception):
-    """With slots."""
+    """An error with slots."""
 
     __slots__ = ("left", "right")
 
@@ -52,7 +52,7 @@ class SlottedError(Exception):
 
 
 class MadeByNewError(KeyError):
-    """With a `__new__` that asks for two."""
+    """An error with a `__new__` that needs two arguments."""
 
     def __new__(cls, key: str, table: str) -> MadeByNewError:
         error = super().__new__(cls, key)
@@ -63,7 +63,7 @@ class MadeByNewError(KeyError):
 
 
 class NoTextError(Exception):
-    """One that can't be shown."""
+    """An error that can't be shown."""
 
     def __str__(self) -> str:
         raise RuntimeError("not today")
@@ -79,18 +79,18 @@ class Choosy(type):
 
 
 class OfChoosyError(Exception, metaclass=Choosy):
-    """No class can be derived from it."""
+    """A class from which none can be derived."""
 
 
 class FinalError(Exception):
-    """No class can be derived from it either."""
+    """Another class from which none can be derived."""
 
     def __init_subclass__(cls) -> None:
         raise TypeError("final")
 
 
 def failed(raises: Callable[[], Any]) -> worker_pb2.Failure:
-    """The failure of a function, after its journey."""
+    """The failure of a function, after being sent."""
     try:
         raises()
     except BaseException as error:
@@ -166,7 +166,7 @@ BUILTIN: list[tuple[Callable[[], Any], type[Exception], dict[str, Any]]] = [
 def test_built_in_exceptions_keep_their_attributes(
     raises: Callable[[], Any], cls: type[Exception], attributes: dict[str, Any]
 ) -> None:
-    """Each is caught as its class and has what it had: errno and filename, key, position, value."""
+    """Each is caught as its class and has its attributes: errno and filename, key, position, value."""
     error = rebuilt(raises)
     with pytest.raises(cls):
         raise error
@@ -177,7 +177,7 @@ def test_built_in_exceptions_keep_their_attributes(
 
 
 def test_exceptions_of_the_users_keep_their_attributes() -> None:
-    """Classes with required arguments, slots or a `__new__` are put together without running them."""
+    """Classes with required arguments, slots or a `__new__` are rebuilt without running those."""
     error = rebuilt(NeedsArgumentsError(7, detail="wrong"))
     assert isinstance(error, NeedsArgumentsError)
     assert (error.args, error.code, error.detail) == (("code 7",), 7, "wrong")
@@ -195,7 +195,7 @@ def test_exceptions_of_the_users_keep_their_attributes() -> None:
 
 
 def test_our_own_errors_stay_what_they_are() -> None:
-    """An error that the library raised in a step function is caught as that."""
+    """A library error raised in a step function is caught as that error."""
     for cls in (InvalidUpdateError, EndOfDatasetError):
         error = rebuilt(cls("no such row"))
         assert isinstance(error, cls)
@@ -205,7 +205,7 @@ def test_our_own_errors_stay_what_they_are() -> None:
 
 
 def test_what_cannot_be_both_is_a_plain_function_error() -> None:
-    """Exits, groups, and classes that nothing can be derived from: the summary says what it was."""
+    """For exits, groups, and classes from which none can be derived, the summary says what the error was."""
     for original in (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), OfChoosyError("x"), FinalError("x")):
         error = rebuilt(original)
         assert type(error) is FunctionError
@@ -217,7 +217,7 @@ def test_what_cannot_be_both_is_a_plain_function_error() -> None:
 
 
 def test_classes_are_not_imported_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class whose module is not imported here is not looked for."""
+    """A class whose module is not imported here is not searched for."""
     monkeypatch.delitem(sys.modules, "this", raising=False)
     failure = worker_pb2.Failure(module="this", qualname="d", message="x")
     assert type(rebuild_failure(failure, function="f", worker=0, attempts=1)) is FunctionError
@@ -228,19 +228,19 @@ def test_classes_are_not_imported_to_be_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_classes_are_made_once() -> None:
-    """Two failures of one class are of one class here too."""
+    """Two failures of one class have the same class here, too."""
     assert type(rebuilt(ValueError("a"))) is type(rebuilt(ValueError("b")))
 
 
 @dataclasses.dataclass
 class Unknown:
-    """Not known where the failure arrives."""
+    """An error that is unknown where the failure arrives."""
 
     x: int
 
 
 def test_arguments_that_cannot_be_sent_are_replaced_by_the_message() -> None:
-    """An argument that is no plain data, too large, or unknown here costs no more than itself."""
+    """An argument that is not plain data, is too large, or is unknown here costs only itself."""
 
     class Thing(Handle):
         handle_kind, handle_key = "thing", "w"
@@ -263,7 +263,7 @@ def test_arguments_that_cannot_be_sent_are_replaced_by_the_message() -> None:
 
 
 def test_damaged_arguments_do_no_harm() -> None:
-    """Whatever stands in the place of the arguments, an error comes out."""
+    """Whatever is in the place of the arguments, the result is an error."""
     failure = failed(lambda: 1 / 0)
     for junk in (True, 3, "text"):
         failure.arguments.Clear()
@@ -274,7 +274,7 @@ def test_damaged_arguments_do_no_harm() -> None:
 
 
 def test_failure_of_never_raises() -> None:
-    """An exception that can't be shown, or says too much, is described as far as it goes."""
+    """An exception that can't be shown, or has too much text, is described as far as possible."""
     error = rebuilt(NoTextError())
     assert isinstance(error, NoTextError)
     assert "its message can't be shown: str() raised RuntimeError" in str(error)
@@ -285,7 +285,7 @@ def test_failure_of_never_raises() -> None:
 
 
 def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback begins with the step function, and is no longer than the user's own code."""
+    """The traceback begins with the step function, and has only the user's code."""
 
     def step(_: int) -> None:
         logs_of_steps(lambda _: "much", [1])
@@ -308,7 +308,7 @@ def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> No
         lines = failure_of(caught.value).traceback.splitlines()
         assert shown in "".join(lines[1:2]), "of a mistake of the library's all is shown, of a wrong call nothing"
 
-    # A cell of a notebook has its source where it was written only.
+    # The source of a notebook's cell exists only where it was written.
     code = "def cell():\n    raise ValueError(1)\n"
     exec(compile(code, "/tmp/cell/1.py", "exec"), namespace)
     failure = failed(namespace["cell"])
@@ -320,7 +320,7 @@ def test_frames_of_the_library_are_folded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_causes_and_notes_are_told() -> None:
-    """The remote traceback has what led to the exception, and its notes."""
+    """The remote traceback shows causes and notes."""
 
     def step() -> None:
         try:

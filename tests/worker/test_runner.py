@@ -1,4 +1,4 @@
-"""The runner and its service, without a network: a function that was sent gets one outcome, whoever wants it back."""
+"""The runner and its service, without a network: a function that was sent gets exactly one outcome, however it ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
+from tests.conftest import OpenCall
 from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
@@ -31,17 +32,18 @@ from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import WorkerCounts
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Outcome, Runner
+from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class NoServers:
     """Stands for the parameter servers' client, which these functions do not use."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
@@ -52,7 +54,8 @@ def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
         num_workers=1,
         seed=0,
         client=cast(PsClient, NoServers()),
-        connect_timeout=PATIENCE,
+        connect_timeout=TIMEOUT,
+        counts=WorkerCounts(Recording()),
     )
     job._definitions.update(functions)
     return job
@@ -65,7 +68,7 @@ def step(function: int, definition: str, *args: Any, attachments: list[memoryvie
 
 
 class Stream:
-    """A runner, what is sent to it, and the outcomes that it sends: among its answers, or past them."""
+    """A runner, what is sent to it, and the outcomes that it sends, among its answers or ahead of them."""
 
     past = False
 
@@ -97,7 +100,7 @@ class Stream:
             self._one.release()
 
     def take_past(self, message: bytes) -> bool:
-        """As `ServerCall.sender`."""
+        """Take an outcome, like `ServerCall.sender`."""
         self.sent_past += 1
         self._take(worker_pb2.StepsReply.FromString(message))
         return True
@@ -107,15 +110,15 @@ class Stream:
         self._sent.put(worker_pb2.StepsRequest(position=position, steps=steps))
 
     def end(self) -> list[Outcome]:
-        """Let what was sent run, end the stream; all outcomes."""
+        """Let what was sent run, end the stream, and return all outcomes."""
         drained = threading.Event()
         self.runner._job._definitions["drained"] = drained.set
         self.send(1000, step(0, "drained"))
-        assert drained.wait(PATIENCE)
-        assert self.runner.wait_idle(PATIENCE)
+        assert drained.wait(TIMEOUT)
+        assert self.runner.wait_idle(TIMEOUT)
         self._sent.put(None)
-        self._runs.join(PATIENCE)
-        self._collector.join(PATIENCE)
+        self._runs.join(TIMEOUT)
+        self._collector.join(TIMEOUT)
         assert not self._runs.is_alive()
         assert not self._collector.is_alive()
         assert not self.wrong
@@ -134,23 +137,23 @@ def kinds(outcomes: Sequence[Outcome]) -> Counter[tuple[int, str]]:
 
 
 class Blocker:
-    """A function that waits until it is let go."""
+    """A function that waits until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.released = threading.Event(), threading.Event()
 
     def __call__(self) -> None:
-        """Say that it runs, and wait."""
+        """Report that it runs, and wait."""
         self.begun.set()
-        assert self.released.wait(PATIENCE)
+        assert self.released.wait(TIMEOUT)
 
 
 def test_what_is_recalled_comes_back_once_on_the_stream() -> None:
-    """Asked for twice, functions that were read and such that were not come back once each; what runs goes on."""
+    """When recalled twice, functions that were read or not yet read come back once each; a running one continues."""
     block, ran = Blocker(), list[int]()
     stream = Stream(make_job(block=block, note=ran.append))
     stream.send(1, step(11, "block"), step(12, "note", 12), step(13, "note", 13))
-    assert block.begun.wait(PATIENCE)
+    assert block.begun.wait(TIMEOUT)
     stream.send(4, step(14, "note", 14), step(15, "note", 15))  # not read before the running function has ended
     for _ in range(2):
         stream.runner.recall([11, 13, 14], [1, 3, 4], cancel_running=False)
@@ -168,25 +171,25 @@ def test_what_is_recalled_comes_back_once_on_the_stream() -> None:
 
 
 def test_a_late_recall_does_not_touch_the_function_sent_again() -> None:
-    """A recall names places on the stream: a function that came back and was sent anew is at another one."""
+    """A recall names positions on the stream: a function that came back and was sent again has another one."""
     block, ran = Blocker(), list[int]()
     stream = Stream(make_job(block=block, note=ran.append))
     stream.send(1, step(11, "block"), step(12, "note", 12))
-    assert block.begun.wait(PATIENCE)
+    assert block.begun.wait(TIMEOUT)
     stream.runner.recall([12], [2], cancel_running=False)
     stream.send(3, step(12, "note", 12))
     block.released.set()
     reached = threading.Event()
     stream.runner._job._definitions["reached"] = lambda: reached.set()
     stream.send(4, step(13, "reached"))
-    assert reached.wait(PATIENCE)
+    assert reached.wait(TIMEOUT)
     stream.runner.recall([12], [2], cancel_running=False)
     assert kinds(stream.end())[12, "RETURNED"] == 1
     assert ran == [12]
 
 
 def test_arguments_of_recalled_functions_are_not_kept() -> None:
-    """Large arguments that came for a place are dropped when it is recalled, those of the next sending are not."""
+    """Large arguments for a recalled position are dropped; those sent with the function later are not."""
     block, seen = Blocker(), list[int]()
     job = make_job(block=block, size=lambda array: seen.append(array.nbytes))
     stream = Stream(job)
@@ -194,37 +197,37 @@ def test_arguments_of_recalled_functions_are_not_kept() -> None:
     def large(position: int, function: int) -> worker_pb2.Step:
         attachments: list[memoryview] = []
         made = step(function, "size", np.zeros(1 << 17, np.uint8), attachments=attachments)
-        job.take_arguments(position, attachments)
+        job.arguments[position] = attachments
         return made
 
     stream.send(1, step(11, "block"), large(2, 12))
-    assert block.begun.wait(PATIENCE)
-    stream.runner.recall([12, 13], [2, 3], cancel_running=False)  # the second while it is still being prepared
+    assert block.begun.wait(TIMEOUT)
+    stream.runner.recall([12, 13], [2, 3], cancel_running=False)  # the second is still being prepared
     stream.send(3, large(3, 13))
     stream.send(4, large(4, 13))
     block.released.set()
     assert kinds(stream.end())[13, "DONE"] == 1
     assert seen == [1 << 17]
-    assert job._arguments == {}
+    assert job.arguments == {}
 
 
 def test_an_empty_place_is_passed_over() -> None:
-    """A function that was cancelled while it was prepared was never sent; a recall of it may come behind its place."""
+    """A function cancelled during preparation was never sent; a recall of it may arrive after its position."""
     job, ran = make_job(), list[int]()
     job._definitions["note"] = ran.append
     stream = Stream(job)
-    job.take_arguments(2, [memoryview(bytes(8))])
+    job.arguments[2] = [memoryview(bytes(8))]
     stream.send(1, step(11, "note", 11), worker_pb2.Step(), step(13, "note", 13))
     until(lambda: ran == [11, 13], "the others have run")
     stream.runner.recall([12], [2], cancel_running=True)
     assert kinds(stream.end()) == {(11, "DONE"): 1, (13, "DONE"): 1}
     assert [outcome.kind for outcome in stream.outcomes if outcome.kind == Outcome.FAILED] == []
-    assert job._arguments == {}
+    assert job.arguments == {}
 
 
 @pytest.mark.parametrize("refused", [0, 2, 3])
 def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> None:
-    """Long and short functions, in messages of one and of many: each outcome once, one sender at a time."""
+    """Long and short functions, in messages of one and of many, have one outcome each, with one sender at a time."""
     asked = itertools.count(1)
 
     def send(message: bytes) -> bool:
@@ -242,25 +245,25 @@ def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> Non
 
 
 def test_short_functions_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others wait behind them, nothing is sent past the answers."""
+    """While others wait after them, nothing is sent ahead of the answers."""
     monkeypatch.setattr(runner_module, "SEND_SECONDS", float("inf"))  # all are short
     block = Blocker()
     stream = Stream(make_job(block=block, note=lambda: None))
     stream.send(1, step(1, "block"))
-    assert block.begun.wait(PATIENCE)
+    assert block.begun.wait(TIMEOUT)
     stream.send(2, *(step(number, "note") for number in range(2, 502)))
     block.released.set()
     assert len(stream.end()) == 501
-    assert stream.sent_past <= 3  # the first, the last, and what lets the stream end
+    assert stream.sent_past <= 3  # the first, the last, and the one that lets the stream end
 
 
 def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
-    """Its status does not come in between."""
+    """Its status is not sent in between."""
     sending, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def send(message: bytes) -> bool:
         sending.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(TIMEOUT)
         return stream.take_past(message)
 
     def collect() -> None:
@@ -275,20 +278,20 @@ def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
     runs = threading.Thread(target=runner.run, args=(iter(requests.get, None), send), daemon=True)
     runs.start()
     requests.put(worker_pb2.StepsRequest(position=1, steps=[step(11, "note")]))
-    assert sending.wait(PATIENCE)
+    assert sending.wait(TIMEOUT)
     runner.end()
     assert not ended.wait(0.05)
     go_on.set()
-    assert ended.wait(PATIENCE)
+    assert ended.wait(TIMEOUT)
     requests.put(None)
-    runs.join(PATIENCE)
+    runs.join(TIMEOUT)
     assert not runs.is_alive()
     assert kinds(stream.end()) == {(11, "DONE"): 1}
     assert collected == []
 
 
 def test_a_fault_in_sending_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outcome is lost with it, whichever thread was to send it."""
+    """The outcome is lost with the stream, whichever thread was to send it."""
     reached: list[str] = []
 
     def reach(point: str) -> None:
@@ -307,14 +310,14 @@ def test_a_fault_in_sending_fails_the_stream(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:
-    """A worker whose coordinator is gone stops as soon as nothing runs."""
+    """A worker whose coordinator has gone stops as soon as nothing runs."""
     runner = Runner(make_job(note=lambda: None), threading.Lock())
     runner.run(iter([worker_pb2.StepsRequest(position=1, steps=[step(11, "note")])]))
     assert runner.wait_idle(0.0), "the stream is over, its outcome is still there"
 
 
 def test_a_result_too_large_for_a_message_is_the_functions_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails, once and with a sentence, where the message would have broken the stream for all."""
+    """It fails, once and with a message, instead of breaking the stream for all."""
     monkeypatch.setattr(runner_module, "MAX_INLINE_BYTES", 1 << 20)
     stream = Stream(make_job(many=lambda: [1.0] * (1 << 17)))
     stream.send(1, step(11, "many"))
@@ -324,7 +327,7 @@ def test_a_result_too_large_for_a_message_is_the_functions_error(monkeypatch: py
 
 
 def test_the_last_results_are_fetched_before_a_worker_goes() -> None:
-    """There is something to wait for until the large arrays of the last result were fetched."""
+    """The worker stays until the large arrays of the last result have been fetched."""
     job = make_job(array=lambda: np.zeros(1 << 17, np.uint8))
     stream = Stream(job)
     stream.send(1, step(11, "array"))
@@ -334,52 +337,47 @@ def test_the_last_results_are_fetched_before_a_worker_goes() -> None:
     assert job.wait_fetched(0.0)
 
 
-class Context:
-    """As much of a call's context as the service asks for."""
+class StepsCall(OpenCall):
+    """The context of a stream of steps, which records that its state was checked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked = threading.Event()
-        self.active = True
 
     def is_active(self) -> bool:
-        """Whether the call goes on."""
+        """Whether the call is active."""
         self.asked.set()
-        return self.active
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Called when the call ends: never."""
-        del callback
-        return True
+        return super().is_active()
 
 
 def make_role() -> WorkerRole:
     """A worker's role without servers."""
-    return WorkerRole(0, lambda job, incarnation: cast(PsClient, NoServers()), PATIENCE)
+    return WorkerRole(ServerList(0), lambda job, incarnation: cast(PsClient, NoServers()), TIMEOUT, Recording())
 
 
-def begin_stream(role: WorkerRole, incarnation: int, context: Context) -> Iterator[worker_pb2.StepsReply]:
+def begin_stream(role: WorkerRole, incarnation: int, context: StepsCall) -> Iterator[worker_pb2.StepsReply]:
     """The replies of a new stream of steps."""
     request = worker_pb2.StepsRequest(incarnation=incarnation)
     return WorkerService(role).steps(iter([request]), cast(grpc.ServicerContext, context))
 
 
 def test_what_is_left_of_an_earlier_attachment_is_refused() -> None:
-    """A recall that was on its way when the connection broke is not taken for one of the next connection."""
+    """A recall that was in transit when the connection broke is not mistaken for one of the next connection."""
     role = make_role()
     old, new = (role.attached(node_pb2.AttachRequest(job=7)) for _ in range(2))
-    next(begin_stream(role, new, Context()))
+    next(begin_stream(role, new, StepsCall()))
     service = WorkerService(role)
     request = worker_pb2.RecallRequest(incarnation=old, functions=[1], positions=[1])
     with pytest.raises(StaleError, match="attachment to the worker is over"):
-        service.recall(request, cast(grpc.ServicerContext, Context()))
+        service.recall(request, cast(grpc.ServicerContext, StepsCall()))
     with pytest.raises(StaleError, match="attachment to the worker is over"):
-        next(begin_stream(role, old, Context()))
+        next(begin_stream(role, old, StepsCall()))
 
 
 def test_a_stream_is_up_when_the_earlier_ones_function_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that returns gets functions when it can run them, not while an old one still does."""
+    """A returning worker gets functions once it can run them, not while an old one still runs."""
     monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
-    role, context = make_role(), Context()
+    role, context = make_role(), StepsCall()
     stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
     up = threading.Event()
 
@@ -387,27 +385,27 @@ def test_a_stream_is_up_when_the_earlier_ones_function_has_ended(monkeypatch: py
         next(stream)
         up.set()
 
-    with role._turn:  # as a function has it
+    with role._turn:  # as a function holds it
         waiter = threading.Thread(target=wait, daemon=True)
         waiter.start()
-        assert context.asked.wait(PATIENCE)
+        assert context.asked.wait(TIMEOUT)
         assert not up.is_set()
-    assert up.wait(PATIENCE)
-    waiter.join(PATIENCE)
+    assert up.wait(TIMEOUT)
+    waiter.join(TIMEOUT)
 
 
 def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread stays behind for a coordinator that is gone."""
+    """No thread is left waiting for a coordinator that has gone."""
     monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
-    role, context = make_role(), Context()
-    context.active = False
+    role, context = make_role(), StepsCall()
+    context.end()
     stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
     with role._turn:
         assert list(stream) == []
 
 
 def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came while nothing ran may run before its reader has gone on: the reader still reads what comes next."""
+    """A message that came while nothing ran may run before its reader has continued; the next one is still read."""
     monkeypatch.setattr(runner_module, "LONG_SECONDS", -1.0)  # all are long
     first, second = Blocker(), Blocker()
     read_one = Runner._read_one
@@ -415,13 +413,13 @@ def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.Monkey
     def read_and_linger(runner: Runner) -> bool:
         more = read_one(runner)
         if threading.current_thread().name == "functions-ahead" and runner._read == 2:
-            assert second.begun.wait(PATIENCE)
+            assert second.begun.wait(TIMEOUT)
         return more
 
     monkeypatch.setattr(Runner, "_read_one", read_and_linger)
     stream = Stream(make_job(first=first, second=second, note=lambda: None))
     stream.send(1, step(11, "first"))
-    assert first.begun.wait(PATIENCE)  # and the reader waits for a message
+    assert first.begun.wait(TIMEOUT)  # and the reader waits for a message
     first.released.set()
     until(lambda: len(stream.outcomes) == 1, "nothing runs")
     stream.send(2, step(12, "second"))
@@ -432,7 +430,7 @@ def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.Monkey
 
 
 def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a failure is written down, and while another coordinator comes, no figure falls. The shortest count."""
+    """No metric falls while a failure is written, or while another coordinator attaches. The shortest case."""
     role, seen = make_role(), list[Any]()
     telemetry = WorkerTelemetry(role, ClientCounts(0))
 
@@ -455,7 +453,7 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
     role.job(incarnation)._definitions.update(nothing=lambda: None)
     steps = [step(1, "nothing"), step(2, "nowhere")]
     requests = [worker_pb2.StepsRequest(incarnation=incarnation), worker_pb2.StepsRequest(position=1, steps=steps)]
-    replies = list(WorkerService(role).steps(iter(requests), cast(grpc.ServicerContext, Context())))
+    replies = list(WorkerService(role).steps(iter(requests), cast(grpc.ServicerContext, StepsCall())))
     assert [outcome.kind for reply in replies for outcome in reply.outcomes] == [Outcome.DONE, Outcome.FAILED]
     role.job_ended()
     assert seen == [(1, 1)] * 3
@@ -469,7 +467,7 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stream_that_ends_does_not_end_the_next_ones_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second without a function is counted once, also where an old stream ends behind the beginning of another."""
+    """Each second without a function counts once, even if an old stream ends after the beginning of another."""
     clock = iter(range(10, 100, 10))
     monkeypatch.setattr("pscluster.worker.function_metrics.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     counts = WorkerCounts(Recording())
@@ -491,7 +489,7 @@ class Given(Handle):
 
     @property
     def handle_key(self) -> str:
-        """Of dataset 5."""
+        """The key for dataset 5."""
         return f"5/0/{self._start}/{self._start + 2}"
 
 
@@ -503,7 +501,7 @@ def with_part(function: int, definition: str, start: int) -> worker_pb2.Step:
 
 
 def test_parts_are_dropped_however_their_functions_end() -> None:
-    """Read, recalled, cancelled, failed before they began, or left in a stream that ends: nothing is read for them."""
+    """Parts that were read, recalled, cancelled, failed early or left in an ended stream are not read ahead."""
     block = Blocker()
 
     def read_and_block(part: Any) -> list[int]:
@@ -521,7 +519,7 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     stream.send(1, with_part(1, "read", 0))
     until(lambda: job.reads_ahead and not job._parts, "it is known that reading takes long")
     stream.send(2, with_part(2, "block", 10))
-    assert block.begun.wait(PATIENCE)
+    assert block.begun.wait(TIMEOUT)
     stream.send(3, with_part(3, "nowhere", 20), with_part(4, "read", 30), with_part(5, "read", 40))
     until(lambda: set(job._parts) == {2, 3, 4, 5}, "another thread has read the stream meanwhile")
     stream.runner.recall([4], [4], cancel_running=False)
@@ -538,12 +536,12 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     block.begun.clear()
     block.released.clear()
     other.send(1, with_part(6, "block", 50), with_part(7, "read", 60))
-    assert block.begun.wait(PATIENCE)
+    assert block.begun.wait(TIMEOUT)
     other.runner.end()
     block.released.set()
-    other._runs.join(PATIENCE)
-    other._sent.put(None)  # for the thread that reads the stream
-    other._collector.join(PATIENCE)
+    other._runs.join(TIMEOUT)
+    other._sent.put(None)  # ends the thread that reads the stream
+    other._collector.join(TIMEOUT)
     assert job._parts == {}
     assert job._reader._parts == []
     job.close()

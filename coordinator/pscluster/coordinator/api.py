@@ -1,4 +1,4 @@
-"""What `pscluster.coordinator` offers to users: its names are imported from here when they are first asked for."""
+"""The public names of `pscluster.coordinator`, which imports them from here at first use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers
 from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
+from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
-from pscluster.ps.handles.variable import IndexedSlices, ShardedVariable, Variable
+from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.strategy import ReduceOp
 

@@ -1,4 +1,4 @@
-"""Server: a role started from a script, for programs that are one file for all roles.
+"""Server: starts a role from a script, for programs that have one file for all roles.
 
 resolver = TFConfigClusterResolver()
 if resolver.task_type in ("worker", "ps"):
@@ -26,13 +26,12 @@ class Server:
 
     Args:
         server_or_cluster_def: a resolver or a ClusterSpec; default: TF_CONFIG.
-        job_name: "ps" or "worker"; default: the resolver's task.
-        task_index: default: the resolver's task.
-        protocol: accepted for TensorFlow's sake; only "grpc" exists.
+        job_name, task_index: "ps" or "worker", and its index; default: the resolver's task.
+        protocol: accepted for compatibility with TensorFlow; only "grpc" exists.
         options: how to serve; default: the environment's credentials, and the task's own address.
 
     Raises:
-        ConfigurationError: the cluster has no such task, or the role is another one.
+        ConfigurationError: the cluster has no such task, or it is neither a "ps" nor a "worker".
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Where it listens."""
+        """Return the address at which it listens."""
         return f"grpc://{self._address}"
 
     def join(self) -> None:
-        """Serve until SIGTERM, Ctrl-C or, where asked for, the end of the job; then exit with 0. Never returns."""
+        """Serve until SIGTERM, Ctrl-C or, if so configured, the end of the job; then exit with 0. Never returns."""
         hide_token()
         if self._role == "ps":
             own = self._spec.task_address("ps", self._index)

@@ -1,7 +1,7 @@
-"""Time that this process was awake for: what it may hold against others.
+"""Time for which this process was awake: all that it may count as silence of others.
 
-A process that was stopped itself (frozen, swapped out, its machine suspended) has not been waiting. What came meanwhile
-lies there unread, so by the clock everybody else has been silent.
+A process that was itself stopped (frozen, swapped out, its machine suspended) was not waiting. Messages that came in
+the meantime are still unread, so by the clock every peer seems to have been silent.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ import time
 
 
 class AwakeTime:
-    """Counted in looks: one counts for twice the time that was to pass since the one before, at most.
-
-    Args:
-        step: seconds that are to pass between two looks.
-    """
+    """Adds up the time between checks, each counting for at most twice the `step` seconds intended."""
 
     def __init__(self, step: float) -> None:
         self.step = step
         self.seconds = 0.0
         self._last = time.monotonic()
 
-    def look(self) -> float:
-        """Seconds since the last look, which count from now on."""
+    def check(self) -> float:
+        """Count and return the seconds since the last check."""
         now = time.monotonic()
         passed, self._last = min(now - self._last, 2 * self.step), now
         self.seconds += passed

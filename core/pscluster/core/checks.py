@@ -1,6 +1,6 @@
 """Checks of the numbers and flags that users give.
 
-Each gives the value as Python's own type, or refuses it with its name, the value, the limits and what to do:
+Each returns the value as a built-in type, or raises an error with its name, the value, the limits and what to do:
 "adam: beta_1 is 1.5; it must be a number, at least 0 and below 1: the default is 0.9".
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import numpy as np
 
-__all__ = ["Limits", "flag", "real", "whole"]
-
 
 class Limits(TypedDict, total=False):
-    """What a number may be."""
+    """The limits of a number."""
 
     at_least: float
     above: float
@@ -27,24 +26,16 @@ class Limits(TypedDict, total=False):
 
 
 _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
-_NO_NUMBERS = (bool, np.bool_, complex, np.complexfloating, str, bytes, bytearray)  # though float() or int() takes them
+_NO_NUMBERS = (bool, np.bool_, complex, np.complexfloating, str, bytes, bytearray)  # though float() or int() may accept
 
 
 def real(
     name: str, value: object, mend: str = "", *, kind: str = "number", finite: bool = True, **limits: Unpack[Limits]
 ) -> float:
-    """Return a number as a float.
+    """Return a number, of any type that `float` accepts, as a float. ValueError if it is none, or outside the limits.
 
-    Args:
-        name: what the number is called in the refusal.
-        value: a number of Python's, NumPy's or any other kind that `float` takes.
-        mend: what else to say in the refusal, such as ", or None".
-        kind: what to call such a number, such as "number of seconds".
-        finite: refuse infinities and NaN. If not, NaN is still outside of all limits.
-        limits: see `Limits`.
-
-    Raises:
-        ValueError: it is no number, or outside of the limits.
+    `kind` is the error's term for such a number, such as "number of seconds"; `mend` is appended to the error, such as
+    ", or None". Unless `finite` is False, infinities and NaN are refused; NaN is outside all limits.
     """
     if not isinstance(value, _NO_NUMBERS):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -56,7 +47,7 @@ def real(
 
 
 def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number", **limits: Unpack[Limits]) -> int:
-    """Return a whole number, which may come as a float such as 1e6, as an int; see `real`."""
+    """Return a whole number, which may be given as a float such as 1e6, as an int; see `real`."""
     if not isinstance(value, _NO_NUMBERS):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = int(value)  # type: ignore[call-overload]  # the error is the check
@@ -66,10 +57,48 @@ def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a flag as a bool. Numbers and strings are none."""
+    """Return a flag as a bool. Numbers and strings are refused."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+def checked(check: Callable[[str, Any], object]) -> dict[str, Any]:
+    """Return the `metadata` of a `Parameters` field whose values go through `check(name, value)`."""
+    return {"check": check}
+
+
+class Parameters:
+    """Base of frozen dataclasses whose fields are checked at construction.
+
+    A field without its own check (see `checked`) is a flag if its default is one, else a finite number.
+    """
+
+    name: ClassVar[str]  # of the class, on the wire and in errors
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # a dataclass, as above
+            check = item.metadata.get("check", flag if isinstance(item.default, bool) else real)
+            object.__setattr__(self, item.name, check(f"{self.name}: {item.name}", getattr(self, item.name)))
+
+    def values_by_name(self) -> dict[str, Any]:
+        """Return the values of all fields, for `made_of`."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def made_of(cls, values: Mapping[str, Any]) -> Self:
+        """Make an instance from values by name; the others have their defaults.
+
+        Raise ValueError if a value is refused, a name is unknown, or one without a default is missing.
+        """
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{cls.name} has no parameter {name!r}: it has {', '.join(known) or 'none'}")
+        try:
+            return cls(**values)
+        except TypeError as error:  # it names the missing parameters
+            raise ValueError(f"{cls.name}: {error}") from None
 
 
 def _within(number: float, limits: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""The context of a running function: whose updates these are, and whether it was asked to stop.
+"""The context of a running function: whose updates these are, and whether it was told to stop.
 
-A step function runs in a context; library calls ask for it to key their updates and to notice a cancel. A
-thread that a step function starts has the context of its worker's running function too.
+A step function runs in a context; library calls look it up to key their updates and to notice a cancellation. Threads
+that a step function starts also have the context of their worker's running function.
 """
 
 from __future__ import annotations
@@ -11,64 +11,63 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from pscluster.core.errors import FunctionCancelled
 
 
+@dataclass(kw_only=True, eq=False)
 class FunctionContext:
-    """What a library call needs to know of the function it runs in."""
+    """What a library call needs to know about the function it runs in."""
 
-    def __init__(
-        self, *, function: int, attempt: int, worker_index: int, num_workers: int, key: int = 0, term: int = 0
-    ) -> None:
-        self.function = function
-        self.key = key
-        self.term = term
-        self.attempt = attempt
-        self.worker_index = worker_index
-        self.num_workers = num_workers
-        self._cancelled = False
-        self._lock = threading.Lock()
-        self._updates: defaultdict[int, int] = defaultdict(int)
+    function: int
+    attempt: int
+    worker_index: int
+    num_workers: int
+    key: int = 0
+    term: int = 0
+    _cancelled: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _updates: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
     def nth_update(self, variable: int) -> int:
-        """The number, from 1, of the next update of this variable by this function."""
+        """Return the number, from 1, of this function's next update of a variable."""
         with self._lock:
             self._updates[variable] += 1
             return self._updates[variable]
 
     @property
     def updated(self) -> bool:
-        """Has it asked for an update, which may have been applied?"""
+        """Whether it has requested an update, which may have been applied."""
         return bool(self._updates)
 
     def cancel(self) -> None:
-        """Ask the function to stop at its next library call."""
+        """Make the function stop at its next library call."""
         self._cancelled = True
 
     def check(self) -> None:
-        """Raise FunctionCancelled if the function was asked to stop."""
+        """Raise FunctionCancelled if the function was told to stop."""
         if self._cancelled:
             raise FunctionCancelled
 
 
 _current: ContextVar[FunctionContext | None] = ContextVar("pscluster-function", default=None)
 _of_process: list[FunctionContext] = []
-"""What runs in this process: one step, and perhaps a dataset that is being built for later ones."""
+"""What runs in this process: one step, and possibly the building of a dataset for later ones."""
 
 
 def current_function() -> FunctionContext | None:
-    """The context of the function that runs here, or None outside of one."""
+    """Return the context of the function that runs here, or None outside one."""
     if (own := _current.get()) is not None:
         return own
-    found = list(_of_process)  # a copy at once: other threads come and go
-    steps = [context for context in found if context.function]
-    return next(reversed(steps or found), None)
+    contexts = list(_of_process)  # an atomic copy: other threads add and remove contexts
+    steps = [context for context in contexts if context.function]
+    return next(reversed(steps or contexts), None)
 
 
 @contextmanager
 def running(context: FunctionContext) -> Iterator[FunctionContext]:
-    """Run the block as that function. A worker runs one at a time, so threads of its own find it too."""
+    """Run the block as that function. A worker runs one at a time, so other threads also find it."""
     token = _current.set(context)
     _of_process.append(context)
     try:
@@ -79,11 +78,11 @@ def running(context: FunctionContext) -> Iterator[FunctionContext]:
 
 
 def experimental_get_current_worker_index() -> int:
-    """Index of the worker this step or dataset function runs on. RuntimeError elsewhere (TensorFlow's name)."""
+    """Return the index of the worker that this step or dataset function runs on. Raise RuntimeError elsewhere."""
     context = current_function()
     if context is None:
         raise RuntimeError(
-            "experimental_get_current_worker_index() has an answer only inside a function that runs on a worker: "
-            "call it in a step or dataset function"
+            "experimental_get_current_worker_index() works only inside a function that runs on a worker: call it in a "
+            "step or dataset function"
         )
     return context.worker_index

@@ -19,30 +19,26 @@ _NUMERIC = frozenset(
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The numeric dtype of that name. ProtocolError for any other: names come from the wire."""
+    """Return the numeric dtype of that name. Raise ProtocolError for any other: names come from the wire."""
     if name == "bfloat16":
-        dtype: np.dtype[Any] = np.dtype(_bfloat16())
+        try:
+            import ml_dtypes  # optional
+        except ImportError:
+            raise MisuseError("bfloat16 needs the package ml_dtypes on every task: pip install ml_dtypes") from None
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return dtype
     if name not in _NUMERIC:
         raise ProtocolError(f"unknown element type {name[:40]!r}; there are {', '.join(sorted(_NUMERIC))}")
     return np.dtype(name)
 
 
-def _bfloat16() -> Any:
-    try:
-        import ml_dtypes  # optional
-    except ImportError:
-        raise MisuseError("bfloat16 needs the package ml_dtypes on every task: pip install ml_dtypes") from None
-    return ml_dtypes.bfloat16
-
-
 def is_variable_dtype(dtype: np.dtype[Any]) -> bool:
-    """Can a variable have elements of this type?"""
+    """Return whether a variable can have elements of this type."""
     return dtype.name in _NUMERIC or dtype.name == "bfloat16"
 
 
 def array_of(value: Any) -> npt.NDArray[Any]:
-    """`np.asarray`, also of a torch tensor with a graph, on a device, sparse, or of bfloat16, which becomes float32."""
+    """Return `np.asarray`, also of a torch tensor with a graph, on a device, sparse, or of bfloat16 (as float32)."""
     if type(value) is not np.ndarray and callable(getattr(value, "detach", None)) and hasattr(value, "layout"):
         value = value.detach().cpu()
         if "strided" not in str(value.layout):
@@ -53,26 +49,23 @@ def array_of(value: Any) -> npt.NDArray[Any]:
 
 
 def as_array(value: npt.ArrayLike, variable: str, what: str) -> npt.NDArray[Any]:
-    """What a user gave for a variable, as an array. InvalidUpdateError, naming the variable, if it is none."""
+    """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise InvalidUpdateError(f"variable {variable!r}: the {what} has masked elements: fill them with .filled(...)")
     try:
         return array_of(value)
-    except (ValueError, TypeError) as error:  # a ragged list, for one
-        raise InvalidUpdateError(f"variable {variable!r}: the {what} is no array: {error}") from None
+    except (ValueError, TypeError) as error:  # such as a ragged list
+        raise InvalidUpdateError(f"variable {variable!r}: the {what} is not an array: {error}") from None
 
 
 def converted(
     value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, what: str, *, overflow: bool = False
 ) -> npt.NDArray[Any]:
-    """A value in the dtype of the variable that it is for.
+    """Convert a value to the dtype of the variable that it is for.
 
-    Integers take another integer type where all of them fit; arrays may gain precision and, among floats, lose
-    some, as NumPy's in-place operators allow. With `overflow` what is too large for a narrower float becomes
-    infinity, as gradients may.
-
-    Raises:
-        InvalidUpdateError: something would be lost, or the value is no array.
+    Integers may change to another integer type that holds all of them; arrays may gain precision and, among floats,
+    lose some, as with NumPy's in-place operators. With `overflow`, values too large for a narrower float become
+    infinity, as gradients may. Raise InvalidUpdateError if values would be lost, or the value is not an array.
     """
     array = as_array(value, variable, what)
     if array.dtype == dtype:
@@ -84,7 +77,7 @@ def converted(
                 f"variable {variable!r} is {dtype.name}, which holds {limits.min}..{limits.max}, but the "
                 f"{what} lies in {array.min()}..{array.max()}"
             )
-    # NumPy's rule "same_kind", which knows nothing of bfloat16; a bool is no number here, nor a number a bool.
+    # NumPy's rule "same_kind", plus bfloat16; but a bool does not count as a number here, nor a number as a bool.
     elif _kind(array.dtype) not in {"f": "iuf", "c": "iufc"}.get(_kind(dtype), ""):
         shown = f" ({array.reshape(-1)[:1].tolist()[0]!r:.60})" if array.size else ""
         mend = "give numbers"

@@ -1,31 +1,4 @@
-"""The errors of pscluster, and their one table to and from gRPC status.
-
-    PsClusterError
-    ├── ConfigurationError (ValueError)      what was set up contradicts itself: mend it and start again
-    ├── MisuseError                          the caller's mistake: mend the call
-    │   ├── InvalidUpdateError (ValueError)      wrong shape, dtype or ids; nothing was changed
-    │   └── UnknownVariableError (KeyError)      no variable (or optimizer) of that name is on the server
-    ├── RefusedError                         the peer understood and said no
-    │   ├── VersionMismatchError                 another version of pscluster
-    │   ├── AuthenticationError                  no cluster token or certificate, or one that the peer does not accept
-    │   ├── NotPermittedError                    a certificate that does not open what was called
-    │   ├── BusyError                            another coordinator holds the role
-    │   ├── StaleError                           of a closed incarnation, an ended function or another job
-    │   └── ProtocolError                        a message that makes no sense
-    ├── UnavailableError                     the peer can't be reached; it may come back
-    │   └── PSUnavailableError                   a parameter server died or was restarted empty
-    ├── CheckpointError                      a checkpoint can't be written or read: the message says which, and why
-    │   └── CheckpointMisfitError                it is whole, but of other variables or optimizers than are here
-    ├── WaitTimeoutError (TimeoutError)      a wait with a timeout ended without its event
-    ├── CancelledError                       cancelled because another function failed first: schedule it anew
-    ├── EndOfDatasetError                    a step asked a finite dataset for more than it has
-    ├── DatasetError                         examples of a distributed dataset can't be read: which, and why
-    └── FunctionError                        a scheduled function raised; also an instance of what it raised
-        └── FunctionTimeoutError (TimeoutError)  it ran longer than the `timeout` it was scheduled with
-
-`FunctionCancelled` derives from BaseException, so that a step function's `except Exception` does not
-swallow the request to stop. It never leaves a worker.
-"""
+"""The errors of pscluster, and their one table to and from gRPC status."""
 
 from __future__ import annotations
 
@@ -37,15 +10,15 @@ from pscluster.core.sanitize import shown
 
 
 class PsClusterError(Exception):
-    """Base of all errors that pscluster raises of its own accord."""
+    """Base of pscluster's own errors."""
 
 
 class ConfigurationError(PsClusterError, ValueError):
-    """The configuration (TF_CONFIG, arguments, environment) is wrong: mend it and start again."""
+    """The configuration (TF_CONFIG, arguments, environment) is wrong: correct it and start again."""
 
 
 class MisuseError(PsClusterError):
-    """The caller's mistake: the message says how to mend the call."""
+    """The caller's mistake: the message says how to correct the call."""
 
 
 class InvalidUpdateError(MisuseError, ValueError):
@@ -68,11 +41,11 @@ class VersionMismatchError(RefusedError):
 
 
 class AuthenticationError(RefusedError):
-    """The cluster token is missing or another one than the peer's; or the two sides do not trust their certificates."""
+    """The cluster token is missing or differs from the peer's, or a side does not trust the other's certificate."""
 
 
 class NotPermittedError(RefusedError):
-    """The caller's certificate is of a role that may not call this."""
+    """The caller's certificate is for a role that may not call this."""
 
 
 class BusyError(RefusedError):
@@ -84,7 +57,7 @@ class StaleError(RefusedError):
 
 
 class ProtocolError(RefusedError):
-    """A message that makes no sense where it came."""
+    """A message makes no sense where it came."""
 
 
 class UnavailableError(PsClusterError):
@@ -100,7 +73,7 @@ class CheckpointError(PsClusterError):
 
 
 class CheckpointMisfitError(CheckpointError):
-    """A checkpoint is whole, but of other variables or optimizers than there are here. Nothing was changed."""
+    """A checkpoint is intact, but its variables or optimizers differ from those here. Nothing was changed."""
 
 
 class WaitTimeoutError(PsClusterError, TimeoutError):
@@ -112,41 +85,31 @@ class CancelledError(PsClusterError):
 
 
 class EndOfDatasetError(PsClusterError):
-    """A step function asked a finite dataset for more elements than it has."""
+    """A step function requested more elements than its dataset has."""
 
 
 class DatasetError(PsClusterError):
-    """Examples of a distributed dataset can't be read; the message says which, and why.
+    """Examples of a distributed dataset can't be read; the message says which, and why."""
 
-    Attributes:
-        examples: how many; of a file that can't be read, 1.
-    """
-
-    examples: int = 0
+    examples: int = 0  # their number; 1 for an unreadable file
 
 
 class FunctionCancelled(BaseException):
-    """Ends a running step function at its next library call, because its job is cancelled."""
+    """Ends a running step function at its next library call. Never leaves a worker."""
+
+    # A BaseException, so that a step function's `except Exception` does not swallow it.
 
 
 class FunctionError(PsClusterError):
-    """A scheduled function raised. Also an instance of the class it raised, where that class is known here.
+    """A scheduled function raised. Also an instance of the class it raised, if that class is known here."""
 
-    Attributes:
-        function: name of the scheduled function.
-        worker: index of the worker it ran on, or None if it never ran there to its end.
-        attempts: how often it was started, this time included.
-        remote_traceback: the traceback on the worker, as text.
-        partly_applied: some of its updates may have been applied. They stay.
-    """
-
-    function: str = ""
-    worker: int | None = None
-    attempts: int = 0
-    remote_traceback: str = ""
-    partly_applied: bool = False
+    function: str = ""  # its name
+    worker: int | None = None  # the index of the worker it ran on, or None if it never finished on one
+    attempts: int = 0  # how often it was started, including this time
+    remote_traceback: str = ""  # the traceback on the worker
+    partly_applied: bool = False  # some of its updates may have been applied. They stay
     summary: str = ""
-    _fetched: bool = False  # somebody was told of it by a RemoteValue
+    _fetched: bool = False  # a RemoteValue has raised it
 
     def __str__(self) -> str:
         return self.summary
@@ -156,7 +119,7 @@ class FunctionTimeoutError(FunctionError, TimeoutError):
     """A scheduled function ran longer than the `timeout` it was scheduled with."""
 
 
-# kind on the wire, class, gRPC status. More special classes stand before their bases.
+# kind on the wire, class, gRPC status. Subclasses come before their bases.
 _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("invalid-update", InvalidUpdateError, grpc.StatusCode.INVALID_ARGUMENT),
     ("unknown-variable", UnknownVariableError, grpc.StatusCode.NOT_FOUND),
@@ -177,20 +140,19 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
 )
 _BY_KIND = {kind: cls for kind, cls, _ in _TABLE}
 
-KIND_METADATA = "pscluster-error"
-"""Trailing metadata key under which a status carries the kind of our error."""
+KIND_METADATA = "pscluster-error"  # trailing metadata key for the kind of our error
 
 # Worth another try with the same key, on a fresh connection.
 RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Did a call fail as it does where the peer can't be reached? Of grpc's errors, not ours."""
+    """Return whether an error of grpc's says that the peer can't be reached."""
     return isinstance(error, grpc.RpcError) and error.code() in RETRYABLE
 
 
 def kind_of(error: PsClusterError) -> tuple[str, grpc.StatusCode]:
-    """The wire's name of an error and the gRPC status it travels under."""
+    """Return the wire name of an error and the gRPC status it travels under."""
     for kind, cls, status in _TABLE:
         if isinstance(error, cls):
             return kind, status
@@ -198,12 +160,12 @@ def kind_of(error: PsClusterError) -> tuple[str, grpc.StatusCode]:
 
 
 def from_kind(kind: str, message: str) -> PsClusterError:
-    """The error that a peer named. An unknown kind, of a newer peer, is a plain refusal."""
+    """Return the error that a peer named; for an unknown kind, of a newer peer, a plain RefusedError."""
     return _BY_KIND.get(kind, RefusedError)(shown(message, lines=True))
 
 
 def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
-    """Our error for a failed call to `peer` (a phrase such as "ps 0 at 127.0.0.1:2222")."""
+    """Return our error for a failed call to `peer` (a phrase such as "ps 0 at 127.0.0.1:2222")."""
     code, details = error.code(), shown(error.details() or "", lines=True)
     trailing: Any = error.trailing_metadata()
     for key, value in trailing or ():
@@ -213,11 +175,11 @@ def from_rpc(error: grpc.RpcError, peer: str) -> PsClusterError:
         return AuthenticationError(f"{peer} refused the cluster token: {details}")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolError(f"{peer} speaks gRPC but is not a pscluster role of this kind: {details}")
-    # A server that stops cancels what is under way: it may be started again. And where a call ends while a request is
-    # being written, grpc.aio has no status but its own.
+    # A stopping server cancels the calls under way, and may be started again. And when a call ends while a request is
+    # being written, grpc.aio reports only this internal status.
     cut_off = code is grpc.StatusCode.INTERNAL and details == "Internal error from Core"
     if cut_off or code in RETRYABLE or code is grpc.StatusCode.CANCELLED:
-        if details.startswith("failed to connect to all addresses"):  # gRPC repeats the address, which the peer has
+        if details.startswith("failed to connect to all addresses"):  # gRPC repeats the address, which `peer` has
             details = details.rpartition(": ")[2]
         return UnavailableError(f"{peer} can't be reached: {code.name}: {details}")
     return RefusedError(f"{peer} failed the call: {code.name}: {details}")

@@ -1,9 +1,9 @@
-"""Named fault points: where tests make a role fail on purpose, and what has happened by then.
+"""Named fault points, at which tests make a role fail on purpose, with what has happened by then.
 
-Code says `reach("ps.log.after")` before and after each act that outlives it or that others see. That costs one call and
-one comparison (60 ns), and does nothing: no point stands in a loop over chunks or rows. Tests set `on_reach` to what
-kills, stops, delays or fails there (see CONTRIBUTING.md). A point in this table and the place that names it are one: a
-test holds that neither is without the other.
+Code calls `reach("ps.log.after")` before and after each act that outlives the process or that others see. That costs
+one call and one comparison (60 ns), and does nothing; no point is in a loop over chunks or rows. Tests set `on_reach`
+to a function that kills, stops, delays or fails there (see CONTRIBUTING.md). A test checks that this table and the
+calls in the code match.
 """
 
 from __future__ import annotations
@@ -12,95 +12,95 @@ from collections.abc import Callable
 
 POINTS: dict[str, str] = {
     # Every role
-    "node.attach.before": "a coordinator is let in, and knows nothing of it",
+    "node.attach.before": "a coordinator is admitted, and does not know it yet",
     "node.attach.after": "the coordinator was told that it has the role",
-    "node.end.before": "the end of the job was heard of, and nothing is dropped",
-    "node.end.after": "what was held for the job is dropped, and the coordinator has no answer",
+    "node.end.before": "the end of the job was announced, and nothing is dropped",
+    "node.end.after": "the state of the job is dropped, and the coordinator has no answer",
     # Parameter servers: an update
     "ps.update.before": "an update is checked and has room in the log; nothing is applied",
-    "ps.update.after": "the values of a shard are changed, and the ledger knows nothing of it",
-    "ps.ledger.after": "the ledger has the update's key; other shards of the request have theirs still to come",
+    "ps.update.after": "the values of a shard are changed, and the ledger does not have the key",
+    "ps.ledger.after": "the ledger has the update's key; other shards of the request do not",
     "ps.log.before": "the update is applied and remembered, and not in the log",
-    "ps.log.written": "records are in the log, and its mark does not say so",
-    "ps.log.after": "its record is in the log, and nobody was told",
-    "ps.acknowledge.before": "all that is promised of the update is done, and the answer is not sent",
+    "ps.log.written": "records are in the log, and its mark does not cover them",
+    "ps.log.after": "its record is in the log, and no client knows it",
+    "ps.acknowledge.before": "everything promised of the update is done, and the answer is not sent",
     "ps.answer.after": "an answer was given to the session's stream",
     # Parameter servers: the directory
-    "ps.create.before": "a variable or an optimizer came whole, and is not entered",
-    "ps.create.after": "it is entered, and not on disk",
-    "ps.create.saved": "it is on disk, and its maker has no answer",
-    "ps.delete.after": "a variable is gone from the directory, and not from the disk",
+    "ps.create.before": "a variable or an optimizer has arrived completely, and is not in the directory",
+    "ps.create.after": "it is in the directory, and not on disk",
+    "ps.create.saved": "it is on disk, and its creator has no answer",
+    "ps.delete.after": "a variable is removed from the directory, and not from the disk",
     # Parameter servers: generations
-    "ps.segment.before": "the log's next segment is written under a name that does not count",
-    "ps.segment.after": "it has its name: what comes now is written there",
-    "ps.generation.before": "a generation is to be written, and nothing of it is",
-    "ps.manifest.before": "its manifest (or what is known to be lost) is written under a name that does not count",
-    "ps.manifest.after": "its manifest has its name: it counts; what is needed no more is still there",
-    "ps.generation.after": "what is needed no more is removed",
-    "ps.clear.before": "what is on disk of a job that is over is to go",
-    "ps.clear.after": "nothing is left of it",
-    "ps.losses.before": "it is known that updates are lost, and not on disk",
+    "ps.segment.before": "the log's next segment is written under a temporary name",
+    "ps.segment.after": "it has its name: from now on records go there",
+    "ps.generation.before": "nothing of a new generation is written",
+    "ps.manifest.before": "its manifest (or the record of losses) is written under a temporary name",
+    "ps.manifest.after": "its manifest has its name: it counts; obsolete files are still there",
+    "ps.generation.after": "obsolete files are removed",
+    "ps.clear.before": "the files of a job that is over are still there",
+    "ps.clear.after": "they are removed",
+    "ps.losses.before": "updates are known to be lost, and this is not on disk",
     "ps.losses.after": "it is on disk",
     "ps.stop.before": "no request is under way any more, and the state is not saved for the last time",
-    # Parameter servers: coming back, and who works with them
+    # Parameter servers: restarts, coordinators and workers
     "ps.restore.before": "a server starts, and has read nothing",
-    "ps.restore.after": "the state is read, and nobody is served",
-    "ps.epoch.before": "another coordinator goes on with the job, and the one before is not shut out",
-    "ps.epoch.after": "the one before is shut out; on disk the job is still its",
-    "ps.incarnation.before": "a worker is to be shut out, and is not",
+    "ps.restore.after": "the state is read, and no request is served",
+    "ps.epoch.before": "another coordinator continues the job, and the previous one is not shut out",
+    "ps.epoch.after": "the previous one is shut out; on disk the job is still its own",
+    "ps.incarnation.before": "a worker should be shut out, and is not",
     "ps.incarnation.after": "it is, and the coordinator has no answer",
-    "ps.finish.after": "the keys of functions that have ended are forgotten, and the coordinator has no answer",
+    "ps.finish.after": "the keys of ended functions are forgotten, and the coordinator has no answer",
     # Parameter servers: checkpoints
     "ps.mark.after": "the shards are marked, and the coordinator has no answer",
-    "ps.part.before": "the server's part of a checkpoint is to be written",
+    "ps.part.before": "the server's part of a checkpoint is not written",
     "ps.part.after": "it is written, and the coordinator has no answer",
-    "ps.stage.after": "a checkpoint is read beside what there is",
-    "ps.commit.after": "it has taken the place of what there was, and is not saved as state",
+    "ps.stage.after": "a checkpoint is read, beside the current state",
+    "ps.commit.after": "it has replaced the current state, and is not saved",
     "ps.commit.saved": "it is saved, and the coordinator has no answer",
-    # Whoever updates: workers, and the script
-    "client.update.before": "an update is to be sent, and none of it is",
-    "client.exchange.after": "small requests were sent to all servers, and no answer was taken",
+    # Clients that update: workers, and the script
+    "client.update.before": "nothing of an update is sent",
+    "client.exchange.after": "small requests were sent to all servers, and no answer was read",
     "client.update.after": "all servers have acknowledged it",
     # Workers
     "worker.define.after": "a function, a dataset or large arguments were taken, and the coordinator has no answer",
     "worker.run.before": "a function was received, and has not begun",
     "worker.run.after": "it has returned, and its result is not encoded",
-    "worker.result.before": "outcomes are to be sent",
+    "worker.result.before": "outcomes are not sent",
     "worker.result.after": "outcomes were given to the stream",
-    "worker.download.after": "a large result went out whole, and is not dropped",
+    "worker.download.after": "a large result was sent completely, and is not dropped",
     "worker.recall.after": "functions were given back, and the coordinator has no answer",
-    "worker.stop.before": "the worker was told to stop, and has told nobody",
-    "worker.stop.after": "nothing runs and nothing is left to be fetched; its streams are open",
+    "worker.stop.before": "the worker was told to stop, and has not announced it",
+    "worker.stop.after": "nothing runs and no result is left to be fetched; its streams are open",
     # The coordinator
     "coordinator.attach.first": "server 0 is taken, and no other",
     "coordinator.attach.after": "all servers are taken, and the job has none of its variables",
-    "coordinator.create.before": "a variable has its number and its place, and no server knows of it",
+    "coordinator.create.before": "a variable has its id and its placement, and no server has it",
     "coordinator.create.after": "all servers have it, and the script has not",
     "coordinator.pin.before": "no function runs, and nothing is copied for an evaluation",
-    "coordinator.pin.after": "all servers have the copies, perhaps not on disk, and no function runs yet",
-    "coordinator.unpin.before": "an evaluation has ended, and its copies are to go",
-    "coordinator.unpin.after": "they are gone, where a server was reached",
-    "coordinator.send.before": "functions are a worker's, and not sent",
+    "coordinator.pin.after": "all servers have the copies, possibly not on disk, and no function runs yet",
+    "coordinator.unpin.before": "an evaluation has ended, and its copies are not removed",
+    "coordinator.unpin.after": "they are removed from reachable servers",
+    "coordinator.send.before": "functions are assigned to a worker, and not sent",
     "coordinator.send.after": "they are sent",
     "coordinator.outcome.before": "outcomes came, and their large results did not",
     "coordinator.outcome.after": "the results are there",
     "coordinator.close.before": "a worker is lost, and no server has shut it out",
-    "coordinator.close.after": "all servers have, and its functions are with nobody",
+    "coordinator.close.after": "all servers have, and no worker has its functions",
     "coordinator.retry.after": "its functions wait again",
-    "coordinator.finish.before": "a server is to be told which functions have ended",
-    "coordinator.progress.before": "progress is to be kept",
-    "coordinator.progress.after": "it is kept, and the script does not know",
+    "coordinator.finish.before": "a server has not been told which functions have ended",
+    "coordinator.progress.before": "progress is not persisted",
+    "coordinator.progress.after": "it is, and the script does not know",
     "coordinator.mark.after": "all servers have marked a checkpoint",
     "coordinator.parts.after": "all servers have written their parts, and there is no index",
-    "coordinator.index.before": "the index is written under a name that does not count",
+    "coordinator.index.before": "the index is written under a temporary name",
     "coordinator.index.after": "it has its name: the checkpoint counts; older ones are still there",
-    "coordinator.remove.before": "an old checkpoint is to go, and is whole",
-    "coordinator.remove.after": "its index is gone, and its parts are still there",
-    "coordinator.finished.before": "that no more checkpoints come is written under a name that does not count",
-    "coordinator.finished.after": "it has its name: who looks on ends",
+    "coordinator.remove.before": "an old checkpoint is still complete",
+    "coordinator.remove.after": "its index is removed, and its parts are still there",
+    "coordinator.finished.before": "the mark that no more checkpoints come is written under a temporary name",
+    "coordinator.finished.after": "it has its name: observers of the checkpoints end",
     "coordinator.stage.after": "all servers have read a checkpoint, and use none of it",
     "coordinator.commit.after": "all servers use it",
-    "coordinator.end.before": "the job is to be ended, and no role knows of it",
+    "coordinator.end.before": "the job ends, and no role knows it",
     "coordinator.end.after": "all roles were told",
 }
 
@@ -109,6 +109,6 @@ on_reach: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """Tell `on_reach` that what the table says of this point has happened."""
+    """Call `on_reach` with this point of the table."""
     if on_reach is not None:
         on_reach(point)

@@ -1,4 +1,4 @@
-"""Who a process is: version, role, index, and an incarnation drawn afresh at every start."""
+"""The identity of a process: version, role, index, and an incarnation drawn at every start."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VERSION = metadata.version("pscluster")
 
 
 def fresh_id() -> int:
-    """A random 63-bit number, never 0: an incarnation or a job."""
+    """Return a random 63-bit number, never 0, for an incarnation or a job."""
     return secrets.randbits(62) + 1
 
 
 def make_identity(role: str, index: int) -> node_pb2.Identity:
-    """The identity of this process in a role."""
+    """Return the identity of this process in a role."""
     where = f"{socket.gethostname()}, pid {os.getpid()}"
     return node_pb2.Identity(
         version=VERSION, role=role, index=index, incarnation=fresh_id(), name=f"{role} {index} ({where})"
@@ -28,13 +28,9 @@ def make_identity(role: str, index: int) -> node_pb2.Identity:
 
 
 def check_version(theirs: node_pb2.Identity, ours: node_pb2.Identity) -> None:
-    """Refuse a peer of another version with a sentence that names both.
+    """Make a peer's own names fit for a log, and raise VersionMismatchError, with both versions, if it has another one.
 
-    What it says of itself is made fit for a log.
-
-    Raises:
-        VersionMismatchError: another version.
-        ProtocolError: a name of more characters than names have.
+    Raise ProtocolError if a name is too long.
     """
     for said in ("name", "role", "version"):
         check_name(getattr(theirs, said), f"a peer's {said}")

@@ -1,4 +1,4 @@
-"""Sets of whole numbers that grow mostly at one end: functions that have ended, examples that were visited."""
+"""Sets of whole numbers that grow mostly at one end: ended functions, visited examples."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ class IntervalSet:
         self._stops[first:after] = [stop]
 
     def remove(self, intervals: Iterable[tuple[int, int]]) -> None:
-        """Take out intervals, each as `iter` gave it or a part of one at its beginning."""
+        """Remove the numbers in these half-open intervals."""
         for start, stop in intervals:
-            place = bisect_right(self._starts, start) - 1
-            if place < 0 or self._starts[place] != start:
-                continue
-            if self._stops[place] <= stop:
-                del self._starts[place], self._stops[place]
-            else:
-                self._starts[place] = stop
+            first, after = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+            if first < after:
+                low, high = self._starts[first], self._stops[after - 1]
+                self._starts[first:after] = self._stops[first:after] = []
+                self.add(low, start)
+                self.add(stop, high)
 
     def covers(self, start: int, stop: int) -> bool:
-        """Are start, ..., stop - 1 in it, of which there is one at least?"""
-        place = bisect_right(self._starts, start) - 1
-        return place >= 0 and stop <= self._stops[place]
+        """Return whether all of start, ..., stop - 1 are in it; stop must be above start."""
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and stop <= self._stops[index]
 
     def __contains__(self, number: int) -> bool:
         return self.covers(number, number + 1)

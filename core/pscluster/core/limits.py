@@ -1,7 +1,7 @@
-"""Bounds of what a peer may ask for, declare or send, in one place. docs/security.md has the table.
+"""Limits on what a peer may request, declare or send, in one place. docs/security.md has the table.
 
-Each is checked before anything is allocated for what is only declared. They are far above what a job needs: whoever
-meets one has made a mistake, or means harm.
+Each is checked before memory is allocated for a declared size. They are far above what a job needs: a peer that exceeds
+one is faulty or hostile.
 """
 
 from __future__ import annotations
@@ -12,63 +12,40 @@ import resource
 from pscluster.core.errors import ProtocolError
 from pscluster.core.sanitize import shown
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Of one message. Nothing we send comes near it; what is larger goes in frames."""
-
-MAX_HEADER_BYTES = 1 << 20
-"""Of what stands before a frame's payload. Parsed, small fields take up to forty times as much memory."""
-
+MAX_MESSAGE_BYTES = 64 << 20  # of one message. None of ours come near it; larger data goes in frames
+MAX_HEADER_BYTES = 1 << 20  # of a frame's header. Once parsed, small fields take up to forty times as much memory
+# Of a request that is neither a frame nor carries arguments of functions. The largest request, which names all tensors
+# of a server's part of a checkpoint, some eighty thousand, is sent in frames.
 MAX_CONTROL_BYTES = 16 << 20
-"""Of a request that is not a frame, but for those that bring arguments of functions. The largest names all tensors of a
-server's part of a checkpoint, some eighty thousand: it comes in frames itself."""
-
-MAX_RANK = 64
-"""Axes of an array: NumPy's own limit."""
-
-MAX_NAME = 1024
-"""Characters of a name: of a variable, an optimizer, an element type, a peer."""
-
-MAX_PICKLE_BYTES = 1 << 30
-"""Of a function or class by value."""
-
+MAX_RANK = 64  # axes of an array: NumPy's own limit
+MAX_NAME = 1024  # characters of a name: of a variable, an optimizer, an element type, a peer
+MAX_TEXT_BYTES = 64 << 10  # of a text of a job's metadata, in UTF-8
+MAX_TEXTS = 16  # of a job's metadata. The library itself uses three
+MAX_PICKLE_BYTES = 1 << 30  # of a function or class by value
+# Of rows by number in one item of a read: they are copied before they are sent. Clients split larger reads.
 MAX_ROWS_BYTES = 64 << 20
-"""Of rows by number in one item of a read: they are copied before they are sent. Clients divide what is larger."""
-
-MAX_COUNT = 1 << 15
-"""Of intervals of functions, and of arrays beside a message, in one request."""
-
+MAX_COUNT = 1 << 15  # of intervals of functions, and of arrays beside a message, in one request
+# Of an error's text, in UTF-8. It travels as metadata: three times this is well below gRPC's 8 KiB.
 MAX_ERROR_BYTES = 2400
-"""Of an error's text, in UTF-8, which travels as metadata: three times that many are well below gRPC's 8 KiB."""
-
-MAX_STREAMS = 1024
-"""Calls at a time on one connection. Those beyond it wait, at the client."""
-
-MAX_CONNECTIONS = 8192
-"""Connections at a time to one role, as far as there are descriptors; see `connections`."""
-
+MAX_STREAMS = 1024  # concurrent calls on one connection. More wait at the client
+MAX_CONNECTIONS = 8192  # concurrent connections to one role, if there are descriptors for them; see `connections`
+# For a new connection to complete the handshake of HTTP/2 (and TLS): as long as a client tries.
 HANDSHAKE_SECONDS = 10.0
-"""For a new connection to say that it speaks HTTP/2 (and TLS): as long as a client tries."""
-
-MAX_CALL_BYTES = 64 << 10
-"""Of what opens a call on the data plane: its method and its metadata."""
-
-MAX_METADATA = 64
-"""Pairs of metadata of a call. Ours have fewer than ten."""
+MAX_CALL_BYTES = 64 << 10  # of the method and metadata that open a call on the data plane
+MAX_METADATA = 64  # pairs of metadata of a call. Ours have fewer than ten
 
 _UNREAD_BYTES = 64 << 10
-
-_DESCRIPTORS = 10240
-"""What every system allows a process to have."""
+_DESCRIPTORS = 10240  # what every system allows a process
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as it may: every connection takes one."""
+    """Raise this process' limit of descriptors to the most it may have: every connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError):  # macOS names an endless hard limit, and refuses more than this
+    except (ValueError, OSError):  # macOS reports an infinite hard limit, and refuses more than _DESCRIPTORS
         endless = hard == resource.RLIM_INFINITY
         if soft < (least := _DESCRIPTORS if endless else min(hard, _DESCRIPTORS)):
             with contextlib.suppress(ValueError, OSError):
@@ -76,45 +53,45 @@ def raise_descriptor_limit() -> None:
 
 
 def connections() -> int:
-    """How many connections a role takes: a quarter of the descriptors, at least, is for its files and its own calls."""
+    """Return how many connections a role accepts: at least a quarter of the descriptors is left for its own use."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft * 3 // 4))
 
 
 def data_connections() -> int:
-    """How many connections the data plane takes of them. Whoever finds no place stays with gRPC."""
+    """Return how many of them the data plane accepts. Peers beyond that stay with gRPC."""
     return max(1, connections() // 4)
 
 
 def server_options() -> tuple[tuple[str, int], ...]:
-    """What gRPC bounds by itself, beside the size of messages, at this process' limit of descriptors."""
+    """Return the limits that gRPC enforces, except message sizes, for this process' limit of descriptors."""
     return (
-        # Of a call of which nothing is asked for yet gRPC takes in so much, and no more: left to itself it comes to
-        # take 32 MiB of each. A message that is waited for has all of its room besides.
+        # What gRPC buffers of a call that is not being read: by default, up to 32 MiB each. A message that is being
+        # read has its full size in addition.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", connections()),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
-        # Nobody of ours compresses: a compressed message is refused before it is unpacked, whatever it would become.
+        # Our peers do not compress: a compressed message is refused before it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     )
 
 
 def check_count(count: int, limit: int, what: str) -> None:
-    """ProtocolError, naming both numbers, if there are more than the limit."""
+    """Raise ProtocolError, naming both numbers, if the count is above the limit."""
     if count > limit:
         raise ProtocolError(f"{count:,} {what} in one request, the limit is {limit:,}: send several")
 
 
 def check_name(name: str, what: str) -> None:
-    """ProtocolError if a name is longer than names are."""
+    """Raise ProtocolError if a name is too long."""
     if len(name) > MAX_NAME:
         raise ProtocolError(f"{what} of {len(name):,} characters, {name[:20]!r}..., the limit is {MAX_NAME:,}")
 
 
 def shortened(text: str) -> str:
-    """A text that travels as an error: cut where it would be refused on its way."""
+    """Cut the text of an error to the length that can travel."""
     data = text.encode(errors="replace")
     if len(data) <= MAX_ERROR_BYTES:
         return text
@@ -122,5 +99,5 @@ def shortened(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a peer says of itself, as it may stand in a log: short, and without line ends or colours."""
+    """Make a peer's text fit for a log: short, and without line ends or colours."""
     return shown(text[:200])

@@ -30,10 +30,10 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., num_ps: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("identity", "holding", "lineage", "epoch", "job_name", "holder", "data_port", "address", "workers")
+    __slots__ = ("identity", "store_id", "job_id", "epoch", "job_name", "holder", "data_port", "address", "workers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    HOLDING_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -41,15 +41,15 @@ class HelloReply(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
-    holding: int
-    lineage: int
+    store_id: int
+    job_id: int
     epoch: int
     job_name: str
     holder: str
     data_port: int
     address: str
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., holding: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., store_id: _Optional[int] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("busiest", "recorded")
@@ -194,20 +194,20 @@ class StatusReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed", "lineage", "epoch", "job_name", "take_over", "holding", "closed", "finished_starts", "finished_stops", "holdings", "ps_timeout", "term", "ps_addresses", "workers")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "epoch", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
-    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
-    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    STORE_IDS_FIELD_NUMBER: _ClassVar[int]
     PS_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PS_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -216,20 +216,20 @@ class AttachRequest(_message.Message):
     job: int
     num_workers: int
     seed: int
-    lineage: int
+    job_id: int
     epoch: int
     job_name: str
     take_over: bool
-    holding: int
+    store_id: int
     closed: _containers.RepeatedScalarFieldContainer[int]
     finished_starts: _containers.RepeatedScalarFieldContainer[int]
     finished_stops: _containers.RepeatedScalarFieldContainer[int]
-    holdings: _containers.RepeatedScalarFieldContainer[int]
+    store_ids: _containers.RepeatedScalarFieldContainer[int]
     ps_timeout: float
     term: int
     ps_addresses: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., holding: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., holdings: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules", "data_port", "address", "term")

@@ -19,6 +19,7 @@ class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MIN: _ClassVar[UpdateKind]
     MAX: _ClassVar[UpdateKind]
     APPLY_GRADIENT: _ClassVar[UpdateKind]
+    PUT: _ClassVar[UpdateKind]
 UPDATE_KIND_UNSPECIFIED: UpdateKind
 ASSIGN: UpdateKind
 ADD: UpdateKind
@@ -28,6 +29,7 @@ DIV: UpdateKind
 MIN: UpdateKind
 MAX: UpdateKind
 APPLY_GRADIENT: UpdateKind
+PUT: UpdateKind
 
 class AxisSplit(_message.Message):
     __slots__ = ("ends",)
@@ -36,7 +38,7 @@ class AxisSplit(_message.Message):
     def __init__(self, ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +46,7 @@ class VariableSpec(_message.Message):
     SPLITS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -51,7 +54,8 @@ class VariableSpec(_message.Message):
     splits: _containers.RepeatedCompositeFieldContainer[AxisSplit]
     owners: _containers.RepeatedScalarFieldContainer[int]
     trainable: bool
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ...) -> None: ...
+    evaluation: int
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("id", "name", "rule", "numbers", "flags", "iterations", "schedule", "ema_momentum", "options")
@@ -146,7 +150,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "life")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -156,7 +160,9 @@ class UpdateItem(_message.Message):
     VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCALAR_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -166,8 +172,10 @@ class UpdateItem(_message.Message):
     value_bytes: int
     scalar: bool
     seen: int
-    life: int
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
+    boot_id: int
+    name: str
+    text: str
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
     __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term")
@@ -190,16 +198,16 @@ class UpdateRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
-    __slots__ = ("applied", "repeated_", "updates", "life")
+    __slots__ = ("applied", "repeated_", "updates", "boot_id")
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     REPEATED__FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     applied: int
     repeated_: int
     updates: _containers.RepeatedScalarFieldContainer[int]
-    life: int
-    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ...) -> None: ...
+    boot_id: int
+    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("kind", "message")
@@ -286,56 +294,67 @@ class CreateReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("job", "name", "id", "prefix")
+    __slots__ = ("job", "name", "id", "evaluation")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     id: int
-    prefix: str
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., prefix: _Optional[str] = ...) -> None: ...
+    evaluation: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., evaluation: _Optional[int] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("job", "all", "variables", "optimizers", "saved", "seen")
+    __slots__ = ("job", "all", "variables", "optimizers", "saved", "metadata", "seen")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     job: int
     all: bool
     variables: _containers.RepeatedScalarFieldContainer[str]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     saved: bool
+    metadata: bool
     seen: _containers.RepeatedCompositeFieldContainer[SeenUpdates]
-    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ..., seen: _Optional[_Iterable[_Union[SeenUpdates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ..., metadata: bool = ..., seen: _Optional[_Iterable[_Union[SeenUpdates, _Mapping]]] = ...) -> None: ...
 
 class SeenUpdates(_message.Message):
-    __slots__ = ("variable", "shard", "updates", "life")
+    __slots__ = ("variable", "shard", "updates", "boot_id")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     updates: int
-    life: int
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
+    boot_id: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("variables", "optimizers")
+    __slots__ = ("variables", "optimizers", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     variables: _containers.RepeatedCompositeFieldContainer[VariableSpec]
     optimizers: _containers.RepeatedCompositeFieldContainer[OptimizerSpec]
-    def __init__(self, variables: _Optional[_Iterable[_Union[VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[OptimizerSpec, _Mapping]]] = ...) -> None: ...
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, variables: _Optional[_Iterable[_Union[VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[OptimizerSpec, _Mapping]]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CloseIncarnationRequest(_message.Message):
     __slots__ = ("job", "incarnation")
@@ -391,23 +410,25 @@ class CheckpointRequest(_message.Message):
     file: str
     def __init__(self, job: _Optional[int] = ..., action: _Optional[_Union[CheckpointRequest.Action, str]] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., file: _Optional[str] = ...) -> None: ...
 
-class CheckpointTensor(_message.Message):
-    __slots__ = ("array", "tensor", "dtype", "shape", "offset", "bytes", "sha256")
+class SavedTensor(_message.Message):
+    __slots__ = ("array", "tensor", "dtype", "shape", "offset", "bytes", "checksum", "file")
     ARRAY_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     array: str
     tensor: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     bytes: int
-    sha256: str
-    def __init__(self, array: _Optional[str] = ..., tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    checksum: str
+    file: str
+    def __init__(self, array: _Optional[str] = ..., tensor: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[str] = ..., file: _Optional[str] = ...) -> None: ...
 
 class NamedUpdates(_message.Message):
     __slots__ = ("nth", "keys")
@@ -436,34 +457,41 @@ class CheckpointShard(_message.Message):
     shard: int
     updates: int
     steps: _containers.ScalarMap[str, int]
-    tensors: _containers.RepeatedCompositeFieldContainer[CheckpointTensor]
+    tensors: _containers.RepeatedCompositeFieldContainer[SavedTensor]
     named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., tensors: _Optional[_Iterable[_Union[CheckpointTensor, _Mapping]]] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., tensors: _Optional[_Iterable[_Union[SavedTensor, _Mapping]]] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
 
 class CheckpointReply(_message.Message):
-    __slots__ = ("shards", "header_sha256", "header_bytes", "bytes")
+    __slots__ = ("shards", "header_checksum", "header_bytes", "bytes", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    HEADER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    HEADER_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     shards: _containers.RepeatedCompositeFieldContainer[CheckpointShard]
-    header_sha256: str
+    header_checksum: str
     header_bytes: int
     bytes: int
-    def __init__(self, shards: _Optional[_Iterable[_Union[CheckpointShard, _Mapping]]] = ..., header_sha256: _Optional[str] = ..., header_bytes: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, shards: _Optional[_Iterable[_Union[CheckpointShard, _Mapping]]] = ..., header_checksum: _Optional[str] = ..., header_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RestoreSource(_message.Message):
-    __slots__ = ("file", "tensor", "to", "count")
-    FILE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("tensor", "to", "count")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     FROM_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
-    file: str
-    tensor: CheckpointTensor
+    tensor: SavedTensor
     to: _containers.RepeatedScalarFieldContainer[int]
     count: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, file: _Optional[str] = ..., tensor: _Optional[_Union[CheckpointTensor, _Mapping]] = ..., to: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
+    def __init__(self, tensor: _Optional[_Union[SavedTensor, _Mapping]] = ..., to: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
 
 class RestoreArray(_message.Message):
     __slots__ = ("array", "sources")
@@ -494,8 +522,21 @@ class RestoreShard(_message.Message):
     named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
     def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., steps: _Optional[_Mapping[str, int]] = ..., arrays: _Optional[_Iterable[_Union[RestoreArray, _Mapping]]] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
 
+class Metadata(_message.Message):
+    __slots__ = ("texts",)
+    class TextsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.ScalarMap[str, str]
+    def __init__(self, texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class RestoreRequest(_message.Message):
-    __slots__ = ("job", "id", "directory", "shards", "commit", "drop", "term", "ahead")
+    __slots__ = ("job", "id", "directory", "shards", "commit", "drop", "term", "ahead", "metadata")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +545,7 @@ class RestoreRequest(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     directory: str
@@ -512,7 +554,8 @@ class RestoreRequest(_message.Message):
     drop: bool
     term: int
     ahead: bool
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[RestoreShard, _Mapping]]] = ..., commit: bool = ..., drop: bool = ..., term: _Optional[int] = ..., ahead: bool = ...) -> None: ...
+    metadata: Metadata
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., directory: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[RestoreShard, _Mapping]]] = ..., commit: bool = ..., drop: bool = ..., term: _Optional[int] = ..., ahead: bool = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ()

@@ -8,24 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SavedArray(_message.Message):
-    __slots__ = ("name", "file", "offset", "bytes", "dtype", "shape", "crc32")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    file: str
-    offset: int
-    bytes: int
-    dtype: str
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    crc32: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., crc32: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class SavedKeys(_message.Message):
     __slots__ = ("function", "incarnation", "sequence", "nth", "key")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +23,7 @@ class SavedKeys(_message.Message):
     def __init__(self, function: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., nth: _Optional[_Iterable[int]] = ..., key: _Optional[int] = ...) -> None: ...
 
 class SavedShard(_message.Message):
-    __slots__ = ("variable", "shard", "updates", "steps", "arrays", "keys")
+    __slots__ = ("variable", "shard", "updates", "steps", "arrays", "keys", "texts")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,19 +31,28 @@ class SavedShard(_message.Message):
         key: int
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class TextsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     updates: int
     steps: _containers.ScalarMap[int, int]
-    arrays: _containers.RepeatedCompositeFieldContainer[SavedArray]
+    arrays: _containers.RepeatedCompositeFieldContainer[_ps_pb2.SavedTensor]
     keys: _containers.RepeatedCompositeFieldContainer[SavedKeys]
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., arrays: _Optional[_Iterable[_Union[SavedArray, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ...) -> None: ...
+    texts: _containers.ScalarMap[str, str]
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., arrays: _Optional[_Iterable[_Union[_ps_pb2.SavedTensor, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SavedOptimizer(_message.Message):
     __slots__ = ("spec", "rule", "by_value")
@@ -94,20 +85,20 @@ class SavedLoss(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class SavedLosses(_message.Message):
-    __slots__ = ("holding", "lost", "life")
-    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("store_id", "lost", "boot_id")
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
-    LIFE_FIELD_NUMBER: _ClassVar[int]
-    holding: int
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    store_id: int
     lost: _containers.RepeatedCompositeFieldContainer[SavedLoss]
-    life: int
-    def __init__(self, holding: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
+    boot_id: int
+    def __init__(self, store_id: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("server", "job", "holding", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "lineage", "epoch", "logged", "job_name", "term", "lives")
+    __slots__ = ("server", "job", "store_id", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "job_id", "epoch", "logged", "job_name", "metadata", "term", "boot_ids")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
-    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SAVED_AT_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
@@ -117,15 +108,16 @@ class Manifest(_message.Message):
     FINISHED_STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
-    LIVES_FIELD_NUMBER: _ClassVar[int]
+    BOOT_IDS_FIELD_NUMBER: _ClassVar[int]
     server: int
     job: int
-    holding: int
+    store_id: int
     generation: int
     saved_at: float
     variables: _containers.RepeatedCompositeFieldContainer[_ps_pb2.VariableSpec]
@@ -135,21 +127,22 @@ class Manifest(_message.Message):
     finished_starts: _containers.RepeatedScalarFieldContainer[int]
     finished_stops: _containers.RepeatedScalarFieldContainer[int]
     clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
-    lineage: int
+    job_id: int
     epoch: int
     logged: bool
     job_name: str
+    metadata: SavedShard
     term: int
-    lives: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., holding: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., lineage: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., term: _Optional[int] = ..., lives: _Optional[_Iterable[int]] = ...) -> None: ...
+    boot_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
-    __slots__ = ("update", "updates", "total_bytes", "last", "holding", "optimizers", "epoch", "pad", "payload")
+    __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "epoch", "pad", "payload")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    HOLDING_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
@@ -158,9 +151,9 @@ class LogRecord(_message.Message):
     updates: _containers.RepeatedScalarFieldContainer[int]
     total_bytes: int
     last: bool
-    holding: int
+    store_id: int
     optimizers: _containers.RepeatedCompositeFieldContainer[SavedOptimizer]
     epoch: int
     pad: bytes
     payload: bytes
-    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., holding: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., store_id: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

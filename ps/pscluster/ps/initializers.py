@@ -1,18 +1,17 @@
-"""Initial values of variables, made block by block, where the blocks lie.
+"""Initial values of variables, made block by block where the blocks are stored.
 
-An initializer is a frozen set of numbers and, for the random ones, a seed. It gives any block of the whole array on
-its own, and the block's values do not depend on how the whole is cut: they are, bit for bit, the slice of the whole.
-So a variable larger than any one machine's memory is made on its servers, and stays the same variable when it is cut
-another way.
+An initializer is a frozen set of numbers and, for the random ones, a seed. It makes any block of the whole array by
+itself, and the block's values do not depend on how the whole is cut: they are, bit for bit, a slice of the whole. So
+the servers can make a variable larger than any machine's memory, and its values are the same however it is cut.
 
-For that the elements of the whole, counted in C order, lie in tiles of `_TILE`. Each tile is drawn wholly, by
-NumPy's `Generator` on a Philox whose key is the seed and whose counter is the tile's number (times 2**64, far more
-than a tile can use up). Distributions that reject some of what they draw can do so without a trace in other tiles.
-The values are those of NumPy's distributions, which have not changed from NumPy 1.26 on; `tests` would notice.
+To that end, the elements of the whole, in C order, are divided into tiles of `_TILE`. Each tile is drawn in full, by
+NumPy's `Generator` on a Philox whose key is the seed and whose counter is the tile's index (times 2**64, far more
+than a tile can use up). Distributions that reject some draws can do so without affecting other tiles. The values are
+those of NumPy's distributions, unchanged since NumPy 1.26; tests would notice a change.
 
 float16 and bfloat16 values are the float32 ones, rounded. Names, parameters, defaults and fans are those of Keras'
-initializers; the values are not, since Keras' depend on its backend. As in Keras an initializer gives the same values
-whenever it is asked: two variables of one shape and one seed start equal.
+initializers; the values are not, since Keras' depend on its backend. As in Keras, an initializer gives the same values
+at every call: two variables with one shape and one seed start equal.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,42 +31,41 @@ import numpy.typing as npt
 
 from pscluster.core import checks
 
-__all__ = [
-    "INITIALIZERS",
-    "Constant",
-    "GlorotNormal",
-    "GlorotUniform",
-    "HeNormal",
-    "HeUniform",
-    "Initializer",
-    "Ones",
-    "RandomNormal",
-    "RandomUniform",
-    "TruncatedNormal",
-    "Zeros",
-    "from_spec",
-]
-
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")  # by name: NumPy alone does not know bfloat16
-_TILE = 2048  # elements; another number makes other values
-_PIECE = 1 << 16  # elements made at a time, which stay in the processor's cache
+_TILE = 2048  # elements; changing it changes the values
+_PIECE = 1 << 16  # elements made at a time, which fit in the processor's cache
 
 _HALF = 1 << 63
 
 
+def _seed(name: str, value: object) -> int:
+    value = secrets.randbits(63) if value is None else value
+    return checks.whole(name, value, "; None draws one when the initializer is made", at_least=0, below=_HALF)
+
+
+def _number_or_flag(name: str, value: object) -> float | int:
+    return _number(name, int(value) if isinstance(value, bool | np.bool_) else value, finite=False)
+
+
+def _number(name: str, value: object, *, finite: bool = True) -> float | int:
+    """Return a parameter as an int, if it is an integer, otherwise as a float."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # the error is the check
+    except TypeError:
+        return checks.real(name, value, finite=finite)
+    return checks.whole(name, value, ", or a float", at_least=-_HALF, below=_HALF)
+
+
+_SEED = checks.checked(_seed)
+
+
 @dataclass(frozen=True)
-class Initializer(ABC):
-    """Initial values of an array; its parameters are the fields of the dataclass: integers and floats.
-
-    Attributes:
-        name: what the initializer is called on the wire and in `INITIALIZERS`.
-    """
-
-    name: ClassVar[str]
+class Initializer(checks.Parameters, ABC):
+    """Initial values of an array. Its parameters, integers and floats, are the fields of the dataclass."""
 
     def __call__(
         self,
@@ -75,7 +74,7 @@ class Initializer(ABC):
         partition_shape: Sequence[int] | None = None,
         partition_offset: Sequence[int] | None = None,
     ) -> Array:
-        """Return the values of the whole, or of one block of it, as a new C-contiguous array.
+        """Return the values of the whole array, or of a block of it, as a new C-contiguous array.
 
         Args:
             shape: of the whole.
@@ -84,7 +83,7 @@ class Initializer(ABC):
             partition_offset: where in the whole the block starts, one index an axis; given with the shape.
 
         Raises:
-            ValueError: as `generate`, or only one of the block's shape and offset was given.
+            ValueError: as `generate`, or only one of the block's shape and offset is given.
         """
         if (partition_shape is None) is not (partition_offset is None):
             raise ValueError(f"{self.name}: a block needs both partition_shape and partition_offset: give both or none")
@@ -94,19 +93,13 @@ class Initializer(ABC):
         return made
 
     def generate(self, shape: Sequence[int], dtype: npt.DTypeLike, partition_offset: Sequence[int], out: Array) -> None:
-        """Fill an array with the block of the whole that starts at the offset and has the array's shape.
+        """Fill a C-contiguous array with the block of the whole, of `shape`, that starts at the offset.
 
-        It is made in small pieces: the memory needed beside the array does not grow with it.
-
-        Args:
-            shape: of the whole.
-            dtype: of the elements, thus of `out`.
-            partition_offset: where the block starts, one index an axis.
-            out: C-contiguous.
+        The block, which has the array's shape, is made in small pieces: additional memory does not grow with its size.
 
         Raises:
-            ValueError: the block is not inside the whole, `out` has another dtype or is not contiguous, or
-                the initializer can't make such values (see `check`). Nothing was written.
+            ValueError: the block is not inside the whole, `out` has another dtype or is not contiguous, or the
+                initializer can't make such values (see `check`). Nothing was written.
         """
         whole, dtype, offset = _shape(shape), np.dtype(dtype), _shape(partition_offset)
         if not len(offset) == out.ndim == len(whole) or any(
@@ -123,48 +116,34 @@ class Initializer(ABC):
 
     @abstractmethod
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Find out without any work whether there are such values.
-
-        Raises:
-            ValueError: not of this dtype; the message says why and what to do.
-        """
+        """Raise ValueError, which says why and what to do, if the initializer can't make such values; make none."""
 
     @abstractmethod
     def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
-        """Write the block, which is not empty."""
+        """Fill `out` with the block, which is not empty."""
 
     def to_spec(self) -> tuple[str, dict[str, float | int]]:
         """Return the name, and the parameters by name, for `from_spec`.
 
-        Integers, the seed among them, are ints within 64 bits (signed) and must not pass through floats: a
-        float does not hold them.
+        Integers, including the seed, are signed 64-bit ints and must not pass through floats, which do not hold
+        them exactly.
         """
-        return self.name, {item.name: getattr(self, item.name) for item in fields(self)}
-
-    def _set(self, item: str, value: float | None) -> None:
-        object.__setattr__(self, item, value)  # the dataclass is frozen
+        return self.name, self.values_by_name()
 
 
 def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
     """Return the initializer that `to_spec` described.
 
     Raises:
-        ValueError: no such initializer or parameter, no seed where one is needed, or a value out of its limits.
+        ValueError: unknown initializer or parameter, a seed is missing, or a value is out of its limits.
     """
     if name not in INITIALIZERS:
         raise ValueError(f"there is no initializer {name!r}; choose one of {', '.join(INITIALIZERS)}")
-    kind = INITIALIZERS[name]
-    known = [item.name for item in fields(kind)]
-    for given in numbers:
-        if given not in known:
-            raise ValueError(f"{name} has no parameter {given!r}: it has {', '.join(known) or 'none'}")
-    if "seed" in known and "seed" not in numbers:
+    initializer = INITIALIZERS[name].made_of(numbers)
+    if isinstance(initializer, _Random) and "seed" not in numbers:
         # Each server would draw its own.
         raise ValueError(f"{name}: the seed is missing, and without it the shards would not fit together")
-    return kind(**numbers)
-
-
-# --- Constants --------------------------------------------------------------------------------------------
+    return initializer
 
 
 class _Constant(Initializer):
@@ -172,11 +151,10 @@ class _Constant(Initializer):
 
     @property
     @abstractmethod
-    def value(self) -> float | int:
-        """The value."""
+    def value(self) -> float | int: ...
 
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Any shape; any dtype that can hold the value."""
+        """Accept any shape, and any dtype that can hold the value."""
         del shape
         dtype, value = np.dtype(dtype), self.value
         if dtype.name in _FLOATS or dtype.kind == "c":
@@ -211,24 +189,17 @@ class Ones(_Constant):
 
 @dataclass(frozen=True)
 class Constant(_Constant):
-    """All elements are `value`, which may be infinite or NaN where the elements are floats."""
+    """All elements are `value`, which may be infinite or NaN if they are floats."""
 
     name: ClassVar[str] = "constant"
 
-    value: float | int = 0.0
-
-    def __post_init__(self) -> None:
-        value = int(self.value) if isinstance(self.value, bool | np.bool_) else self.value
-        self._set("value", _number(f"{self.name}: value", value, finite=False))
-
-
-# --- Random -----------------------------------------------------------------------------------------------
+    value: float | int = field(default=0.0, metadata=checks.checked(_number_or_flag))
 
 
 class _Values(NamedTuple):
-    """Values of a distribution: what is drawn, times `scale`, plus `shift`, and less than `below`.
+    """Values of a distribution: the numbers drawn, times `scale`, plus `shift`, and less than `below`.
 
-    `draw` fills a tile. None of the values is larger than `extreme`, whatever is drawn.
+    `draw` fills a tile. No value exceeds `extreme`, whatever is drawn.
     """
 
     draw: Callable[[np.random.Generator, Array], object]
@@ -253,7 +224,7 @@ def _normal(mean: float, stddev: float, *, truncated: bool = False) -> _Values:
             tile[beyond] = again = generator.standard_normal(beyond.size, tile.dtype.type)
             beyond = beyond[np.abs(again) > 2]
 
-    return _Values(draw, stddev, mean, abs(mean) + 13 * stddev)  # further than any number that NumPy draws
+    return _Values(draw, stddev, mean, abs(mean) + 13 * stddev)  # NumPy draws no number beyond that
 
 
 class _Random(Initializer):
@@ -261,13 +232,8 @@ class _Random(Initializer):
 
     seed: int | None
 
-    def __post_init__(self) -> None:
-        mend = "; None draws one when the initializer is made"
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        self._set("seed", checks.whole(f"{self.name}: seed", seed, mend, at_least=0, below=_HALF))
-
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Any shape; floats, if they are wide enough for the values."""
+        """Accept any shape, and floats that are wide enough for the values."""
         dtype = np.dtype(dtype)
         if dtype.name not in _FLOATS:
             raise ValueError(f"{self.name} makes {', '.join(_FLOATS)}, not {dtype}: choose one of these dtypes")
@@ -280,7 +246,7 @@ class _Random(Initializer):
 
     @abstractmethod
     def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
-        """Return how to make elements of an array."""
+        """Return how to make the elements of an array."""
 
     def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
         if not shape:
@@ -290,8 +256,8 @@ class _Random(Initializer):
         highest = None if below is None else _highest_below(below, dtype)
         bits = np.random.Philox(key=self.seed)
         generator, state = np.random.Generator(bits), bits.state
-        # Pieces are cut along the first axis of which an index holds a tile at most: that is made wholly, though the
-        # block may not need it all. Indices of the axes before it are taken one by one.
+        # Pieces are cut along the first axis with at most a tile per index: that tile is made in full, though the
+        # block may not need all of it. The axes before it are iterated over.
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         axis = next(axis for axis, stride in enumerate(strides) if stride <= _TILE)
         stride, inner = strides[axis], shape[axis + 1 :]
@@ -305,10 +271,10 @@ class _Random(Initializer):
                 start = base + row * stride
                 stop = start + len(piece) * stride
                 first = start // _TILE
-                for number in range(first, -(-stop // _TILE)):
-                    state["state"]["counter"][1] = number
+                for tile in range(first, -(-stop // _TILE)):
+                    state["state"]["counter"][1] = tile
                     bits.state = state
-                    draw(generator, tiles[(number - first) * _TILE :][:_TILE])
+                    draw(generator, tiles[(tile - first) * _TILE :][:_TILE])
                 values = tiles[start - first * _TILE : stop - first * _TILE].reshape(-1, *inner)[:, *needed]
                 if dtype.kind not in "iu":
                     values *= scale
@@ -322,20 +288,18 @@ class _Random(Initializer):
 class RandomUniform(_Random):
     """Uniform in [minval, maxval): for floats and, with whole limits, for integers.
 
-    float64 values are multiples of 2**-53 of the range, other floats of 2**-24, then rounded, and kept below
-    `maxval` also where the rounding would reach it.
+    float64 values are multiples of 2**-53 of the range, other floats of 2**-24; they are then rounded, but kept below
+    `maxval` even if rounding would reach it.
     """
 
     name: ClassVar[str] = "random_uniform"
 
-    minval: float | int = -0.05
-    maxval: float | int = 0.05
-    seed: int | None = None
+    minval: float | int = field(default=-0.05, metadata=checks.checked(_number))
+    maxval: float | int = field(default=0.05, metadata=checks.checked(_number))
+    seed: int | None = field(default=None, metadata=_SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for item in ("minval", "maxval"):
-            self._set(item, _number(f"{self.name}: {item}", getattr(self, item)))
         if self.minval >= self.maxval:
             raise ValueError(
                 f"{self.name}: minval is {self.minval!r}; it must be below maxval, which is {self.maxval!r} "
@@ -343,7 +307,7 @@ class RandomUniform(_Random):
             )
 
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Any shape; floats and integers, if the range is theirs."""
+        """Accept any shape, and floats and integers that can hold the range."""
         dtype = np.dtype(dtype)
         if dtype.kind in "iu":
             low, high = _limits(dtype)
@@ -377,13 +341,8 @@ class RandomNormal(_Random):
     truncated: ClassVar[bool] = False
 
     mean: float = 0.0
-    stddev: float = 0.05
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("mean", checks.real(f"{self.name}: mean", self.mean))
-        self._set("stddev", checks.real(f"{self.name}: stddev", self.stddev, at_least=0))
+    stddev: float = field(default=0.05, metadata=checks.checked(partial(checks.real, at_least=0)))
+    seed: int | None = field(default=None, metadata=_SEED)
 
     def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
         del shape, dtype
@@ -393,7 +352,7 @@ class RandomNormal(_Random):
 class TruncatedNormal(RandomNormal):
     """Normal, but within two standard deviations of the mean.
 
-    As in Keras `stddev` is that of the distribution before it is truncated; afterwards it is 0.88 of that.
+    As in Keras, `stddev` is that of the distribution before truncation, which reduces it to 0.88 of that.
     """
 
     name: ClassVar[str] = "truncated_normal"
@@ -402,14 +361,14 @@ class TruncatedNormal(RandomNormal):
 
 @dataclass(frozen=True)
 class _Scaled(_Random):
-    """Values around 0 whose variance depends on how many units the array connects.
+    """Values around 0 whose variance depends on the number of units that the array connects.
 
-    The fans are Keras' (`compute_fans`): shape (..., inputs, outputs), all axes before these two being the
-    receptive field of a convolution, whose size multiplies both; of one axis both fans are its length; of a
-    scalar they are 1. They are those of the whole array, however it is cut.
+    The fans are Keras' (`compute_fans`): the shape is (..., inputs, outputs), and the size of all axes before these
+    two, the receptive field of a convolution, multiplies both. With one axis, both fans are its length; for a scalar
+    they are 1. They are those of the whole array, however it is cut.
     """
 
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=_SEED)
 
     def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
         del dtype
@@ -417,7 +376,7 @@ class _Scaled(_Random):
         stddev = math.sqrt(2 / (max(1, fan_in) if isinstance(self, HeUniform | HeNormal) else max(2, fan_in + fan_out)))
         if isinstance(self, GlorotUniform | HeUniform):
             return _uniform(-math.sqrt(3) * stddev, math.sqrt(3) * stddev)
-        return _normal(0.0, stddev / 0.87962566103423978, truncated=True)  # of which the truncation leaves `stddev`
+        return _normal(0.0, stddev / 0.87962566103423978, truncated=True)  # truncation leaves `stddev`
 
 
 class GlorotUniform(_Scaled):
@@ -450,9 +409,6 @@ INITIALIZERS: Mapping[str, type[Initializer]] = MappingProxyType({kind.name: kin
 """The initializers, by name."""
 
 
-# --- Helpers ----------------------------------------------------------------------------------------------
-
-
 def _fans(shape: Shape) -> tuple[int, int]:
     """Count input and output units; see `_Scaled`."""
     if len(shape) < 2:
@@ -460,15 +416,6 @@ def _fans(shape: Shape) -> tuple[int, int]:
     *field, inputs, outputs = shape
     size = math.prod(field)
     return inputs * size, outputs * size
-
-
-def _number(name: str, value: object, *, finite: bool = True) -> float | int:
-    """Return a parameter as an int, if it is an integer, or a float."""
-    try:
-        operator.index(value)  # type: ignore[arg-type]  # the error is the check
-    except TypeError:
-        return checks.real(name, value, finite=finite)
-    return checks.whole(name, value, ", or a float", at_least=-_HALF, below=_HALF)
 
 
 def _shape(lengths: Sequence[int]) -> Shape:
@@ -484,7 +431,6 @@ def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _is_finite_in(value: float, dtype: np.dtype[Any]) -> bool:
-    """Does rounding to the dtype leave this finite?"""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.asarray(value, np.float64).astype(dtype)))
 

@@ -1,44 +1,37 @@
-"""Count reads and updates, by the server and by its clients. See `pscluster.core.metrics.registry` for how."""
+"""Metrics of reads and updates, in the server and its clients; see `pscluster.core.metrics.registry`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pscluster.core.metrics.registry import Histogram, Value
 from pscluster.core.metrics.trace import Recording
 
 UPDATES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
-"""Bounds of how stale updates are."""
+"""Bounds of the histogram of staleness."""
 
 
+@dataclass(slots=True)
 class VariableCounts:
-    """Of the shards of one variable on one server. Bytes are those of values."""
+    """Metrics of one variable's shards on one server. Bytes are those of values."""
 
-    __slots__ = (
-        "pull_seconds",
-        "pulled_bytes",
-        "pulls",
-        "push_seconds",
-        "pushed_bytes",
-        "pushes",
-        "rows_read",
-        "rows_updated",
-    )
-
-    def __init__(self) -> None:
-        self.pulls = self.pulled_bytes = self.rows_read = 0
-        self.pushes = self.pushed_bytes = self.rows_updated = 0
-        self.pull_seconds = self.push_seconds = 0.0
+    pulls: int = 0
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    rows_read: int = 0
+    pushes: int = 0
+    pushed_bytes: int = 0
+    push_seconds: float = 0.0
+    rows_updated: int = 0
 
     def read(self, nbytes: int, seconds: float, rows: int, times: int = 1) -> None:
-        """A shard, or rows of it, were given out."""
         self.pulls += times
         self.pulled_bytes += nbytes
         self.pull_seconds += seconds
         self.rows_read += rows
 
     def updated(self, nbytes: int, seconds: float, rows: int) -> None:
-        """An update was applied."""
         self.pushes += 1
         self.pushed_bytes += nbytes
         self.push_seconds += seconds
@@ -46,33 +39,21 @@ class VariableCounts:
 
 
 class StoreCounts:
-    """Of all updates of a server, whatever job they were of.
-
-    Attributes:
-        staleness: of each update, how many others its shard had had since its sender was last told of its updates;
-            where the sender knew of any.
-        duplicates: updates that had been applied before.
-        lock_waits: updates that had to wait for another one, or for a reader.
-        lock_seconds: time that updates waited for their shard.
-    """
+    """Metrics of all updates of a server, of any job."""
 
     def __init__(self) -> None:
-        self.staleness = Histogram(UPDATES)
-        self.duplicates = self.lock_waits = 0
-        self.lock_seconds = 0.0
+        self.staleness = Histogram(UPDATES)  # of an update: others on its shard since its sender last saw the count
+        self.duplicates = 0  # updates that had been applied before
+        self.lock_waits = 0  # updates that waited for another one, or for a reader
+        self.lock_seconds = 0.0  # time that updates waited for their shard
 
 
 class ServiceCounts:
-    """Of the requests of a server.
-
-    Attributes:
-        pulls, pushes: seconds from a request's coming to the last of its answer.
-        pulled_bytes, pushed_bytes: of answers and of requests, all told.
-    """
+    """Metrics of the requests of a server."""
 
     def __init__(self) -> None:
-        self.pulls, self.pushes = Histogram(), Histogram()
-        self.pulled_bytes = self.pushed_bytes = 0
+        self.pulls, self.pushes = Histogram(), Histogram()  # seconds from a request's arrival to its reply's end
+        self.pulled_bytes = self.pushed_bytes = 0  # of replies, and of requests
         self.refused = 0
         self.checkpoints = Histogram()
         self.checkpoint_bytes = 0
@@ -80,41 +61,34 @@ class ServiceCounts:
 
 
 class ClientCounts:
-    """What a process asks of the parameter servers, by server.
-
-    Attributes:
-        pulls, pushes: seconds from a request's sending to its answer, what is repeated included.
-        pulled_bytes, pushed_bytes: of answers and of requests, all told.
-        reconnects: attempts that failed since the server was out of reach, and were repeated.
-    """
+    """Metrics of a process's requests to the parameter servers, by server."""
 
     def __init__(self, num_servers: int) -> None:
-        self.pulls: list[Histogram] = []
-        self.pushes: list[Histogram] = []
-        self.pulled_bytes: list[int] = []
-        self.pushed_bytes: list[int] = []
-        self.reconnects: list[int] = []
+        self.pulls: list[Histogram] = []  # seconds from sending a request to its reply, including retries
+        self.pushes: list[Histogram] = []  # likewise
+        self.pulled_bytes: list[int] = []  # of replies
+        self.pushed_bytes: list[int] = []  # of requests
+        self.reconnects: list[int] = []  # attempts that failed because the server was unreachable, and were retried
         self.recording = Recording()
         self.grow(num_servers)
 
     def grow(self, num_servers: int) -> None:
-        """Have a place for each of so many servers, at least."""
-        for _ in range(len(self.pulls), num_servers):
-            self.pulls.append(Histogram())
-            self.pushes.append(Histogram())
-            for counts in (self.pulled_bytes, self.pushed_bytes, self.reconnects):
-                counts.append(0)
+        more = range(len(self.pulls), num_servers)
+        for histograms in (self.pulls, self.pushes):
+            histograms.extend(Histogram() for _ in more)
+        for counts in (self.pulled_bytes, self.pushed_bytes, self.reconnects):
+            counts.extend(0 for _ in more)
 
     def plain(self) -> dict[str, Value]:
-        """For a snapshot; by the server's index."""
-
-        def by_server(values: list[int]) -> Mapping[str, Value]:
-            return {str(index): value for index, value in enumerate(values)}
-
+        """Return the metrics for a snapshot, by the server's index."""
         return {
-            "pull_seconds": {str(index): each.plain() for index, each in enumerate(self.pulls)},
-            "push_seconds": {str(index): each.plain() for index, each in enumerate(self.pushes)},
-            "pulled_bytes_total": by_server(self.pulled_bytes),
-            "pushed_bytes_total": by_server(self.pushed_bytes),
-            "server_reconnects_total": by_server(self.reconnects),
+            "pull_seconds": _by_server(histogram.plain() for histogram in self.pulls),
+            "push_seconds": _by_server(histogram.plain() for histogram in self.pushes),
+            "pulled_bytes_total": _by_server(self.pulled_bytes),
+            "pushed_bytes_total": _by_server(self.pushed_bytes),
+            "server_reconnects_total": _by_server(self.reconnects),
         }
+
+
+def _by_server(values: Iterable[Value]) -> Value:
+    return {str(index): value for index, value in enumerate(values)}

@@ -1,4 +1,4 @@
-"""What both sides of the parameter servers' service go by. Imports little: every worker that starts waits for it."""
+"""What clients and parameter servers agree on. It imports little, since it delays the start of every worker."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from pscluster.v1 import ps_pb2
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
 SESSION_BYTES = 4 << 20
-"""Payload of the largest request or reply on a session, in one message; what is larger is pulled or pushed.
+"""Payload of the largest request or reply on a session, in one message; larger ones are pulled or pushed.
 
-To begin a stream of its own costs as much as some MiB in one message (10,000 rows of 64 floats: 1.6 times as fast).
+Opening a stream costs as much as some MiB in one message (10,000 rows of 64 floats: 1.6 times as fast in a message).
 """
 
+BESIDE_PAYLOAD_BYTES = 64 << 10
+"""Of a message, in addition to a full frame's payload."""
 
-MESSAGE_BYTES = CHUNK_BYTES + (64 << 10)
-"""Of one message to a server over gRPC, which keeps as much for every call that waits for one. A frame with a full
-payload, or with the largest header and none."""
+MESSAGE_BYTES = CHUNK_BYTES + BESIDE_PAYLOAD_BYTES
+"""The largest message to a server over gRPC, which reserves that much for every call that waits for one: a frame with
+a full payload, or with the largest header and none."""
 
-DATA_MESSAGE_BYTES = SESSION_BYTES + MAX_HEADER_BYTES + (64 << 10)
-"""The same on the data plane: a session's largest request."""
+DATA_MESSAGE_BYTES = SESSION_BYTES + MAX_HEADER_BYTES + BESIDE_PAYLOAD_BYTES
+"""The largest message on the data plane: a session's largest request."""
 
 MAX_ITEMS = 1 << 13
-"""What a client puts into one read. Their headers stay far below what a header may have."""
+"""The most items in one read. Their headers stay far below the limit of a header."""
 
 ROWS_IDS_BYTES = 1 << 20
-"""Row numbers that a client sends in one read: it divides what is more, as the server answers so many at one moment."""
+"""Row numbers in one read: the server answers that many as of one moment, so clients divide longer reads."""
 
-OURS = "pscluster/"
-"""Names of variables that keep something of the library's own begin so: users can't give such names, and see none."""
+METADATA = 0, 1
+"""Variable and shard in whose place the job's metadata stands in updates, on server 0."""
 
-PINNED = f"{OURS}pinned/"
-"""Names of copies of variables begin so, which an evaluation reads while training goes on: they are in no checkpoint,
-and a coordinator that attaches removes those that it finds. Behind it stand the evaluation's number and the variable's
-name."""
+RESERVED = "pscluster/"
+"""Users can't give names that begin so. Those of an evaluation's copies do."""
 
 COPY = "copy"
-"""The initializer that takes the values of another variable's shards on the same server, and what optimizers keep
-beside them. `numbers` says of which variable, and for which optimizers."""
+"""The initializer that copies another variable's shards on the same server, with their slots. `numbers` names the
+variable and the optimizers."""
 
 AVERAGE = "average"
-"""Name under which the average of a shard's values is read, like a slot."""
+"""The name by which the average of a shard's values is read, like a slot."""
 
 OWN_RULE = "custom"
-"""What a rule of the user's own is called in an OptimizerSpec."""
+"""The name of custom rules in an OptimizerSpec."""
 
 
 def part_name(server: int, servers: int) -> str:
-    """Of the file that one of so many servers writes of a checkpoint."""
+    """Return the name of a server's file in a checkpoint; `servers` is their number."""
     return f"part-{server}-of-{servers}.safetensors"
 
 
 def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
-    """The geometry that a spec describes. ProtocolError if it describes none."""
+    """Return the geometry that a spec describes. ProtocolError if it is invalid."""
     check_name(spec.name, "a variable's name")
     if len(spec.shape) > MAX_RANK:
         raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes, the limit is {MAX_RANK}")
@@ -73,18 +73,11 @@ def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
 
 
 def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
-    """InvalidUpdateError if elements of this type can't be updated so."""
-    real_float = dtype.kind == "f" or dtype.name == "bfloat16"
-    if kind == ps_pb2.ASSIGN:
-        can = True
-    elif kind == ps_pb2.APPLY_GRADIENT:
-        can = real_float
-    elif kind == ps_pb2.DIV:
-        can = real_float or dtype.kind == "c"
-    elif kind in (ps_pb2.MIN, ps_pb2.MAX):
-        can = real_float or dtype.kind in "iu"
-    else:
-        can = real_float or dtype.kind in "ciu"
-    if not can:
+    """Raise InvalidUpdateError if elements of this type can't be updated this way."""
+    if kind != ps_pb2.ASSIGN and ("f" if dtype.name == "bfloat16" else dtype.kind) not in _UPDATED.get(kind, "fciu"):
         what = ps_pb2.UpdateKind.Name(kind)
         raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")
+
+
+_UPDATED = {ps_pb2.APPLY_GRADIENT: "f", ps_pb2.DIV: "fc", ps_pb2.MIN: "fiu", ps_pb2.MAX: "fiu"}
+"""The kinds of elements that an update takes, if not all numbers."""

@@ -24,7 +24,7 @@ import safetensors.numpy
 from click.testing import CliRunner
 from tests.conftest import Gate, leave_mark, marks, wait_for_file
 from tests.faults.support import running_job
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -263,7 +263,7 @@ def test_every_checkpoint_is_a_cut(
                 values += [coordinator.schedule(step) for _ in range(200)]
             until(lambda least=number * 80: done() >= least, "some have run", coordinator.describe)  # type: ignore[misc]
             manager.save(wait=number % 2 == 0)
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         manager.save()
         cuts = [values_in(path, "first", "second") for path in manager.checkpoints]
     assert all(a == b for a, b in cuts)
@@ -274,16 +274,16 @@ def test_every_checkpoint_is_a_cut(
 
 
 def test_a_restore_is_a_cut(strategy: ParameterServerStrategy, pair: tuple[Variable, Variable], tmp_path: Path) -> None:
-    """What every function updates together is equal behind restores that were made while functions ran."""
+    """Variables that every function updates together are equal after restores made while functions ran."""
     coordinator = ClusterCoordinator(strategy)
     with CheckpointManager(str(tmp_path), strategy=strategy) as manager:
-        coordinator.schedule(both(*pair)).fetch(PATIENCE)
+        coordinator.schedule(both(*pair)).fetch(TIMEOUT)
         manager.save()
         for _ in range(6):
             values = [coordinator.schedule(both(*pair)) for _ in range(30)]
             until(lambda some=values: some[3].status.value == "ready", "some have run")  # type: ignore[misc]
             manager.restore()
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
             counts = [set(variable.numpy().reshape(-1)) for variable in pair]
             assert counts[0] == counts[1]
             assert len(counts[0]) == 1
@@ -295,15 +295,15 @@ def test_functions_run_while_it_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pause ends with the mark, and what functions change behind it is not in the checkpoint."""
+    """The pause ends with the mark, and later changes are not in the checkpoint."""
     coordinator = ClusterCoordinator(strategy)
     step = both(*pair)
-    coordinator.schedule(step).fetch(PATIENCE)
+    coordinator.schedule(step).fetch(TIMEOUT)
     write = MarkedCheckpoint.write
 
     def late(self: MarkedCheckpoint, path: str) -> str:
         for _ in range(3):
-            coordinator.schedule(step).fetch(PATIENCE)
+            coordinator.schedule(step).fetch(TIMEOUT)
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
@@ -336,7 +336,7 @@ def test_a_function_that_does_not_end(
                 manager.save()
         assert manager.checkpoints == []
         assert strategy.context.counts.checkpoints_failed == before + 2
-        coordinator.schedule(both(*pair)).fetch(PATIENCE)  # on the other worker
+        coordinator.schedule(both(*pair)).fetch(TIMEOUT)  # on the other worker
         path = f"{tmp_path}/written"
         with ParameterServerStrategy(elsewhere) as other:
             with other.scope():
@@ -348,12 +348,12 @@ def test_a_function_that_does_not_end(
         assert [set(variable.numpy().reshape(-1)) for variable in pair] == [{1.0}, {1.0}]
         assert hanging.status.value == "not ready"
         gate.open()
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         assert values_in(manager.save().result(), "first", "second") == [1, 1]
 
 
-def test_a_server_that_dies_behind_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save fails and says so, nothing is left of it, the run goes on, and the next save is whole."""
+def test_a_server_that_dies_after_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails with an error, its files are removed, the job continues, and the next save succeeds."""
     with running_job(num_ps=2, num_workers=1, shards=2, durability="log") as job:
         with job.strategy.scope():
             count = Variable(np.zeros((4, 3)), name="count")
@@ -361,8 +361,8 @@ def test_a_server_that_dies_behind_the_mark(tmp_path: Path, monkeypatch: pytest.
         write = MarkedCheckpoint.write
 
         def kills(self: MarkedCheckpoint, path: str) -> str:
-            old = job.cluster.kill("ps", 1, timeout=PATIENCE)
-            job.cluster.wait_restarted("ps", 1, old, timeout=PATIENCE)
+            old = job.cluster.kill("ps", 1, timeout=TIMEOUT)
+            job.cluster.wait_restarted("ps", 1, old, timeout=TIMEOUT)
             return write(self, path)
 
         with CheckpointManager(str(tmp_path), strategy=job.strategy) as manager:
@@ -411,7 +411,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(strategy: ParameterServerStrategy, small_disk: Path) -> None:
-    """The error says so, the old checkpoint stands, nothing is in the way of the next one, and the run goes on."""
+    """The error says so, the old checkpoint stands, the next one has space, and the job continues."""
     with strategy.scope():
         w = Variable(np.arange(50_000.0), name="w")
     coordinator = ClusterCoordinator(strategy)
@@ -424,8 +424,8 @@ def test_a_full_disk(strategy: ParameterServerStrategy, small_disk: Path) -> Non
             assert manager.checkpoints == [good]
             assert {path.name for path in small_disk.iterdir()} == {"ckpt-000001", "filler"}
             failing = manager.save(wait=False)
-            assert isinstance(failing.exception(PATIENCE), CheckpointError)
-            coordinator.schedule(counting(w)).fetch(PATIENCE)
+            assert isinstance(failing.exception(TIMEOUT), CheckpointError)
+            coordinator.schedule(counting(w)).fetch(TIMEOUT)
             tools.verify(good)
         (small_disk / "filler").unlink()
         path = manager.save().result()
@@ -436,7 +436,7 @@ def test_a_full_disk(strategy: ParameterServerStrategy, small_disk: Path) -> Non
 
 
 def test_no_directory_can_be_made(model: Model, tmp_path: Path) -> None:
-    """Below a regular file, or in its place: the error names the path, and the run goes on."""
+    """Below a regular file, or in its place: the error names the path, and the job continues."""
     file = tmp_path / "file"
     file.write_text("no directory")
     for place in (file, file / "below"):
@@ -470,7 +470,7 @@ def test_a_directory_that_can_t_be_looked_into(
 def test_a_directory_that_goes_away(
     manager: CheckpointManager, model: Model, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """In mid-save: behind the servers' files, or before the index. The one before stands."""
+    """A save dies after the servers' files, or before the index. The earlier checkpoint stands."""
     good = manager.save().result()
     checkpoint = PsClient.checkpoint
     lost = Path(manager.directory, "ckpt-000002")
@@ -562,18 +562,18 @@ def test_in_the_background(manager: CheckpointManager, model: Model, monkeypatch
     write = MarkedCheckpoint.write
     monkeypatch.setattr(MarkedCheckpoint, "write", lambda self, path: f"{1 // 0}")
     failing = manager.save(wait=False)
-    assert isinstance(failing.exception(PATIENCE), ZeroDivisionError)
+    assert isinstance(failing.exception(TIMEOUT), ZeroDivisionError)
     monkeypatch.setattr(MarkedCheckpoint, "write", write)
     futures = [manager.save(wait=False) for _ in range(3)]
-    assert [future.result(PATIENCE) for future in futures] == manager.checkpoints
+    assert [future.result(TIMEOUT) for future in futures] == manager.checkpoints
 
 
 def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """What is to be written from now on waits until this is set."""
+    """From now on, writes wait until this is set."""
     go_on, write = threading.Event(), MarkedCheckpoint.write
 
     def late(self: MarkedCheckpoint, path: str) -> str:
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(TIMEOUT)
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
@@ -597,21 +597,21 @@ def test_restored_while_one_is_written(
         restored = restoring.submit(getattr(manager, restore))
         until(lambda: manager._lock.locked(), "it is about to")
         go_on.set()
-        assert restored.result(PATIENCE) in (RestoredFrom.CHECKPOINT, future.result(PATIENCE))
+        assert restored.result(TIMEOUT) in (RestoredFrom.CHECKPOINT, future.result(TIMEOUT))
         restoring.shutdown()
         assert model.facts() == saved
         assert [future.result()] == manager.checkpoints
 
 
 def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a wait the close is not held up, and what was begun is whole all the same once it may go on."""
+    """Without `wait` the close returns at once, and the pending checkpoint is still completed."""
     go_on = hold_writing(monkeypatch)
     manager = CheckpointManager(str(tmp_path), strategy=model.strategy, every=3600)
     future = manager.save(wait=False)
     manager.close(wait=False)
     assert not future.done()
     go_on.set()
-    assert future.result(PATIENCE) == manager.latest_checkpoint
+    assert future.result(TIMEOUT) == manager.latest_checkpoint
     with pytest.raises(MisuseError, match="closed"):
         manager.save(wait=False)
     manager.close()
@@ -619,12 +619,12 @@ def test_closed_while_one_is_written(model: Model, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["", "its server is gone"])
 def test_the_job_ends_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
-    """What the script's last line began is whole, though nobody closed the manager; no server, no wait."""
+    """A save begun by the script's last line is completed without a close, unless a server is down."""
     begun, go_on, write = threading.Event(), threading.Event(), MarkedCheckpoint.write
 
     def late(self: MarkedCheckpoint, path: str) -> str:
         begun.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(TIMEOUT)
         return write(self, path)
 
     monkeypatch.setattr(MarkedCheckpoint, "write", late)
@@ -634,9 +634,9 @@ def test_the_job_ends_while_one_is_written(tmp_path: Path, monkeypatch: pytest.M
             Variable(np.arange(3), name="x")
         manager = CheckpointManager(str(tmp_path), strategy=job.strategy, every=3600)
         future = manager.save(wait=False)
-        assert begun.wait(PATIENCE)
+        assert begun.wait(TIMEOUT)
         if gone:
-            job.cluster.kill("ps", 0, timeout=PATIENCE)
+            job.cluster.kill("ps", 0, timeout=TIMEOUT)
         else:
             threading.Timer(0.7, go_on.set).start()
         job.strategy.close()
@@ -688,7 +688,7 @@ def test_restore_or_initialize(manager: CheckpointManager, model: Model, caplog:
 
 
 def test_live_variables_stay(manager: CheckpointManager, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator that goes on with what the servers hold restores nothing."""
+    """A coordinator that continues with what the servers hold restores nothing."""
     manager.save()
     model.train(1)
     before = model.facts()
@@ -842,7 +842,7 @@ def test_optimizers_that_do_not_fit(manager: CheckpointManager, model: Model, cl
 def command(*arguments: str) -> tuple[int, str]:
     """The exit code and what `pscluster checkpoint ...` prints, as a program."""
     program = [str(Path(sys.executable).with_name("pscluster")), "checkpoint", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -858,7 +858,7 @@ def test_the_command_line(manager: CheckpointManager, model: Model, tmp_path: Pa
             assert word in found.output
         found = run.invoke(cli, ["checkpoint", "verify", place])
         assert found.exit_code == 0
-        assert f"{path} is whole: 6 variables" in found.output
+        assert f"{path} is complete: 6 variables" in found.output
     out = tmp_path / "merged"
     found = run.invoke(cli, ["checkpoint", "merge", path, str(out)])
     assert found.exit_code == 0
@@ -886,8 +886,8 @@ def test_merged_as_others_read_it(
     """Sharded safetensors: every variable whole, slots and averages beside it, where the index says; none of ours."""
     sharding_strategy.save_progress(epoch=1)
     path = manager.save().result()
-    assert "pscluster/progress" in read_index(path).variables
-    assert "pscluster/" not in tools.inspect(path).partition("also")[2]
+    assert read_index(path).job_metadata == {"progress": '{"epoch": 1}'}
+    assert "progress" not in tools.inspect(path).partition("also")[2]
     files = tools.merge(path, str(tmp_path / "out"), file_bytes=200)
     assert len(files) > 3
     index = read_json(tmp_path / "out" / "model.safetensors.index.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from tests.coordinator.checkpoints.test_checkpoints import ROWS, Model, flip, flip_value, two_axes
 from tests.roles.processes import PSCLUSTER, Process, environ, make_cluster, run, tf_config
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, SavedVariables, SidecarEvaluator
@@ -148,7 +149,7 @@ def test_what_is_not_there(job: Job) -> None:
     assert saved.progress == {}
     job.strategy.save_progress(epoch=1)
     saved = SavedVariables(job.save())
-    for name in ("w", "pscluster/progress"):
+    for name in ("w", "progress"):
         assert name not in saved
         with pytest.raises(UnknownVariableError, match=rf"ckpt-000002 has no variable '{name}'; it has count"):
             saved[name]
@@ -231,7 +232,7 @@ def test_the_newest(job: Job) -> None:
 
 
 def test_every_one_while_they_are_made(job: Job, beside: Begin, tmp_path: Path) -> None:
-    """An evaluator that begins before there is a directory finds each one, in order, and ends behind the last."""
+    """An evaluator begun before there is a directory evaluates each checkpoint in order, and ends after the last."""
     log_dir = str(tmp_path / "log")
     running = beside(SidecarEvaluator(worth, job.directory, every=True, log_dir=log_dir, poll=0.01))
     for number in range(1, 6):
@@ -240,13 +241,13 @@ def test_every_one_while_they_are_made(job: Job, beside: Begin, tmp_path: Path) 
             until(lambda n=number: Path(log_dir, RESULTS).exists() and len(lines(log_dir)) == n, "it was evaluated")  # type: ignore[misc]
     assert not running.done()
     job.manager.finish()
-    assert counts(running.result(PATIENCE)) == [(number, float(number)) for number in range(1, 6)]
+    assert counts(running.result(TIMEOUT)) == [(number, float(number)) for number in range(1, 6)]
     assert [line["number"] for line in lines(log_dir)] == [1, 2, 3, 4, 5]
     assert not Path(job.directory, "evaluations").exists()
 
 
 def test_max_evaluations(job: Job) -> None:
-    """It ends after so many, and goes on there."""
+    """It ends after `max_evaluations`; the next one continues there."""
     job.save(3)
     found = [SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2).run()]
     job.manager.finish()
@@ -255,7 +256,7 @@ def test_max_evaluations(job: Job) -> None:
 
 
 def test_an_evaluator_that_is_started_again(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    """It does what its predecessor had not, whatever that one left behind: half a line is removed, others stay."""
+    """It does what its predecessor had not: an incomplete line of that is removed, others stay."""
     job.save(3)
     evaluator = SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2)
     evaluator.run()
@@ -335,7 +336,7 @@ def test_a_number_alone(job: Job) -> None:
 def test_what_is_no_number(job: Job, given: Any) -> None:
     """Is an error of the caller's, and nothing is written."""
     path = job.save()
-    with pytest.raises(MisuseError, match="give a number, or a mapping of names to numbers") as caught:
+    with pytest.raises(MisuseError, match="return a number, or a mapping of names to numbers") as caught:
         SidecarEvaluator(lambda saved: given, job.directory).run()
     assert caught.value.__notes__ == [f"This was raised while {path} was evaluated."]
     assert Path(job.directory, "evaluations", RESULTS).read_text() == ""
@@ -388,7 +389,7 @@ def test_events_are_there_at_once(tmp_path: Path) -> None:
     """When `scalars` returns they are in the file; each writer has one of its own; a closed one says so."""
     pytest.importorskip("tensorboardX")
     first, second = EventWriter(tmp_path / "log"), EventWriter(str(tmp_path / "log"))
-    with first, second:
+    with contextlib.closing(first), contextlib.closing(second):
         first.scalars(1, {"loss": 2.0, "a name": 0.5})
         second.scalars(1, {"loss": 3.0})
         assert events(str(tmp_path / "log")) in (
@@ -464,7 +465,7 @@ def test_one_that_vanishes_where_fn_opens_files(job: Job) -> None:
 
 @pytest.mark.parametrize("part", ["index", "value", "file"])
 def test_one_that_is_damaged(job: Job, caplog: pytest.LogCaptureFixture, part: str) -> None:
-    """It is logged as an error and passed over, once; those before and behind it are evaluated."""
+    """It is logged as an error and skipped, once; the ones before and after it are evaluated."""
     path = Path([job.save() for _ in range(3)][1])
     if part == "index":
         flip(path / "index.json", 200)
@@ -495,7 +496,7 @@ def test_checkpoints_come_and_go(job: Job, beside: Begin, tmp_path: Path) -> Non
     running = beside(SidecarEvaluator(worth, job.directory, log_dir=log_dir, every=True, poll=0.001))
     job.save(60)
     job.manager.finish()
-    found = counts(running.result(PATIENCE))
+    found = counts(running.result(TIMEOUT))
     assert found == sorted(set(found))
     assert all(number == value for number, value in found)
     assert found[-1] == (60, 60.0)
@@ -550,7 +551,7 @@ def test_a_store_that_does_not_answer(job: Job, caplog: pytest.LogCaptureFixture
     fs.put(f"{job.save()}/", f"{where}/ckpt-000002/", recursive=True)
     Flaky.failures = 3
     assert counts(evaluator.run()) == [(2, 2.0)]
-    assert messages(caplog, "WARNING") == [f"{there} can't be looked into: Input/output error; trying again"]
+    assert messages(caplog, "WARNING") == [f"{there} can't be read: Input/output error; trying again"]
     Flaky.failures = 1 << 60
     evaluator.timeout = 0.01
     with pytest.raises(WaitTimeoutError, match=r"no new checkpoint in flaky://run for 0\.01 s: .*Input/output error"):
@@ -566,7 +567,7 @@ def test_a_signal_while_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
         lambda: folder.exists("flaky://run/ckpt-000001", folder.INDEX),
         lambda: folder.numbers("flaky://run/ckpt", whole=True),
         lambda: folder.where("flaky://run/ckpt-000001"),
-        lambda: SidecarEvaluator(worth, "flaky://ckpt", log_dir="flaky://log", timeout=PATIENCE).run(),
+        lambda: SidecarEvaluator(worth, "flaky://ckpt", log_dir="flaky://log", timeout=TIMEOUT).run(),
     ):
         monkeypatch.setattr(Flaky, "failures", 1)
         with pytest.raises(KeyboardInterrupt):
@@ -600,7 +601,7 @@ def test_finished(job: Job, tmp_path: Path) -> None:
 
 
 def test_finish_waits_for_the_last_one(job: Job) -> None:
-    """One that is written in the background counts, and none is made by itself behind it."""
+    """A checkpoint that is still being written counts, and no automatic one follows."""
     with CheckpointManager(job.directory, strategy=job.strategy, every=0.01) as manager:
         until(lambda: manager.latest_checkpoint, "one was made")
         manager.save(wait=False)
@@ -610,7 +611,7 @@ def test_finish_waits_for_the_last_one(job: Job) -> None:
         assert json.loads(Path(job.directory, "finished.json").read_text())["newest"] == Path(newest).name
         manager.close()
         assert manager.latest_checkpoint == newest
-        assert folder.is_finished(job.directory)
+        assert folder.exists(job.directory, folder.FINISHED)
 
 
 def test_timeout(job: Job) -> None:
@@ -629,12 +630,12 @@ def test_a_long_wait_is_said(
 ) -> None:
     """Where nothing new comes, the log says so now and then."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(sidecar_module, "SAID_SECONDS", 0.01)
+    monkeypatch.setattr(sidecar_module, "LOG_SECONDS", 0.01)
     running = beside(SidecarEvaluator(worth, job.directory, poll=0.001))
     line = f"no new checkpoint in {job.directory} for "
     until(lambda: sum(line in message for message in messages(caplog, "INFO")) >= 2, "it was said twice")
     job.manager.finish()
-    assert running.result(PATIENCE) == []
+    assert running.result(TIMEOUT) == []
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -678,7 +679,7 @@ def test_a_process_beside_the_job(job: Job, tmp_path: Path) -> None:
     """`pscluster evaluator`: killed, told to stop, and started again, with no cluster there. Each counts once."""
     script, gate = tmp_path / "evaluate.py", tmp_path / "gate"
     script.write_text(SCRIPT)
-    config = tf_config(make_cluster(), "evaluator")  # at whose addresses nobody listens
+    config = tf_config(make_cluster(), "evaluator")  # no process listens at its addresses
     command = [*PSCLUSTER, "evaluator", str(script), job.directory, str(gate)]
     job.save()
     with Process(command, environ(config)) as evaluator:
@@ -713,7 +714,7 @@ def test_a_process_beside_the_job(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_exit_codes(job: Job, tmp_path: Path) -> None:
-    """0 behind the last one, 1 where the script fails or waits in vain, 2 for wrong arguments."""
+    """The exit code is 0 after the last one, 1 if the script fails or times out, 2 for wrong arguments."""
     script = tmp_path / "evaluate.py"
     script.write_text(
         "import sys\n"

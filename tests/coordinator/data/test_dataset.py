@@ -7,14 +7,14 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.conftest import Gate, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     CheckpointManager,
@@ -60,7 +60,7 @@ def visit(coordinator: ClusterCoordinator, step: Any, parts: Iterable[DataPart])
     """A function for each, and wait."""
     for part in parts:
         coordinator.schedule(step, args=(part,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def visited(strategy: ParameterServerStrategy) -> Visited:
 
 @pytest.fixture
 def manager(strategy: ParameterServerStrategy, tmp_path: Path) -> Iterator[CheckpointManager]:
-    """Closed behind the test."""
+    """Return a manager that is closed after the test."""
     with CheckpointManager(str(tmp_path), strategy=strategy, max_to_keep=None) as manager:
         yield manager
 
@@ -90,7 +90,7 @@ def test_each_example_once_an_epoch(
     step = visited.step()
     for epoch in range(1, 4):
         values = [coordinator.schedule(step, args=(part,)) for part in data]
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         assert [size for sizes in coordinator.fetch(values) for size in sizes] == [64] * 15 + [40]
         assert visited.all_are(epoch)
         assert data.epoch == epoch
@@ -101,14 +101,14 @@ def test_epochs_and_parts(coordinator: ClusterCoordinator, visited: Visited, dat
     """Several epochs in one pass, several batches a function."""
     step, large = visited.step(), data.repeat(2).parts(5)
     values = [coordinator.schedule(step, args=(part,)) for part in large]
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert [len(value.fetch()) for value in values] == [5, 5, 5, 1] * 2
     assert visited.all_are(2)
     assert large.epoch == 2
     endless = iter(data.repeat().parts(16))
     for _ in range(3):
         coordinator.schedule(step, args=(next(endless),))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert visited.all_are(5)
 
 
@@ -136,14 +136,14 @@ def test_what_failed_is_given_out_again(
 
     def fails(part: Any) -> None:
         step(part)
-        raise ValueError("behind its update")
+        raise ValueError("after its update")
 
     def cancelled() -> None:
         coordinator.schedule(fails, args=(next(parts),))
         visit(coordinator, step, parts)
 
     parts = iter(data)
-    with pytest.raises(ValueError, match="behind"):
+    with pytest.raises(ValueError, match="after"):
         cancelled()
     before = data.visited
     again = list(data)
@@ -167,7 +167,7 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
 
     def gathered(data: DistributedDataset) -> list[Any]:
         values = [coordinator.schedule(collect, args=(part,)) for part in data]
-        return [element for value in values for element in value.fetch(PATIENCE)]
+        return [element for value in values for element in value.fetch(TIMEOUT)]
 
     distribute = coordinator.distribute_dataset
     columns = gathered(distribute({"x": np.arange(4), "y": np.ones(4)}).batch(3))
@@ -186,7 +186,7 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
         return found
 
     (part,) = distribute([tmp_path / "0.txt"], reader=endless).batch(4)
-    assert coordinator.schedule(some, args=(part,)).fetch(PATIENCE) == ["0.txt 3", "0.txt 7"]
+    assert coordinator.schedule(some, args=(part,)).fetch(TIMEOUT) == ["0.txt 3", "0.txt 7"]
     path = str(tmp_path / "x.npy")
     for source in (lambda: np.load(path), np.load(path, mmap_mode="r"), [float(n) for n in range(12)]):
         found = gathered(distribute(source).map(lambda x: x + 1).batch(5).map(lambda batch: batch * 2))
@@ -206,7 +206,7 @@ def test_a_position_is_part_of_a_checkpoint(
     parts = iter(data.repeat(3))
     for _ in range(16 + 7):
         coordinator.schedule(step, args=(next(parts),))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     manager.save()
     seen = visited.counts.numpy().copy()
     namesake = coordinator.distribute_dataset(np.arange(EXAMPLES), name="data-1")
@@ -225,13 +225,13 @@ def test_a_position_is_part_of_a_checkpoint(
     ):
         manager.restore()
     gate.open()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert visited.all_are(3)
     unfinished = iter(data.repeat(3))
     manager.restore()
     np.testing.assert_array_equal(visited.counts.numpy(), seen)
     coordinator.schedule(step, args=(next(unfinished),))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     manager.restore()
     with pytest.raises(errors.MisuseError, match="was restored meanwhile"):
         next(unfinished)
@@ -248,7 +248,7 @@ def test_a_restored_run_goes_on(
     parts = iter(data)
     for _ in range(20):
         coordinator.schedule(step, args=(next(parts),))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     manager.save()
     for _ in range(2):
         visit(coordinator, step, data)
@@ -256,6 +256,40 @@ def test_a_restored_run_goes_on(
         assert data.epoch == 2
         manager.restore()
         assert (data.epoch, data.visited) == (1, 4 * 64)
+
+
+def test_no_position_is_saved_while_another_takes_its_place(
+    coordinator: ClusterCoordinator,
+    visited: Visited,
+    data: DistributedDataset,
+    manager: CheckpointManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of before the restore, saved between its commit and its end, would be taken for the checkpoint's."""
+    step, parts = visited.step(), iter(data)
+    for _ in range(4):
+        coordinator.schedule(step, args=(next(parts),))
+    coordinator.join(TIMEOUT)
+    manager.save()
+    before = data.visited
+    visit(coordinator, step, data)
+    context = coordinator.strategy.context
+    progress, clear = context.dataset_progress, context.partly_applied.clear
+    assert progress is not None
+    with ThreadPoolExecutor(1) as pool:
+        saves: list[Future[None]] = []
+
+        def committed() -> None:
+            saves.append(pool.submit(progress.save))
+            wait(saves, 1)
+            clear()
+
+        monkeypatch.setattr(context.partly_applied, "clear", committed)
+        manager.restore()
+        saves[0].result(TIMEOUT)
+        assert (data.epoch, data.visited) == (0, before)
+        progress.restored()
+        assert (data.epoch, data.visited) == (0, before), "what was saved since is of the checkpoint, too"
 
 
 def test_checkpoints_while_functions_run(
@@ -270,7 +304,7 @@ def test_checkpoints_while_functions_run(
         coordinator.schedule(step, args=(part,))
         if number % 16 == 5:
             manager.save()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert visited.all_are(4)
     for path in manager.checkpoints:
         manager.checkpoint.read(path)
@@ -298,7 +332,7 @@ def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
     data = coordinator.distribute_dataset(list(range(30))).map(read).prefetch(1)
     parts = iter(data)
     values = [coordinator.schedule(step, args=(next(parts),)) for _ in range(10)]
-    coordinator.join(PATIENCE)  # it is known now that functions are short, so that more than one goes to a worker
+    coordinator.join(TIMEOUT)  # it is known now that functions are short, so that more than one goes to a worker
     for path in Path(folder).glob("mark-*"):
         path.unlink()
     values += [coordinator.schedule(step, args=(part,)) for part in parts]
@@ -309,7 +343,7 @@ def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
     until(lambda: coordinator.workers_up == 2 and reads() >= 4, "each worker has read for the next function", reads)
     assert reads() <= 2 * 3
     gate.open()
-    assert coordinator.fetch(values, PATIENCE) == list(range(30))
+    assert coordinator.fetch(values, TIMEOUT) == list(range(30))
 
 
 def test_slow_data_can_be_seen(coordinator: ClusterCoordinator) -> None:
@@ -348,7 +382,7 @@ def test_what_cannot_be_read_is_named(coordinator: ClusterCoordinator) -> None:
     data = coordinator.distribute_dataset(np.arange(20), name="mine", retries=1).map(picky)
     coordinator.schedule(collect, args=(list(data)[3],))
     with pytest.raises(errors.DatasetError, match=r"'mine': the examples at 3 to 3 of epoch 0.*no example 3") as it:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert isinstance(it.value, errors.FunctionError)
     assert "OSError: no example" in it.value.remote_traceback
     assert it.value.attempts == 2
@@ -358,7 +392,7 @@ def test_what_cannot_be_read_can_be_skipped(coordinator: ClusterCoordinator, cap
     """It is counted and logged; the epoch ends, and the functions have what could be read."""
     data = coordinator.distribute_dataset(np.arange(20), retries=1, on_error="skip").map(picky).parts(4)
     values = [coordinator.schedule(collect, args=(part,)) for part in data]
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     found = [number for value in values for number in value.fetch()]
     assert sorted(found) == [number for number in range(20) if number % 10 != 3]
     assert (data.skipped, data.epoch) == (2, 1)
@@ -369,7 +403,7 @@ def test_what_cannot_be_read_can_be_skipped(coordinator: ClusterCoordinator, cap
 
     single = coordinator.distribute_dataset(np.arange(5), retries=0, on_error="skip").map(picky)
     values = [coordinator.schedule(first, args=(part,)) for part in single]
-    assert coordinator.fetch(values, PATIENCE) == [0, 1, 2, None, 4]
+    assert coordinator.fetch(values, TIMEOUT) == [0, 1, 2, None, 4]
 
 
 def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> None:
@@ -385,11 +419,11 @@ def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> 
         return int(found)
 
     with pytest.raises(errors.MisuseError, match=r"read 1 elements of its part .*which has more: loop over it"):
-        coordinator.schedule(one, args=(next(iter(data)),)).fetch(PATIENCE)
+        coordinator.schedule(one, args=(next(iter(data)),)).fetch(TIMEOUT)
     with pytest.raises(errors.MisuseError, match="which has more"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     values = [coordinator.schedule(one_and_no_more, args=(part,)) for part in data]
-    assert coordinator.fetch(values, PATIENCE) == [0, 5]
+    assert coordinator.fetch(values, TIMEOUT) == [0, 5]
     assert data.epoch == 1
 
     def too_much(part: Any) -> None:
@@ -397,7 +431,7 @@ def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> 
             next(part)
 
     with pytest.raises(errors.EndOfDatasetError, match="the part of the dataset ended after 5 elements: loop over it"):
-        coordinator.schedule(too_much, args=(next(iter(data)),)).fetch(PATIENCE)
+        coordinator.schedule(too_much, args=(next(iter(data)),)).fetch(TIMEOUT)
 
 
 class Column:
@@ -467,9 +501,9 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
     with pytest.raises(TypeError, match=r"shuffle\(1000\): the whole dataset is shuffled, without a buffer; write"):
         data.shuffle(1000)
     for source, said in [
-        ({"a": np.arange(3), "b": [1, 2, 3]}, "a dict whose 'b' is a list is no source of examples: give arrays"),
-        ({}, "a dict without anything in it is no source"),
-        (Loader(), r"Loader is no source, as .*: pass loader.dataset, .* \.shuffle\(seed=\.\.\.\)\.batch\(n\)"),
+        ({"a": np.arange(3), "b": [1, 2, 3]}, "a dict whose 'b' is a list is not a source of examples: give arrays"),
+        ({}, "an empty dict is not a source"),
+        (Loader(), r"Loader is not a source, as .*: pass loader.dataset, .* \.shuffle\(seed=\.\.\.\)\.batch\(n\)"),
     ]:
         with pytest.raises(TypeError, match=said):
             distribute(source)
@@ -485,7 +519,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
 
 
 def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
-    """Workers drop a dataset that nobody has any more."""
+    """Workers drop a dataset once the script no longer has it."""
 
     def pipelines() -> int:
         gc.collect()
@@ -496,19 +530,19 @@ def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
         return experimental_get_current_worker_index(), pipelines() > 0
 
     def having() -> dict[int, bool]:
-        return dict(coordinator.schedule(has_any, args=(number,)).fetch(PATIENCE) for number in range(8))
+        return dict(coordinator.schedule(has_any, args=(number,)).fetch(TIMEOUT) for number in range(8))
 
     data = coordinator.distribute_dataset(np.arange(10), name="to be dropped").batch(2)
     for part in data:
         coordinator.schedule(lambda part: list(part), args=(part,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert any(having().values())
     del part, data
     gc.collect()
     until(lambda: not any(having().values()), "it is gone", having)
 
 
-def test_parts_that_nobody_schedules(
+def test_parts_that_are_not_scheduled(
     coordinator: ClusterCoordinator, visited: Visited, data: DistributedDataset
 ) -> None:
     """Taken and dropped, or refused by schedule(): they are given out again, and the epoch ends."""
@@ -520,7 +554,7 @@ def test_parts_that_nobody_schedules(
 
     failing = coordinator.schedule(fails, args=(next(parts),))
     with pytest.raises(ValueError, match="on purpose"):
-        failing.fetch(PATIENCE)
+        failing.fetch(TIMEOUT)
     with pytest.raises(ValueError, match="on purpose"):
         coordinator.schedule(step, args=(next(parts),))
     del dropped
@@ -544,13 +578,13 @@ def test_a_pass_comes_back_to_what_failed(coordinator: ClusterCoordinator) -> No
     first = [next(parts) for _ in range(6)]
     value = coordinator.schedule(fails_once, args=(first[1], True))
     with pytest.raises(ValueError, match="once"):
-        value.fetch(PATIENCE)
+        value.fetch(TIMEOUT)
     with pytest.raises(ValueError, match="once"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     again = next(parts)
     assert (again.epoch, again.start) == (0, 1)
     rest = [coordinator.schedule(fails_once, args=(part, False)) for part in (first[0], again, *first[2:])]
-    assert coordinator.fetch(rest, PATIENCE) == [0, 1, 2, 3, 0, 1]
+    assert coordinator.fetch(rest, TIMEOUT) == [0, 1, 2, 3, 0, 1]
     assert (data.epoch, data.visited) == (1, 2)
 
 
@@ -578,7 +612,7 @@ def test_a_loop_that_drops_its_parts_ends(data: DistributedDataset) -> None:
 
 
 def test_a_map_function_that_exits(coordinator: ClusterCoordinator) -> None:
-    """Nothing behind it can be read: it fails, also where what can't be read is skipped."""
+    """Nothing after it can be read, so it fails, even if unreadable examples are skipped."""
 
     def exits(number: int) -> int:
         if number == 2:
@@ -588,13 +622,13 @@ def test_a_map_function_that_exits(coordinator: ClusterCoordinator) -> None:
     data = coordinator.distribute_dataset(np.arange(10), name="mine", on_error="skip", retries=1).map(exits).parts(10)
     coordinator.schedule(collect, args=(next(iter(data)),))
     with pytest.raises(errors.DatasetError, match="'mine', epoch 0, from 0 to 9 can't be read: SystemExit: no more"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert (data.visited, data.skipped) == (0, 0)
 
 
 def test_no_batch_at_all(coordinator: ClusterCoordinator) -> None:
     """An epoch of nothing is refused."""
-    with pytest.raises(ValueError, match="of 3 examples no batch of 10 can be made, and drop_remainder=True drops"):
+    with pytest.raises(ValueError, match="3 examples make no batch of 10, and drop_remainder=True drops"):
         coordinator.distribute_dataset(np.arange(3)).batch(10, drop_remainder=True)
 
 
@@ -606,8 +640,8 @@ def test_parts_of_a_position_that_was(
 ) -> None:
     """Behind a restored checkpoint they are refused, and leave no trace."""
     step = visited.step()
-    coordinator.schedule(step, args=(next(iter(data)),)).fetch(PATIENCE)
-    coordinator.join(PATIENCE)
+    coordinator.schedule(step, args=(next(iter(data)),)).fetch(TIMEOUT)
+    coordinator.join(TIMEOUT)
     manager.save()
     old = next(iter(data))
     manager.restore()

@@ -1,4 +1,4 @@
-"""Which examples were given out and which visited, under every order of events that Hypothesis finds."""
+"""Which items are assigned and which visited, under every order of events that Hypothesis finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pscluster.coordinator.data.dataset_progress import Position
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.core.errors import CheckpointMisfitError, MisuseError
 
-LENGTH, KEPT = 11, 10
+LENGTH, USED = 11, 10
 EPOCHS = 3
 
 
@@ -23,17 +23,17 @@ class VisitsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.coverage = EpochCoverage(LENGTH, KEPT)
-        self.given: dict[tuple[int, int], str] = {}  # by epoch and place: "given" or "visited"
+        self.coverage = EpochCoverage(LENGTH, USED)
+        self.states: dict[tuple[int, int], str] = {}  # by epoch and place: "assigned" or "visited"
         self.pending: list[tuple[int, int, int]] = []
         self.saved = json.dumps(self.coverage.state())
         self.saved_visited: set[tuple[int, int]] = set()
 
     @rule(most=st.integers(1, 12), epoch=st.integers(0, EPOCHS - 1))
     def take(self, most: int, epoch: int) -> None:
-        """The next range is the first places that nobody has, one behind the other."""
+        """The next range is the first consecutive items that are free."""
         found = self.coverage.take(epoch, lambda start: start + most)
-        free = [place for place in range(KEPT) if (epoch, place) not in self.given]
+        free = [place for place in range(USED) if (epoch, place) not in self.states]
         if not free:
             assert found is None
             return
@@ -42,7 +42,7 @@ class VisitsMachine(RuleBasedStateMachine):
             expected.append(expected[-1] + 1)
         assert found is not None
         assert list(range(*found)) == expected
-        self.given |= dict.fromkeys([(epoch, place) for place in expected], "given")
+        self.states |= dict.fromkeys([(epoch, place) for place in expected], "assigned")
         self.pending.append((epoch, *found))
 
     @precondition(lambda self: self.pending)
@@ -52,7 +52,7 @@ class VisitsMachine(RuleBasedStateMachine):
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         for _ in range(2):
             self.coverage.commit(epoch, start, stop)
-        self.given |= dict.fromkeys([(epoch, place) for place in range(start, stop)], "visited")
+        self.states |= dict.fromkeys([(epoch, place) for place in range(start, stop)], "visited")
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -61,38 +61,38 @@ class VisitsMachine(RuleBasedStateMachine):
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         self.coverage.release(epoch, start, stop)
         for place in range(start, stop):
-            del self.given[epoch, place]
+            del self.states[epoch, place]
 
-    @rule(epoch=st.integers(0, EPOCHS - 1), start=st.integers(0, KEPT - 1), count=st.integers(1, 4))
+    @rule(epoch=st.integers(0, EPOCHS - 1), start=st.integers(0, USED - 1), count=st.integers(1, 4))
     def commit_what_was_released(self, epoch: int, start: int, count: int) -> None:
         """Another function had it, too, and has ended well."""
-        places = [(epoch, place) for place in range(start, min(start + count, KEPT))]
-        if not any(self.given.get(place) == "given" for place in places):
+        places = [(epoch, place) for place in range(start, min(start + count, USED))]
+        if not any(self.states.get(place) == "assigned" for place in places):
             self.coverage.commit(epoch, start, places[-1][1] + 1)
-            self.given |= dict.fromkeys(places, "visited")
+            self.states |= dict.fromkeys(places, "visited")
 
     @rule()
     def save(self) -> None:
         """A checkpoint is made."""
         self.saved = json.dumps(self.coverage.state())
-        self.saved_visited = {place for place, state in self.given.items() if state == "visited"}
+        self.saved_visited = {place for place, state in self.states.items() if state == "visited"}
 
     @precondition(lambda self: not self.pending)
     @rule()
     def restore(self) -> None:
         """What was visited then, and nothing else, is visited."""
-        self.coverage = EpochCoverage(LENGTH, KEPT)
+        self.coverage = EpochCoverage(LENGTH, USED)
         self.coverage.load(json.loads(self.saved))
-        self.given = dict.fromkeys(self.saved_visited, "visited")
+        self.states = dict.fromkeys(self.saved_visited, "visited")
 
     @invariant()
     def it_agrees(self) -> None:
         """With the model, in all that is asked."""
-        states = [[self.given.get((epoch, place)) for place in range(KEPT)] for epoch in range(EPOCHS)]
+        states = [[self.states.get((epoch, place)) for place in range(USED)] for epoch in range(EPOCHS)]
         whole = [set(state) == {"visited"} for state in states] + [False]
         given = [all(state) for state in states] + [False]
         assert self.coverage.epoch == whole.index(False)
-        assert self.coverage.unfinished == given.index(False)
+        assert self.coverage.unassigned_epoch == given.index(False)
         for epoch, state in enumerate(states):
             assert self.coverage.visited(epoch) == state.count("visited")
 
@@ -132,24 +132,24 @@ def test_a_caller_that_was_interrupted() -> None:
     """It gave the range back, though its function was scheduled: that ends, and nothing is counted twice."""
     position, owner = Position(), Owner()
     position.begin(EpochCoverage(10, 10), owner)
-    life, _ = position.begin_pass()
-    given = position.take(life, up_to(4))
+    term, _ = position.begin_pass()
+    given = position.take(term, up_to(4))
     assert given is not None
     position.enter(given)
     position.release(given)
     position.commit(given, key=1)
-    assert position.entered == 0
-    again = position.take(life, up_to(4))
+    assert position.functions == 0
+    again = position.take(term, up_to(4))
     assert again is not None
     assert (again.start, again.stop) == (4, 8), "what was visited is not given out again"
     position.abandon(again)
-    assert position.take(life, up_to(9)) is not None
+    assert position.take(term, up_to(9)) is not None
     position.begin_pass()
-    freed = position.take(life, up_to(9))
+    freed = position.take(term, up_to(9))
     assert freed is not None
     assert (freed.start, freed.stop) == (4, 8)
     position.restore(position.at(None))
     with pytest.raises(MisuseError, match="was restored meanwhile"):
         position.enter(freed)
     position.abandon(freed)
-    assert position.begin_pass() == (life + 1, 0)
+    assert position.begin_pass() == (term + 1, 0)

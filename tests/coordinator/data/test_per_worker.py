@@ -1,4 +1,4 @@
-"""Per-worker datasets: built where they are used, begun anew at each iter(), released when nobody has them."""
+"""Per-worker datasets: built where they are used, restarted by each iter(), released when unused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Everywhere, Gate, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -197,8 +197,8 @@ def test_a_dataset_as_an_argument(coordinator: ClusterCoordinator, everywhere: E
         with pytest.raises(
             errors.MisuseError, match="returned a per-worker iterator that this coordinator no longer has"
         ):
-            returned.fetch(PATIENCE)
-        assert coordinator.schedule(lambda each: each, args=(dataset,)).fetch(PATIENCE) is dataset
+            returned.fetch(TIMEOUT)
+        assert coordinator.schedule(lambda each: each, args=(dataset,)).fetch(TIMEOUT) is dataset
 
 
 def test_the_peers_wrapper(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
@@ -209,7 +209,7 @@ def test_the_peers_wrapper(strategy: ParameterServerStrategy, coordinator: Clust
 
     for dataset_fn in (per_worker_dataset_fn, strategy.distribute_datasets_from_function(generator)):
         iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        worker, element = coordinator.schedule(next, args=(iterator,)).fetch(PATIENCE)
+        worker, element = coordinator.schedule(next, args=(iterator,)).fetch(TIMEOUT)
         assert worker in range(NUM_WORKERS)
         assert element == 0
 
@@ -217,7 +217,7 @@ def test_the_peers_wrapper(strategy: ParameterServerStrategy, coordinator: Clust
 def test_elements_are_whatever_they_are(coordinator: ClusterCoordinator) -> None:
     """Elements stay on the worker, so they need not be such as can be sent."""
     iterator = iter(coordinator.create_per_worker_dataset(lambda: itertools.repeat(threading.Lock())))
-    assert coordinator.schedule(lambda it: next(it).acquire(), args=(iterator,)).fetch(PATIENCE) is True
+    assert coordinator.schedule(lambda it: next(it).acquire(), args=(iterator,)).fetch(TIMEOUT) is True
 
 
 def test_a_dataset_that_reads_a_variable(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
@@ -231,14 +231,14 @@ def test_a_dataset_that_reads_a_variable(strategy: ParameterServerStrategy, coor
             yield start + int(w.read_value())
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-    assert coordinator.schedule(next, args=(iterator,)).fetch(PATIENCE) == 14
+    assert coordinator.schedule(next, args=(iterator,)).fetch(TIMEOUT) == 14
     w.assign(1)
     values = [coordinator.schedule(next, args=(iterator,)) for _ in range(10)]
-    assert set(coordinator.fetch(values, PATIENCE)) <= {8, 2}
+    assert set(coordinator.fetch(values, TIMEOUT)) <= {8, 2}
     makes = iter(coordinator.create_per_worker_dataset(lambda: [Variable(1)]))
     coordinator.schedule(next, args=(makes,))
     with pytest.raises(errors.MisuseError, match="a step function, which is not allowed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
 
 
 # Iterables
@@ -249,7 +249,7 @@ def test_plain_iterables(coordinator: ClusterCoordinator, iterable: Any) -> None
     """An iterable in the place of a function is sent to every worker, which goes through it from its start."""
     dataset = coordinator.create_per_worker_dataset(iterable)
     for _ in range(2):
-        elements = coordinator.schedule(take, args=(iter(dataset), 5)).fetch(PATIENCE)
+        elements = coordinator.schedule(take, args=(iter(dataset), 5)).fetch(TIMEOUT)
         assert [int(element) for element in elements] == [1, 2]
 
 
@@ -270,7 +270,7 @@ def test_a_dataset_is_not_begun_in_the_script(coordinator: ClusterCoordinator) -
             return iter([4])
 
     dataset = coordinator.create_per_worker_dataset(Opens())
-    assert coordinator.schedule(next, args=(iter(dataset),)).fetch(PATIENCE) == 4
+    assert coordinator.schedule(next, args=(iter(dataset),)).fetch(TIMEOUT) == 4
 
 
 @pytest.mark.parametrize("wrong", [None, 3, 2.5, threading.Lock()])
@@ -322,19 +322,19 @@ def exits() -> Iterable[int]:
 def test_an_error_in_dataset_fn(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
     """It surfaces in the function that uses the dataset, with its traceback, as often as that is used (row 57)."""
     iterator = iter(coordinator.create_per_worker_dataset(fails))
-    assert everywhere(coordinator, double, 2) == [4] * NUM_WORKERS, "whoever does not use it hears nothing of it"
-    coordinator.join(PATIENCE)
+    assert everywhere(coordinator, double, 2) == [4] * NUM_WORKERS, "functions that do not use it are unaffected"
+    coordinator.join(TIMEOUT)
     tracebacks = set()
     for _ in range(3 * NUM_WORKERS):
         coordinator.schedule(take, args=(iterator, 1))
         with pytest.raises(LookupError, match="no such file of records") as caught:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
         assert isinstance(caught.value, errors.FunctionError)
         assert caught.value.function == "take"
         assert "in fails" in caught.value.remote_traceback
         tracebacks.add(caught.value.remote_traceback)
     assert len(tracebacks) == 1, "it does not grow from time to time"
-    assert coordinator.schedule(double, args=(1,)).fetch(PATIENCE) == 2
+    assert coordinator.schedule(double, args=(1,)).fetch(TIMEOUT) == 2
 
 
 def test_an_error_in_the_iteration(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
@@ -344,7 +344,7 @@ def test_an_error_in_the_iteration(coordinator: ClusterCoordinator, everywhere: 
     for _ in range(2 * NUM_WORKERS):
         coordinator.schedule(next, args=(iterator,))
         with pytest.raises(OSError, match="the disk is gone") as caught:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
         assert caught.value.errno == 5
 
 
@@ -370,7 +370,7 @@ def refuse_to_load() -> None:
 
 
 def test_a_dataset_that_cannot_be_loaded(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
-    """It is the error of the functions that use it, argument, captured or a part, and of nobody else."""
+    """Only the functions that use it, as an argument, captured or as a part, fail with the error."""
     dataset = coordinator.create_per_worker_dataset(Unloadable())
     iterator = iter(dataset)
     parts = [*coordinator.distribute_dataset(Unloadable(), name="odd", retries=0).repeat(2)]
@@ -379,10 +379,10 @@ def test_a_dataset_that_cannot_be_loaded(coordinator: ClusterCoordinator, everyw
         for fn, args in ((next, (iterator,)), (lambda: next(iterator), ()), (list, (parts.pop(),)), (list, (dataset,))):
             value = coordinator.schedule(fn, args=args)
             with pytest.raises(errors.MisuseError, match=r"used on worker \d.*does not like workers") as caught:
-                value.fetch(PATIENCE)
+                value.fetch(TIMEOUT)
             assert isinstance(caught.value, errors.FunctionError)
             with pytest.raises(errors.FunctionError) as joined:
-                coordinator.join(PATIENCE)
+                coordinator.join(TIMEOUT)
             assert joined.value is caught.value
             assert args != (iterator,) or "elements" in str(caught.value)
             assert args in [(), (iterator,), (dataset,)] or "dataset 'odd'" in str(caught.value)
@@ -399,7 +399,7 @@ def test_an_error_that_a_step_takes_care_of(coordinator: ClusterCoordinator) -> 
             return str(error)
         return "nothing"
 
-    assert coordinator.schedule(step, args=(iterator,)).fetch(PATIENCE) == "no such file of records"
+    assert coordinator.schedule(step, args=(iterator,)).fetch(TIMEOUT) == "no such file of records"
 
 
 @pytest.mark.parametrize(
@@ -416,11 +416,11 @@ def test_dataset_functions_that_are_none(
 ) -> None:
     """What is no dataset is an error of the function that uses it, a sys.exit() as well; the workers live on."""
     iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-    assert coordinator.schedule(double, args=(1,)).fetch(PATIENCE) == 2
-    coordinator.join(PATIENCE)
+    assert coordinator.schedule(double, args=(1,)).fetch(TIMEOUT) == 2
+    coordinator.join(TIMEOUT)
     coordinator.schedule(next, args=(iterator,))
     with pytest.raises(error, match=message):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
 
 
 # The end
@@ -445,10 +445,10 @@ def test_the_end_of_a_dataset(coordinator: ClusterCoordinator, everywhere: Every
         with pytest.raises(
             errors.EndOfDatasetError, match="ended after 2 elements: schedule fewer steps, make it endl"
         ) as it:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
         assert isinstance(it.value, errors.FunctionError)
         assert f"in {step.__name__}" in it.value.remote_traceback
-    assert coordinator.schedule(next, args=(iterator, "nothing")).fetch(PATIENCE) == "nothing"
+    assert coordinator.schedule(next, args=(iterator, "nothing")).fetch(TIMEOUT) == "nothing"
 
 
 def test_the_end_of_a_loop(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
@@ -467,14 +467,14 @@ def test_the_end_of_a_loop(coordinator: ClusterCoordinator, everywhere: Everywhe
 
 
 def test_a_temporary_iterator(coordinator: ClusterCoordinator, gate: Gate) -> None:
-    """An iterator lives on the workers for as long as a scheduled function wants it, though nobody here has it."""
+    """An iterator lives on the workers while a scheduled function uses it, even if the script dropped it."""
     dataset = coordinator.create_per_worker_dataset(itertools.count)
     held = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(NUM_WORKERS)]
     values = [coordinator.schedule(take, args=(iter(dataset), 2)) for _ in range(5)]
     values += [coordinator.schedule(lambda _, it: take(it, 2), args=(held[0], iter(dataset))) for _ in range(2)]
     gc.collect()
     gate.open()
-    assert coordinator.fetch(values, PATIENCE) == [[0, 1]] * 7
+    assert coordinator.fetch(values, TIMEOUT) == [[0, 1]] * 7
 
 
 def test_a_new_iterator_every_epoch(coordinator: ClusterCoordinator) -> None:
@@ -484,7 +484,7 @@ def test_a_new_iterator_every_epoch(coordinator: ClusterCoordinator) -> None:
     for _ in range(20):
         iterator = iter(dataset)
         values += [coordinator.schedule(next, args=(iterator,)) for _ in range(3)]
-    found = coordinator.fetch(values, PATIENCE)
+    found = coordinator.fetch(values, TIMEOUT)
     assert all(0 in found[at : at + 3] for at in range(0, len(found), 3)), "each began at its start"
 
 
@@ -501,7 +501,7 @@ def test_a_captured_iterator(coordinator: ClusterCoordinator, everywhere: Everyw
     assert everywhere(coordinator, step) == [1] * NUM_WORKERS
     values = [coordinator.schedule(make()) for _ in range(20)]
     gc.collect()
-    assert coordinator.fetch(values, PATIENCE) == [0] * 20
+    assert coordinator.fetch(values, TIMEOUT) == [0] * 20
 
 
 def test_built_before_the_function_that_uses_it(coordinator: ClusterCoordinator) -> None:
@@ -516,7 +516,7 @@ def test_built_before_the_function_that_uses_it(coordinator: ClusterCoordinator)
     for _ in range(100):
         iterators.append(iter(dataset))
         values.append(coordinator.schedule(take, args=(iterators[-1], 1)))
-    assert coordinator.fetch(values, PATIENCE) == [[0]] * 100
+    assert coordinator.fetch(values, TIMEOUT) == [[0]] * 100
 
 
 def test_iterators_are_released(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
@@ -528,7 +528,7 @@ def test_iterators_are_released(coordinator: ClusterCoordinator, everywhere: Eve
     for i in range(200):
         iterator = iter(dataset)
         if i % 10 == 0:
-            assert coordinator.schedule(take, args=(iterator, 1)).fetch(PATIENCE) == [0]
+            assert coordinator.schedule(take, args=(iterator, 1)).fetch(TIMEOUT) == [0]
     del iterator
     gc.collect()
     until(lambda: everywhere(coordinator, count_tracked) == before, "the workers have as many as before")
@@ -548,4 +548,4 @@ def test_a_dataset_by_several_threads_of_a_step(coordinator: ClusterCoordinator)
             thread.join()
         return sorted(found)
 
-    assert coordinator.schedule(step, args=(iterator,)).fetch(PATIENCE) == list(range(1000))
+    assert coordinator.schedule(step, args=(iterator,)).fetch(TIMEOUT) == list(range(1000))

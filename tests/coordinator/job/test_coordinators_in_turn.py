@@ -62,8 +62,8 @@ class Server:
     def restart(self, *, kept: bool) -> None:
         """The process dies, and another one begins, with what there was or without."""
         found = None
-        if kept and self.role._origin.holding:
-            found = Restored(self.role.store, self.role._origin, "all of it")
+        if kept and self.role._identity.store_id:
+            found = Restored(self.role.store, self.role._identity, "all of it")
         self.start(found)
 
 
@@ -76,7 +76,7 @@ class Coordinator:
     found: list[node_pb2.HelloReply] = field(default_factory=list)
     must_hold: list[int] = field(default_factory=list)  # by server, what it has to hold as it is taken
     streams: dict[int, tuple[OpenCall, Iterator[Any]]] = field(default_factory=dict)
-    holding: dict[int, int] = field(default_factory=dict)
+    store_id: dict[int, int] = field(default_factory=dict)
     ever_attached: set[int] = field(default_factory=set)
     ready: bool = False  # it has taken all, and has its variable
     ending: bool = False
@@ -104,7 +104,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         self.master: list[Coordinator | None] = [None] * SERVERS
         self.shut_out: list[set[int]] = [set() for _ in range(SERVERS)]  # jobs' numbers
         self.added = [0] * SERVERS
-        self.lineage = [0] * SERVERS  # of what it holds
+        self.held_job = [0] * SERVERS  # of what it holds
         self.has_variable = [False] * SERVERS
 
     coordinators_of = st.integers(0, 9)
@@ -120,7 +120,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         """It asks all servers what they hold, and decides."""
         self.count += 1
         request = node_pb2.AttachRequest(
-            job=1000 + self.count, lineage=2000 + self.count, epoch=1, job_name=script, take_over=take_over
+            job=1000 + self.count, job_id=2000 + self.count, epoch=1, job_name=script, take_over=take_over
         )
         request.coordinator.CopyFrom(make_identity("chief", 0))
         mine = Coordinator(self.count, request)
@@ -128,7 +128,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         mine.found = [server.node.hello(hello, OpenCall()) for server in self.servers]  # type: ignore[arg-type]
         mine.must_hold = continue_job(request, mine.found)
         if request.epoch > 1:
-            assert {reply.lineage for reply in mine.found} == {request.lineage}, "goes on with half a job"
+            assert {reply.job_id for reply in mine.found} == {request.job_id}, "goes on with half a job"
             assert {reply.job_name for reply in mine.found} == {script}, "goes on with another's job"
         self.coordinators.append(mine)
 
@@ -161,10 +161,10 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         """To the first server before the others."""
         if mine.ending or mine.failed:
             return
-        target, held = self.servers[server], self.lineage[server]
+        target, held = self.servers[server], self.held_job[server]
         request = node_pb2.AttachRequest()
         request.CopyFrom(mine.request)
-        request.holding = mine.holding.get(server, mine.must_hold[server])
+        request.store_id = mine.store_id.get(server, mine.must_hold[server])
         call = OpenCall()
         events = target.node.attach(request, call)  # type: ignore[arg-type]
         master = self.master[server]
@@ -179,20 +179,20 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             return
         except StaleError:
             # Refused for good: somebody has taken it over, or it has lost what it held.
-            assert held != mine.request.lineage or (master is not None and master is not mine)
+            assert held != mine.request.job_id or (master is not None and master is not mine)
             mine.failed = True
             return
         if master is not None and master is not mine and server in master.streams:
             assert mine.request.take_over, "two coordinators at once"
         assert mine.job not in self.shut_out[server], "let in again behind the next one"
         self.shut_out[server] |= {each.job for each in self.coordinators if server in each.ever_attached} - {mine.job}
-        mine.streams[server], mine.holding[server] = (call, events), event.incarnation
+        mine.streams[server], mine.store_id[server] = (call, events), event.incarnation
         mine.ever_attached.add(server)
-        if held != mine.request.lineage:
+        if held != mine.request.job_id:
             assert mine.request.epoch == 1, "it goes on with a job of which this server has lost its part"
             assert not self.has_variable[server] or held != 0
             assert target.role.store.totals() == (0, 0), "a new job finds something"
-            self.lineage[server], self.added[server], self.has_variable[server] = mine.request.lineage, 0, False
+            self.held_job[server], self.added[server], self.has_variable[server] = mine.request.job_id, 0, False
         self.master[server] = mine
 
     def look(self, mine: Coordinator) -> None:
@@ -250,7 +250,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             reply = self.push(server, ps_pb2.Request(update=update), 1.0)
         except PsClusterError:
             waiting = self.servers[server].role.waiting
-            assert self.master[server] is not mine or waiting or self.lineage[server] != mine.request.lineage
+            assert self.master[server] is not mine or waiting or self.held_job[server] != mine.request.job_id
             return
         assert reply.update.applied == 1
         assert self.master[server] is mine, "one that was shut out is heard"
@@ -288,13 +288,13 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         try:
             self.servers[server].node.end_job(node_pb2.EndJobRequest(job=mine.job), OpenCall())  # type: ignore[arg-type]
         except StaleError:
-            assert master is not mine or self.lineage[server] != mine.request.lineage
+            assert master is not mine or self.held_job[server] != mine.request.job_id
             return
         if master is mine:
             self.master[server] = None
-            self.lineage[server], self.added[server], self.has_variable[server] = 0, 0, False
+            self.held_job[server], self.added[server], self.has_variable[server] = 0, 0, False
         else:
-            assert self.lineage[server] == 0, "a late end dropped another's state"
+            assert self.held_job[server] == 0, "a late end dropped another's state"
 
     # Servers
 
@@ -305,7 +305,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             self.drop(mine, server)
         self.servers[server].restart(kept=kept)
         if not kept:
-            self.lineage[server], self.added[server], self.has_variable[server] = 0, 0, False
+            self.held_job[server], self.added[server], self.has_variable[server] = 0, 0, False
             self.master[server] = None
 
     @invariant()
@@ -313,7 +313,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         """What a server holds is of one job, and all of it."""
         for index, server in enumerate(getattr(self, "servers", ())):
             role = server.role
-            assert role._origin.lineage == self.lineage[index]
+            assert role._identity.job_id == self.held_job[index]
             held = role.store.held()[0]
             assert bool(held) == self.has_variable[index]
             for variable in held:

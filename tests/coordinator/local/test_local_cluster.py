@@ -17,14 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click import Command
 from tests.faults.support import gone
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.cli.run import run_script
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
+from pscluster.core.role.process import main_of
 
 # Behaves as the roles' contract says, and obeys a line sent to its port. What it does it writes to a diary.
 ROLE = """
@@ -194,7 +196,7 @@ def ask(cluster: LocalCluster, role: str, index: int, command: str) -> bytes:
     def answered() -> bool:
         with (
             contextlib.suppress(ConnectionRefusedError, ConnectionResetError),
-            socket.create_connection(address_of(cluster, role, index), timeout=PATIENCE) as peer,
+            socket.create_connection(address_of(cluster, role, index), timeout=TIMEOUT) as peer,
         ):
             peer.sendall(command.encode())
             peer.shutdown(socket.SHUT_WR)
@@ -297,7 +299,7 @@ def test_a_spent_budget_is_an_error(house: House, caplog: pytest.LogCaptureFixtu
         cluster.check()
         cluster.wait_restarted("worker", 0, cluster.kill("worker", 0))
         last = cluster.kill("worker", 0)
-        with pytest.raises(LocalClusterError, match="it is given up after 1 restart in a row"):
+        with pytest.raises(LocalClusterError, match="giving it up after 1 restart in a row"):
             cluster.wait_restarted("worker", 0, last)
         with pytest.raises(LocalClusterError, match=rf"worker 0 \(pid {last}\) was killed by SIGKILL"):
             cluster.check()
@@ -313,7 +315,7 @@ def test_configuration_errors_are_not_restarted(house: House) -> None:
 
     def run() -> None:
         with house.cluster(behaviours={("worker", 0): "exit 2"}) as cluster:  # the start may see it already
-            cluster.wait_first_end(PATIENCE)
+            cluster.wait_first_end(TIMEOUT)
             cluster.check()
 
     with pytest.raises(LocalClusterError, match="exited with code 2: its configuration is wrong"):
@@ -326,7 +328,7 @@ def test_an_orderly_end_is_not_restarted(house: House) -> None:
     with house.cluster() as cluster:
         house.wait_for("worker 0 serves")
         old = cluster.kill("worker", 0, signal.SIGTERM)
-        assert cluster.wait_first_end(PATIENCE)
+        assert cluster.wait_first_end(TIMEOUT)
         assert not cluster.is_alive("worker", 0)
         cluster.check()
         with pytest.raises(MisuseError, match="worker 0 has no process to signal: it is finished"):
@@ -336,7 +338,7 @@ def test_an_orderly_end_is_not_restarted(house: House) -> None:
 
 
 def test_restart_of_a_living_process(house: House) -> None:
-    """restart() stops the old process in order and returns when the new one is there."""
+    """restart() stops the old process cleanly and returns when the new one has started."""
     with house.cluster() as cluster:
         house.wait_for("ps 0 serves")
         old = cluster.pids["ps", 0]
@@ -417,7 +419,7 @@ def test_a_stubborn_process_is_killed(house: House, caplog: pytest.LogCaptureFix
         house.wait_for("worker 0 serves")
         pid = cluster.pids["worker", 0]
     assert "worker 0 asked to stop" in house.diary()
-    assert f"worker 0 (pid {pid}) did not stop within 0.1 s of SIGTERM; it is killed" in caplog.messages
+    assert f"worker 0 (pid {pid}) did not stop within 0.1 s of SIGTERM; killing it" in caplog.messages
 
 
 def test_a_second_interrupt_kills(house: House) -> None:
@@ -448,7 +450,7 @@ def test_what_a_role_started_dies_with_it(house: House) -> None:
 
 def test_without_shared_ports(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ports can't be shared, each is freed just before its process starts, and the address stays."""
-    monkeypatch.setattr("pscluster.coordinator.local.local_cluster._SHARES_PORTS", False)
+    monkeypatch.setattr("pscluster.coordinator.local.addresses._SHARES_PORTS", False)
     with house.cluster() as cluster:
         assert "--share-port" not in json.loads(ask(cluster, "worker", 0, "describe"))["argv"]
         new = cluster.wait_restarted("worker", 0, cluster.kill("worker", 0))
@@ -473,7 +475,7 @@ def test_a_command_that_is_not_there(house: House) -> None:
     """A cluster whose processes can't be started raises at its start and leaves nothing."""
     house.role = [str(house.folder / "nothing-here")]
     cluster = house.cluster(1, 2)
-    assert repr(cluster) == "<LocalCluster not started: 1 ps and 2 worker>"
+    assert repr(cluster) == "<LocalCluster not started: 1 ps and 2 workers>"
     with pytest.raises(LocalClusterError, match=r"ps 0 could not be started: .*nothing-here"):
         cluster.start()
     assert re.match("<LocalCluster failed: ps 0 could not be started: .*nothing-here", repr(cluster))
@@ -486,7 +488,7 @@ def test_a_cluster_that_was_never_started(house: House) -> None:
     cluster = house.cluster()
     cluster.stop()
     assert repr(cluster) == "<LocalCluster stopped, and never started: 1 ps and 1 worker>"
-    assert repr(LocalCluster.__new__(LocalCluster)) == "<LocalCluster that could not be made>"
+    assert repr(LocalCluster.__new__(LocalCluster)) == "<LocalCluster with invalid arguments>"
 
 
 @pytest.mark.parametrize(
@@ -526,7 +528,7 @@ def test_misuse_is_named(house: House) -> None:
         with pytest.raises(MisuseError):
             call()
     for role, index in (("worker", 2), ("chief", 0), ("ps", -1)):
-        with pytest.raises(MisuseError, match=f"there is no {role} {index} in a cluster of 1 ps and 2 worker"):
+        with pytest.raises(MisuseError, match=f"there is no {role} {index} in a cluster of 1 ps and 2 workers"):
             cluster.is_alive(role, index)
     cluster.stop()
 
@@ -561,7 +563,7 @@ def test_a_forgotten_stop(house: House) -> None:
         sys.exit(5)
         """
     )
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert (ended.returncode, ended.stderr) == (5, "")
     assert all(gone(int(pid)) for pid in ended.stdout.split())
     assert house.diary()[-2:] == ["worker 0 asked to stop", "ps 0 asked to stop"]
@@ -595,7 +597,7 @@ def test_an_end_in_order_is_silent() -> None:
         print("the end")
         """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the end\n", "")
 
 
@@ -636,13 +638,21 @@ def test_run_gives_the_script_its_cluster_and_arguments(house: House) -> None:
     ]
 
 
-def test_run_without_a_script(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_script(
+    house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A missing script is one line and exit code 2, and nothing is started."""
+    monkeypatch.setattr(sys, "argv", ["pscluster"])
+
+    def run(path: Path) -> None:
+        main_of(Command("run", callback=lambda: run_script(path, _role_command=house.role)))
+
     for path, why in ((house.folder / "none.py", "does not exist"), (house.folder, "is a directory")):
-        assert run_script(path, _role_command=house.role) == 2
-        assert capsys.readouterr().err == f"pscluster run: the script {path} {why}; give a Python file\n"
-    assert run_script(house.script(""), num_workers=0) == 2
-    assert capsys.readouterr().err == "pscluster run: num_workers is 0; a cluster needs at least 1\n"
+        with pytest.raises(SystemExit, match="2"):
+            run(path)
+        assert capsys.readouterr().err == f"pscluster: the script {path} {why}; give a Python file\n"
+    with pytest.raises(ConfigurationError, match="num_workers is 0; a cluster needs at least 1"):
+        run_script(house.script(""), num_workers=0)
     assert house.diary() == []
 
 
@@ -651,19 +661,16 @@ _WAITS = """
     try:
         open(os.environ["DIARY"], "a").write("script waits\\n")
         while True:
-            time.sleep(0.05)  # a signal just before a single wait would be noticed behind it only
+            time.sleep(0.05)  # a signal just before a single wait would be handled only after it
     finally:
         open(os.environ["DIARY"], "a").write("script ends\\n")
 """
 
 
-def test_run_ends_when_a_role_is_given_up(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    """When a role's restarts are spent, the script is terminated and the exit code is 1, with a sentence."""
-    assert house.run(_WAITS, max_restarts=1, behaviours={("ps", 0): "exit 7"}) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("pscluster run: ps 0 (pid ")
-    assert "exited with code 7" in error
-    assert error.count("\n") == 1
+def test_run_ends_when_a_role_is_given_up(house: House) -> None:
+    """When a role's restarts are spent, the script is terminated, and the error says whose, and why."""
+    with pytest.raises(LocalClusterError, match=r"^ps 0 \(pid \d+\) exited with code 7; .* the script was terminated$"):
+        house.run(_WAITS, max_restarts=1, behaviours={("ps", 0): "exit 7"})
 
 
 def test_run_kills_a_script_that_does_not_end(house: House) -> None:
@@ -688,7 +695,8 @@ def test_run_kills_a_script_that_does_not_end(house: House) -> None:
 
     killer = threading.Thread(target=kill_roles)
     killer.start()
-    assert house.run(text.format(ready=str(ready)), grace=0.1) == 1
+    with pytest.raises(LocalClusterError):
+        house.run(text.format(ready=str(ready)), grace=0.1)
     killer.join()
     assert killer_done.is_set()
 
@@ -712,7 +720,7 @@ def test_run_sends_signals_on(house: House, number: signal.Signals) -> None:
     with running(command) as process:
         house.wait_for("script waits")
         process.send_signal(number)
-        assert process.wait(PATIENCE) == 40
+        assert process.wait(TIMEOUT) == 40
     assert house.diary().count("script ends") == 1
 
 
@@ -741,7 +749,7 @@ def test_run_stops_while_nothing_but_roles_run(house: House, number: signal.Sign
         until(lambda: "worker 0 serves" in house.diary() and "ps 0 serves" in house.diary(), "the roles serve")
         house.wait_for("worker 0 asked to stop")
         process.send_signal(number)
-        assert process.wait(PATIENCE) == 6
+        assert process.wait(TIMEOUT) == 6
 
 
 def test_run_in_a_terminal_gives_the_script_one_interrupt(house: House) -> None:
@@ -777,14 +785,14 @@ def test_run_in_a_terminal_gives_the_script_one_interrupt(house: House) -> None:
             os.write(master, b"\x03")
             house.wait_for("script got one")
             process.terminate()
-            assert process.wait(PATIENCE) == 41
+            assert process.wait(TIMEOUT) == 41
     finally:
         os.close(master)
         os.close(slave)
 
 
 def test_another_one_of_the_process(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    """Who makes a cluster again, as a cell that is run again does, is told of the first one, and can stop it."""
+    """Another cluster, as of a notebook cell that is run again, warns of the first one, which can be stopped."""
     before = LocalCluster.running()
     clusters = []
     for _ in range(2):

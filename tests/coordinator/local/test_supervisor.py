@@ -1,14 +1,21 @@
-"""The decisions about a local cluster's processes: every interleaving without a process."""
+"""The decisions about a local cluster's processes: every interleaving without a process.
+
+First examples; then a state machine, whose model is what a shell would see: processes that were started and have not
+ended, what each was sent, and when. It knows of the supervisor only what the module's docstring promises.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import signal
+from dataclasses import dataclass
 
+import hypothesis.strategies as st
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.conftest import search
 
 from pscluster.coordinator.local.supervisor import (
     Action,
@@ -34,11 +41,23 @@ PS, W0, W1 = ("ps", 0), ("worker", 0), ("worker", 1)
 GRACE = 5.0
 
 
+def check_invariants(supervisor: Supervisor, policy: RestartPolicy) -> None:
+    """Fail if the state is one that can't be."""
+    for task in supervisor.states():
+        alive = task.phase in (Phase.RUNNING, Phase.STOPPING)
+        assert (task.pid is not None) == alive, f"{task}: a pid if and only if there is a process"
+        assert task.kill_at is None or task.phase is Phase.STOPPING, f"{task}: a kill without a stop"
+        assert not task.restart_requested or task.phase is Phase.STOPPING, f"{task}: a restart of nothing"
+        assert bool(task.failure) == (task.phase is Phase.GIVEN_UP), f"{task}: given up without a reason"
+        assert 0 <= task.restarts_used <= policy.max_restarts, f"{task}: the budget is overdrawn"
+
+
 class World:
     """A supervisor with its invariants checked at every step, and a clock to turn."""
 
     def __init__(self, policy: RestartPolicy | None = None, *, until_done: bool = False) -> None:
         policy = policy or RestartPolicy(max_restarts=3)
+        self.policy = policy
         self.supervisor = Supervisor(
             [PS, W0, W1], policy, stop_order=("worker", "ps"), grace=GRACE, until_done=until_done
         )
@@ -48,7 +67,7 @@ class World:
     def tell(self, event: Event, jitter: float = 1.0) -> list[Action]:
         """What the supervisor answers."""
         actions = self.supervisor.handle(event, self.now, jitter)
-        self.supervisor.check_invariants()
+        check_invariants(self.supervisor, self.policy)
         return actions
 
     def start(self, task: TaskKey) -> int:
@@ -135,22 +154,6 @@ def test_spent_budget_gives_up() -> None:
     assert world.phase(PS) is world.phase(W1) is Phase.RUNNING
 
 
-def test_budgets_are_the_tasks_own() -> None:
-    """One task's deaths cost another nothing."""
-    world = World(RestartPolicy(max_restarts=1))
-    pids = world.up()
-    for task in (PS, W0, W1):
-        assert world.tell(Exited(task, pids[task], 1)) == [Start(task)]
-        world.start(task)
-
-
-def test_no_restart_allowed() -> None:
-    """A budget of none gives up at the first death."""
-    world = World(RestartPolicy(max_restarts=0))
-    (action,) = world.tell(Exited(W0, world.up()[W0], 1))
-    assert isinstance(action, GiveUp)
-
-
 def test_budget_refills_after_staying_up() -> None:
     """A process that stayed up long enough gives its task the whole budget back, a shorter one nothing."""
     world = World(RestartPolicy(max_restarts=1, refill_after=600.0))
@@ -206,7 +209,7 @@ def test_settled_when_all_have_finished() -> None:
 
 
 def test_first_start_that_fails_gives_up() -> None:
-    """What could not be started even once won't by itself."""
+    """A task whose first start fails is given up."""
     world = World()
     world.tell(Tick())
     (action,) = world.tell(StartFailed(W0, "no such file"))
@@ -254,16 +257,8 @@ def test_stop_kills_when_the_grace_is_over() -> None:
     assert world.supervisor.next_due() == world.now + GRACE
 
 
-def test_stop_twice_asks_once() -> None:
-    """A second request sends no second SIGTERM, which would end the roles' own draining."""
-    world = World()
-    world.up()
-    assert len(world.tell(StopRequested())) == 2
-    assert world.tell(StopRequested()) == []
-
-
 def test_stop_at_once_kills_all() -> None:
-    """Out of patience, everything is killed, in no order and though it was asked before."""
+    """A stop at once kills every process, in no order, even one that was already asked to stop."""
     world = World()
     pids = world.up()
     world.tell(StopRequested())
@@ -283,30 +278,6 @@ def test_stop_between_start_and_started() -> None:
     assert world.tell(Exited(W1, 51, 0)) == [Signal(PS, 50, signal.SIGTERM)]
 
 
-def test_start_that_fails_during_the_stop() -> None:
-    """A start that fails while the cluster stops is neither a failure nor tried again."""
-    world = World()
-    world.tell(Tick())
-    world.tell(StopRequested())
-    for task in (PS, W0, W1):
-        assert world.tell(StartFailed(task, "too late")) == []
-    assert world.supervisor.ended
-    assert not world.supervisor.failures
-
-
-def test_stop_during_backoff() -> None:
-    """A task that waits for its restart is stopped without one."""
-    world = World()
-    pid = world.up()[W0]
-    world.tell(Exited(W0, pid, 1))
-    world.tell(Exited(W0, world.start(W0), 1))
-    assert world.phase(W0) is Phase.WAITING
-    world.tell(StopRequested())
-    world.now += 1000.0
-    assert Start(W0) not in world.tell(Tick())
-    assert world.phase(W0) is Phase.STOPPED
-
-
 def test_death_during_the_stop_is_told_and_not_restarted() -> None:
     """A parameter server that crashes while the workers stop is worth a line."""
     world = World()
@@ -318,25 +289,17 @@ def test_death_during_the_stop_is_told_and_not_restarted() -> None:
 
 
 def test_restart_of_a_living_task() -> None:
-    """A restart asked for stops the process in order, then starts another, free of charge."""
+    """A requested restart stops the process cleanly, then starts another; it does not count as a restart."""
     world = World()
     pid = world.up()[W0]
     assert world.tell(RestartRequested(W0)) == [Signal(W0, pid, signal.SIGTERM)]
     assert world.tell(RestartRequested(W0)) == []
     assert world.tell(Exited(W0, pid, 0)) == [Start(W0)]
     (action,) = world.tell(Started(W0, 9))
-    assert action == Log(logging.WARNING, f"worker 0 (pid {pid}) exited with code 0, as asked; restarted as pid 9", W0)
+    assert action == Log(
+        logging.WARNING, f"worker 0 (pid {pid}) exited with code 0, as requested; restarted as pid 9", W0
+    )
     assert world.supervisor.state(W0).restarts_used == 0
-
-
-def test_restart_of_a_stubborn_task() -> None:
-    """A process that does not stop for its restart is killed after the grace."""
-    world = World()
-    pid = world.up()[W0]
-    world.tell(RestartRequested(W0))
-    world.now += GRACE
-    assert world.tell(Tick())[-1] == Signal(W0, pid, signal.SIGKILL)
-    assert world.tell(Exited(W0, pid, -signal.SIGKILL)) == [Start(W0)]
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -358,24 +321,13 @@ def test_restart_during_backoff_comes_at_once() -> None:
     assert world.tell(RestartRequested(W0)) == [Start(W0)]
 
 
-def test_stop_outdoes_restart() -> None:
-    """A stop that comes while a restart is under way leaves the task stopped."""
-    world = World()
-    pid = world.up()[W0]
-    world.tell(RestartRequested(W0))
-    world.tell(StopRequested())
-    assert Start(W0) not in world.tell(Exited(W0, pid, 0))
-    assert world.tell(RestartRequested(W0)) == []
-    assert world.phase(W0) is Phase.STOPPED
-
-
 @pytest.mark.parametrize(
     ("code", "text"),
     [
         (1, "exited with code 1"),
         (-signal.SIGKILL, "was killed by SIGKILL"),
         (-40, "was killed by signal 40"),
-        (None, "ended with a status that something else in this process collected"),
+        (None, "ended with an unknown status, which other code in this process collected"),
     ],
 )
 def test_describe_exit(code: int | None, text: str) -> None:
@@ -383,63 +335,221 @@ def test_describe_exit(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
 
 
-_STEPS = st.tuples(st.sampled_from(range(7)), st.sampled_from([PS, W0, W1]), st.integers(-15, 3), st.floats(0, 400))
+TASKS: list[TaskKey] = [("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+REFILL = 100.0
+
+tasks = st.sampled_from(TASKS)
 
 
-@given(st.lists(_STEPS, max_size=60), st.booleans())
-def test_any_interleaving_ends_with_nothing_left(steps: list[tuple[int, TaskKey, int, float]], enabled: bool) -> None:
-    """Whatever happens in whatever order: the invariants hold, one process a task, and a stop ends all."""
-    world = World(RestartPolicy(enabled=enabled, max_restarts=2))
-    starting: set[TaskKey] = set()
-    alive: dict[TaskKey, int] = {}
-    killed: list[TaskKey] = []
-    stopping = False
+@dataclass
+class Running:
+    """A process."""
 
-    def tell(event: Event) -> None:
-        for action in world.tell(event, jitter=0.3):
+    pid: int
+    since: float
+    asked: float = math.inf  # when it was sent SIGTERM
+    killed: bool = False
+
+
+class SupervisorMachine(RuleBasedStateMachine):
+    """Processes start, fail to, end in all ways; people ask for restarts and stops; time passes."""
+
+    @initialize(restarts=st.integers(0, 3), enabled=st.booleans())
+    def begin(self, restarts: int, enabled: bool) -> None:
+        """A cluster of two servers and two workers."""
+        self.policy = RestartPolicy(
+            enabled=enabled, max_restarts=restarts, refill_after=REFILL, base_delay=1.0, max_delay=3.0
+        )
+        self.supervisor = Supervisor(TASKS, self.policy, stop_order=("worker", "ps"), grace=GRACE)
+        self.now = 1000.0
+        self.pids = itertools.count(100)
+        self.starting: set[TaskKey] = set()
+        self.running: dict[TaskKey, Running] = {}
+        self.ever: set[TaskKey] = set()  # started once at least
+        self.used = dict.fromkeys(TASKS, 0)  # restarts since the budget was full
+        self.earliest = dict.fromkeys(TASKS, 0.0)  # no start before
+        self.latest = dict.fromkeys(TASKS, self.now)  # a start, or what ends the task, is due; inf: none is
+        self.over: dict[TaskKey, str] = {}  # tasks that get no process by themselves, and why
+        self.wanted: set[TaskKey] = set()  # a restart was asked for, and the process before it has not ended
+        self.stopping = self.at_once = False
+        self.tell(Tick())
+
+    def tell(self, event: Event, jitter: float = 1.0) -> list[TaskKey]:
+        """Carry out what the supervisor says; the tasks that it gives up."""
+        gave_up = []
+        for action in self.supervisor.handle(event, self.now, jitter):
             if isinstance(action, Start):
-                assert not stopping
-                assert action.task not in starting | alive.keys()
-                starting.add(action.task)
+                self.started(action.task)
             elif isinstance(action, Signal):
-                assert alive[action.task] == action.pid
-                if action.number == signal.SIGKILL:
-                    killed.append(action.task)
+                self.signalled(action)
+            elif isinstance(action, GiveUp):
+                gave_up.append(action.task)
+        return gave_up
 
-    def leave(task: TaskKey, code: int) -> None:
-        tell(Exited(task, alive.pop(task), code))
+    def started(self, task: TaskKey) -> None:
+        assert not self.stopping, "a start during the stop"
+        assert task not in self.starting
+        assert task not in self.running, "two processes of one task"
+        assert task not in self.over, f"started again, though it is {self.over[task]}"
+        assert self.earliest[task] <= self.now <= self.latest[task], "before its time, or behind it"
+        self.starting.add(task)
+        self.latest[task] = math.inf
 
-    tell(Tick())
-    for kind, task, code, seconds in steps:
-        world.now += seconds
-        if kind < 2 and task in starting:
-            starting.discard(task)
-            if kind == 0:
-                alive[task] = next(world.pids)
-                tell(Started(task, alive[task]))
-            else:
-                tell(StartFailed(task, "no luck"))
-        elif kind < 4 and task in alive:
-            leave(task, code)
-        elif kind == 4:
-            tell(RestartRequested(task))
-        elif kind == 5 and code == 3:
-            stopping = True
-            tell(StopRequested(at_once=seconds > 200))
+    def signalled(self, action: Signal) -> None:
+        process = self.running[action.task]
+        assert process.pid == action.pid, "a signal for another process"
+        assert not process.killed or self.at_once, "killed twice"
+        if action.number == signal.SIGTERM:
+            assert process.asked == math.inf, "asked to stop twice"
+            assert self.stopping or action.task in self.wanted, "stopped without a request"
+            if action.task not in self.wanted and action.task[0] == "ps":
+                left = [task for task in (*self.starting, *self.running) if task[0] == "worker"]
+                assert not left or self.at_once, "a server was stopped before the workers had ended"
+            process.asked = self.now
         else:
-            tell(Tick())
-    stopping = True
-    tell(StopRequested())
-    for task in list(starting):
-        alive[task] = next(world.pids)
-        tell(Started(task, alive[task]))
-    while not world.supervisor.ended:
-        for task in killed:
-            if task in alive:
-                leave(task, -signal.SIGKILL)
-        due = world.supervisor.next_due()
-        assert due is not None or world.supervisor.ended, "something is left that nobody waits for"
-        world.now = max(world.now, due or 0.0)
-        tell(Tick())
-    assert not alive
-    assert world.supervisor.settled
+            assert self.at_once or self.now >= process.asked + GRACE, "killed before its grace was over"
+            process.killed = True
+
+    # What happens to processes
+
+    @precondition(lambda self: self.starting)
+    @rule(data=st.data())
+    def comes_up(self, data: st.DataObject) -> None:
+        """A process was started."""
+        task = data.draw(st.sampled_from(sorted(self.starting)))
+        self.starting.remove(task)
+        self.ever.add(task)
+        self.running[task] = Running(next(self.pids), self.now)
+        self.tell(Started(task, self.running[task].pid))
+
+    @precondition(lambda self: self.starting)
+    @rule(data=st.data())
+    def can_not_be_started(self, data: st.DataObject) -> None:
+        """What never started is given up, else it is a death."""
+        task = data.draw(st.sampled_from(sorted(self.starting)))
+        self.starting.remove(task)
+        self.end(task, StartFailed(task, "no memory"), forever=task not in self.ever)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), code=st.sampled_from([None, 0, 0, 1, 1, 2, 77, -9, -11, -15]))
+    def ends(self, data: st.DataObject, code: int | None) -> None:
+        """A process ends, by itself or as it was asked to."""
+        task = data.draw(st.sampled_from(sorted(self.running)))
+        process = self.running.pop(task)
+        if self.now - process.since >= REFILL:
+            self.used[task] = 0
+        self.end(task, Exited(task, process.pid, code), forever=code == 2, in_order=code == 0)
+
+    def end(self, task: TaskKey, event: Event, *, forever: bool = False, in_order: bool = False) -> None:
+        """What is to be done about it."""
+        wanted = task in self.wanted
+        self.wanted.discard(task)
+        if self.stopping:
+            self.over[task] = "stopped"
+        elif wanted:
+            self.used[task], self.earliest[task], self.latest[task] = 0, self.now, self.now
+        elif in_order:
+            self.over[task] = "finished"
+        elif forever:
+            self.over[task] = "given up"
+        elif not self.policy.enabled:
+            self.over[task] = "dead"
+        elif self.used[task] >= self.policy.max_restarts:
+            self.over[task] = "given up"
+        else:
+            self.used[task] += 1
+            nth = self.used[task]
+            most = 0.0 if nth == 1 else min(3.0, 2.0 ** (nth - 2))
+            self.earliest[task], self.latest[task] = self.now + most / 2, self.now + most
+        given_up = self.tell(event, jitter=0.5)
+        assert given_up == ([task] if self.over.get(task) == "given up" else []), (
+            "the user is told of each one given up"
+        )
+
+    # What people ask for
+
+    @rule(task=tasks)
+    def restart(self, task: TaskKey) -> None:
+        """A task is to have a new process, whatever became of it."""
+        if not self.stopping:
+            if task in self.running:
+                process = self.running[task]
+                if process.asked == math.inf:
+                    self.wanted.add(task)
+            elif task not in self.starting:
+                self.over.pop(task, None)
+                self.used[task], self.earliest[task], self.latest[task] = 0, self.now, self.now
+        assert self.tell(RestartRequested(task)) == []
+
+    @precondition(lambda self: self.now > 1010)
+    @rule(at_once=st.sampled_from([False, False, True]))
+    def stop(self, at_once: bool) -> None:
+        """Stop the cluster, role by role or at once."""
+        self.stopping, self.at_once = True, self.at_once or at_once
+        self.wanted.clear()
+        for task in TASKS:
+            if task not in self.starting and task not in self.running:
+                self.over.setdefault(task, "stopped")
+        assert self.tell(StopRequested(at_once)) == []
+        if at_once:
+            assert all(process.killed for process in self.running.values())
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 3.0, GRACE, REFILL]))
+    def time_passes(self, seconds: float) -> None:
+        """Time passes until the next tick is due."""
+        end = self.now + seconds
+        while (due := self.supervisor.next_due()) is not None and due <= end:
+            self.now = max(self.now, due)
+            assert self.tell(Tick()) == []
+            assert self.supervisor.next_due() != due, "a tick was due for nothing"
+        self.now = end
+        assert self.tell(Tick()) == []
+
+    # What always holds
+
+    @invariant()
+    def everybody_is_where_the_model_says(self) -> None:
+        """Nothing that is due is late, and no process is forgotten."""
+        check_invariants(self.supervisor, self.policy)
+        for task in TASKS:
+            state = self.supervisor.state(task)
+            process = self.running.get(task)
+            assert state.pid == (process.pid if process else None)
+            assert state.phase.is_final == (task in self.over), (state, self.over.get(task))
+            assert (state.phase is Phase.STARTING) == (task in self.starting)
+            if process is not None:
+                assert process.killed or self.now < process.asked + GRACE, "its grace is over, and it lives"
+            elif task not in self.over and task not in self.starting:
+                assert self.now < self.latest[task], "its restart is late"
+        if self.stopping:
+            workers = [task for task in (*self.starting, *self.running) if task[0] == "worker"]
+            turn = "worker" if workers else "ps"
+            for task, process in self.running.items():
+                assert task[0] != turn or process.asked < math.inf or process.killed, "it is not told to stop"
+        alive = bool(self.starting or self.running)
+        assert self.supervisor.settled == (len(self.over) == len(TASKS))
+        assert self.supervisor.ended == (self.stopping and not alive)
+        assert len(self.supervisor.failures) == list(self.over.values()).count("given up")
+
+    def teardown(self) -> None:
+        """A stop ends everything, whatever went before."""
+        if not hasattr(self, "supervisor"):
+            return
+        self.stop(at_once=False)
+        for task in list(self.starting):
+            self.starting.remove(task)
+            self.running[task] = Running(next(self.pids), self.now)
+            self.tell(Started(task, self.running[task].pid))
+        for _ in range(2 * len(TASKS)):
+            self.time_passes(GRACE)
+            for task, process in list(self.running.items()):
+                if process.killed:
+                    del self.running[task]
+                    self.end(task, Exited(task, process.pid, -signal.SIGKILL))
+        self.everybody_is_where_the_model_says()
+        assert self.supervisor.ended
+
+
+TestSupervisor = SupervisorMachine.TestCase
+TestSupervisor.__doc__ = "One process per task, restarts within the budget and in time, and a stop role by role."
+TestSupervisor.settings = search(80, 50)

@@ -20,6 +20,6 @@ def test_a_worker_is_found_soon_after_it_is_back(outage: float, chance: float) -
 
 
 def test_one_that_stays_away_is_asked_now_and_then() -> None:
-    """Two to four times a second, for ever."""
+    """A worker that stays away is dialled two to four times a second, forever."""
     assert seconds_to_redial(1e9, 0.0) == 0.25
     assert seconds_to_redial(1e9, 1.0) == 0.5

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -21,12 +21,15 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.job.context import open_jobs
 from pscluster.coordinator.scheduling import call as call_module
-from pscluster.coordinator.scheduling import connections, definitions_cache, loop, recalls, server_watch, worker_link
+from pscluster.coordinator.scheduling import connections, definitions_cache, loop, server_watch, worker_link
 from pscluster.coordinator.scheduling import dispatcher as dispatch
+from pscluster.coordinator.scheduling import state as dispatch_state
 from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.scheduler import Scheduler, Task
+from pscluster.coordinator.scheduling.scheduler import Scheduler
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.coordinator.scheduling.tasks import RunLimits, Task
 from pscluster.coordinator.scheduling.waiting import Condition
 from pscluster.core.errors import (
     BusyError,
@@ -63,7 +66,7 @@ class FakeWorker:
 
 
 class FakeConnection:
-    """In the place of a WorkerConnection."""
+    """Stands in for a WorkerConnection."""
 
     def __init__(self, worker: FakeWorker, take: Take) -> None:
         self.worker, self.peer = worker, worker.peer
@@ -80,27 +83,27 @@ class FakeConnection:
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
-        """It is there at once."""
+        """Attach at once."""
 
     async def until_silent(self, _lease: float) -> str:
-        """It never is."""
+        """Never return."""
         await asyncio.Event().wait()
         return ""
 
     async def leaving(self) -> bool:
-        """It leaves when the test says so."""
+        """Leave when the test says so."""
         return await self.leaves.wait()
 
     def send(self, position: int, steps: Sequence[worker_pb2.Step]) -> None:
-        """It is noted."""
+        """Record the call."""
         self.sent.append((position, list(steps)))
 
     def end_steps(self) -> None:
-        """It is noted."""
+        """Record the call."""
         self.steps_ended = True
 
     async def upload(self, head: worker_pb2.UploadRequest, buffers: Sequence[Any] = ()) -> str:
-        """Takes until the test lets it."""
+        """Wait until the test lets it go on."""
         del buffers
         self.uploading += 1
         await self.worker.may_upload.wait()
@@ -109,35 +112,35 @@ class FakeConnection:
         return ""
 
     async def recall(self, functions: Sequence[int], positions: Sequence[int], cancel_running: bool) -> None:
-        """It is noted; the outcomes are the test's."""
+        """Record the positions; the test sends the outcomes."""
         del functions, cancel_running
         self.recalls.append(list(positions))
 
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
-        """It is noted."""
+        """Record the call."""
         del resources
         self.forgotten.extend(definitions)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     # What the test lets it do
 
     @property
     def functions(self) -> list[int]:
-        """The functions that were sent, 0 for those that had been recalled by then."""
+        """Return the ids of the functions that were sent; 0 for those that had been recalled by then."""
         return [step.function for _, steps in self.sent for step in steps]
 
     def tell(self, kind: worker_pb2.Outcome.Kind, *functions: int, seconds: float = 1.0) -> None:
-        """Let outcomes come."""
+        """Deliver outcomes."""
         self._tell([Outcome(function=number, kind=kind, seconds=seconds) for number in functions])
 
     def tell_value(self, function: int, value: value_pb2.Value) -> None:
-        """Let a result come."""
+        """Deliver a result."""
         self._tell([Outcome(function=function, kind=Outcome.DONE, value=value, seconds=1.0)])
 
     def end(self, error: Exception | None = None) -> None:
-        """Let the stream end, behind the outcomes that came before."""
+        """End the stream, after the outcomes that came before."""
         asyncio.get_running_loop().call_soon(self.ended.set_result, error)
 
     def _tell(self, outcomes: Sequence[Outcome]) -> None:
@@ -159,24 +162,24 @@ class FakeServer(ServerAttachment):
         self.verdict: PSUnavailableError | None = None
 
     async def check(self) -> PSUnavailableError | None:
-        """As the test says, when it says so."""
+        """Answer as the test says, when it says so."""
         await self.checked.wait()
         return self.verdict
 
     async def watch(self) -> PSUnavailableError:
-        """It is never lost."""
+        """Never return: the server is never lost."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     async def close_incarnation(self, incarnation: int) -> None:
-        """As the test says."""
+        """Answer as the test says."""
         if self.closing is not None:
             raise self.closing
 
     async def finish_functions(
         self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
     ) -> None:
-        """As the test says."""
+        """Answer as the test says."""
         del keys
         if shut_out:
             self.shutting_out += intervals
@@ -193,50 +196,47 @@ class FakeCluster:
     def __init__(self, workers: int, servers: int = 0, max_attempts: int = 10) -> None:
         self.workers = [FakeWorker(index) for index in range(workers)]
         self.servers = [FakeServer() for _ in range(servers)]
-        self.dispatcher = Dispatcher(
-            loop.event_loop(),
-            [worker.peer for worker in self.workers],
-            self.servers,
-            node_pb2.AttachRequest(),
-            max_queued=100,
-            max_attempts=max_attempts,
+        state = DispatchState(
+            [worker.peer for worker in self.workers], self.servers, node_pb2.AttachRequest(), 100, max_attempts
         )
+        self.dispatcher = Dispatcher(state)
         self._function = capture(nothing)
 
     async def start(self) -> None:
-        """Until all workers are up."""
+        """Start the dispatcher, and wait until all workers are up."""
         await self.dispatcher.start()
-        await until(lambda: self.dispatcher.workers_up == len(self.workers))
+        await until(lambda: self.dispatcher.state.workers_up == len(self.workers))
 
     def schedule(
         self, function: CapturedFunction | None = None, *, size: int = 0, timeout: float | None = None
     ) -> RemoteValue:
-        """Enter a function with an argument beside the message, of that size."""
+        """Submit a function with an argument of `size` bytes beside the message."""
         function = function or self._function
         step = worker_pb2.Step(definition=function.digest)
         encode_call((), {}, into=step.arguments)
         value = RemoteValue(function.name, no_handle)
         attachments = [memoryview(bytes(size))] if size else []
-        self.dispatcher.submit(Call(function, weakref.ref(value), step.arguments, attachments, timeout=timeout))
+        call = Call(function, weakref.ref(value), step.arguments, attachments)
+        self.dispatcher.submit(Task(call, limits=RunLimits(timeout=timeout)))
         return value
 
     def state(self, index: int) -> list[int]:
-        """The functions that a worker has, by the scheduler."""
+        """Return the ids of the functions that a worker has, according to the scheduler."""
         return list(self.dispatcher._scheduler.workers[index].sent)
 
 
 def nothing() -> None:
-    """What is scheduled; it runs nowhere."""
+    """Be scheduled; it runs nowhere."""
 
 
 def no_handle(kind: str, key: str) -> Any:
-    """Results here have no handles."""
+    """Fail: results here have no handles."""
     raise AssertionError((kind, key))
 
 
 async def until(predicate: Callable[..., object], *args: object) -> None:
     """Let the loop go on until the predicate holds of the arguments."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not predicate(*args):
             await asyncio.sleep(0)
 
@@ -266,12 +266,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCluster]
     monkeypatch.setattr(worker_link, "LEAVE_SECONDS", 0.0)
     yield make
     for each in made:
-        loop.run(each.dispatcher.close("the test is over"), PATIENCE)
+        loop.run(each.dispatcher.close("the test is over"), TIMEOUT)
 
 
 def on_loop(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a test's coroutine on the loop's thread."""
-    loop.run(scenario(), PATIENCE)
+    loop.run(scenario(), TIMEOUT)
 
 
 def test_a_worker_leaves_with_a_message_on_its_way(fake: Callable[..., FakeCluster]) -> None:
@@ -312,7 +312,7 @@ def test_a_stream_that_breaks_off_in_a_write_does_not_end_the_link(fake: Callabl
         for error in (asyncio.InvalidStateError("gone"), UnavailableError("gone"), ValueError("gone"), None):
             count = len(worker.connections)
             worker.last.end(error)
-            await until(lambda count: len(worker.connections) > count and cluster.dispatcher.workers_up, count)
+            await until(lambda count: len(worker.connections) > count and cluster.dispatcher.state.workers_up, count)
         value = cluster.schedule()
         await until(lambda: worker.last.functions)
         worker.last.tell(Outcome.DONE, 1)
@@ -372,13 +372,13 @@ def test_only_a_worker_without_any_function_steals(fake: Callable[..., FakeClust
         await until(lambda: all(len(cluster.state(index)) == 2 for index in range(2)))
         for index in range(2):
             await until(lambda index: cluster.dispatcher._scheduler.workers[index].idle, index)
-            cluster.dispatcher._recalls.consider_stealing(index)
+            cluster.dispatcher.state.steal(index)
         assert cluster.dispatcher._scheduler.workers[0].idle
         idle = second.last
         second.last.tell(Outcome.DONE, *cluster.state(1))
         await until(lambda: not cluster.state(1) and cluster.dispatcher._scheduler.workers[1].idle)
         assert first.last.recalls == []
-        cluster.dispatcher._recalls.consider_stealing(1)
+        cluster.dispatcher.state.steal(1)
         await until(lambda: first.last.recalls)
         ((place,),) = first.last.recalls
         stolen = cluster.state(0)[1]
@@ -413,11 +413,11 @@ def test_arguments_too_large_for_a_message_are_refused(
     async def scenario() -> None:
         await cluster.start()
         with pytest.raises(TypeError, match="the arguments take 1 MiB in one message"):
-            cluster.dispatcher.submit(call([1.0] * (1 << 17))[0])
+            cluster.dispatcher.submit(Task(call([1.0] * (1 << 17))[0]))
         first = cluster.schedule()
         await until(lambda: worker.last.functions)
         waits, value = call([first, "x" * (1 << 19)], x=first)
-        cluster.dispatcher.submit(waits)
+        cluster.dispatcher.submit(Task(waits))
         worker.last.tell_value(1, encode("y" * (1 << 19)))
         await until(lambda: value.status is RemoteValueStatus.FAILED)
         with pytest.raises(FunctionError, match="the arguments take 1 MiB in one message"):
@@ -430,7 +430,7 @@ def test_arguments_too_large_for_a_message_are_refused(
 def test_a_worker_forgets_functions_that_were_not_used_for_longest(
     fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a script makes a new function for every call, its workers do not grow."""
+    """If a script makes a new function for every call, its workers do not grow."""
     monkeypatch.setattr(definitions_cache, "MAX_DEFINITIONS", 4)
     cluster = fake()
     (worker,) = cluster.workers
@@ -448,7 +448,7 @@ def test_a_worker_forgets_functions_that_were_not_used_for_longest(
                 await until(lambda number: number in worker.last.functions, number)
                 worker.last.tell(Outcome.DONE, number)
         await until(lambda: not cluster.state(0))
-        known = cluster.dispatcher._workers[0].known
+        known = cluster.dispatcher.state.workers[0].known
         assert often.digest in known
         assert often.digest not in worker.last.forgotten
         assert len(known) <= 4
@@ -470,12 +470,12 @@ def test_done_does_not_wait_for_what_still_runs(fake: Callable[..., FakeCluster]
         await until(lambda: failing.last.functions and running.last.functions)
         failing.last.tell(Outcome.FAILED, *failing.last.functions)
         await until(lambda: running.last.recalls)
-        assert not cluster.dispatcher.done()
+        assert not cluster.dispatcher.waits.done()
         running.last.tell(Outcome.CANCELLED, *running.last.functions)
         await until(lambda: not cluster.state(1))
         with pytest.raises(FunctionError):
-            cluster.dispatcher.done()
-        assert cluster.dispatcher.done()
+            cluster.dispatcher.waits.done()
+        assert cluster.dispatcher.waits.done()
 
     on_loop(scenario)
 
@@ -506,7 +506,7 @@ def test_servers_are_told_again_of_ended_functions(
 
 
 def test_updates_that_cannot_be_shut_out_are_a_lost_server(fake: Callable[..., FakeCluster]) -> None:
-    """A lost worker's function is not run again then: whoever waits for it is told that a server is lost."""
+    """A lost worker's function does not run again then: waits for it raise that a server is lost."""
     cluster = fake(servers=1)
     (worker,) = cluster.workers
     cluster.servers[0].closing = UnavailableError("ps 0 can't be reached")
@@ -520,7 +520,7 @@ def test_updates_that_cannot_be_shut_out_are_a_lost_server(fake: Callable[..., F
 
     on_loop(scenario)
     with pytest.raises(PSUnavailableError, match="ps 0 can't be reached"):
-        cluster.dispatcher.join(PATIENCE)
+        cluster.dispatcher.waits.join(TIMEOUT)
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
@@ -541,20 +541,20 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
         await until(lambda: worker.last.functions == [1])
         scheduler.begin_barrier("a cut")
         if how == "cancel":
-            assert dispatcher.cancel([value], None) == 1
+            assert dispatcher.waits.cancel([value], None) == 1
         await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
         await until(lambda: all(server.shutting_out == [(1, 2)] for server in cluster.servers))
         await settled()
         assert worker.last.recalls[0] == [1]
-        assert not dispatcher.done()
+        assert not dispatcher.waits.done()
         assert not scheduler.take_barrier("a cut"), "an update of it may still be applied"
         cluster.servers[1].may_shut_out.set()
         await until(scheduler.take_barrier, "a cut")
         scheduler.end_barrier("a cut")
         if how == "timeout":
             with pytest.raises(FunctionTimeoutError):
-                dispatcher.done()
-        assert dispatcher.done()
+                dispatcher.waits.done()
+        assert dispatcher.waits.done()
         other = cluster.schedule()
         await settled()
         assert worker.last.functions == [1], "the worker still runs the first"
@@ -577,7 +577,7 @@ def test_what_waits_behind_a_function_that_is_ended(fake: Callable[..., FakeClus
         cluster.dispatcher._scheduler.workers[0].seconds = 1e-6
         values = [cluster.schedule() for _ in range(4)]
         await until(lambda: worker.last.functions == [1, 2, 3, 4])
-        assert cluster.dispatcher.cancel(values[:2], None) == 2
+        assert cluster.dispatcher.waits.cancel(values[:2], None) == 2
         await until(lambda: len(worker.last.recalls) == 2)
         assert worker.last.recalls == [[1, 2], [3, 4]]
         worker.last.tell(Outcome.RETURNED, 2, 3, 4)
@@ -603,7 +603,7 @@ def test_what_is_cancelled_while_it_is_prepared(fake: Callable[..., FakeCluster]
         worker.may_upload.clear()
         value = cluster.schedule(size=1)
         await until(lambda: worker.last.uploading)
-        assert cluster.dispatcher.cancel([value], None) == 1
+        assert cluster.dispatcher.waits.cancel([value], None) == 1
         await until(lambda: worker.last.recalls == [[1]])
         worker.may_upload.set()
         await until(lambda: worker.last.functions == [0])
@@ -625,16 +625,16 @@ def test_a_function_that_cannot_be_shut_out_is_a_lost_server(fake: Callable[...,
         await cluster.start()
         value = cluster.schedule()
         await until(lambda: worker.last.functions)
-        assert cluster.dispatcher.cancel([value], None) == 1
+        assert cluster.dispatcher.waits.cancel([value], None) == 1
 
     on_loop(scenario)
     for _ in range(2):
         with pytest.raises(PSUnavailableError, match="ps 0 can't be reached"):
-            cluster.dispatcher.join(PATIENCE)
+            cluster.dispatcher.waits.join(TIMEOUT)
 
 
 def test_what_waits_for_a_cancelled_value_is_cancelled(fake: Callable[..., FakeCluster]) -> None:
-    """It would wait for ever: also what waits for that in turn, and where only what waits is cancelled."""
+    """It would wait forever: also what waits for that in turn, and if only what waits is cancelled."""
     cluster = fake()
     (worker,) = cluster.workers
 
@@ -646,19 +646,19 @@ def test_what_waits_for_a_cancelled_value_is_cancelled(fake: Callable[..., FakeC
         def behind(value: RemoteValue) -> RemoteValue:
             result = RemoteValue("behind", no_handle)
             call = Call(cluster._function, weakref.ref(result), encode(None), remote={"0": value})
-            cluster.dispatcher.submit(call)
+            cluster.dispatcher.submit(Task(call))
             return result
 
         first = behind(blocker)
         second = behind(first)
         third = behind(second)
-        cluster.dispatcher.withdraw(cluster.dispatcher.tasks_of([second]))
+        cluster.dispatcher.waits.withdraw([second])
         assert [value.status for value in (first, second, third)] == [
             RemoteValueStatus.NOT_READY,
             RemoteValueStatus.CANCELLED,
             RemoteValueStatus.CANCELLED,
         ]
-        assert cluster.dispatcher.cancel([blocker], None) == 2
+        assert cluster.dispatcher.waits.cancel([blocker], None) == 2
         assert first.status is RemoteValueStatus.CANCELLED
 
     on_loop(scenario)
@@ -679,23 +679,23 @@ def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], l
         worker.last._tell([Outcome(function=number, kind=Outcome.FAILED, failure=failure_of(said))])
         await until(lambda: value.status is RemoteValueStatus.FAILED)
         await settled()
-        assert not cluster.dispatcher.done(), "its error may have to be final"
+        assert not cluster.dispatcher.waits.done(), "its error may have to be final"
         if lost:
             cluster.servers[1].verdict = PSUnavailableError("ps 1 is lost")
         for server in cluster.servers:
             server.checked.set()
 
     on_loop(scenario)
-    for call in (cluster.dispatcher.join, cluster.dispatcher.join):
+    for call in (cluster.dispatcher.waits.join, cluster.dispatcher.waits.join):
         with pytest.raises(PSUnavailableError, match="is lost" if lost else "can't be reached"):
-            call(PATIENCE)
+            call(TIMEOUT)
         if not lost:
             break
-    assert lost or cluster.dispatcher.done()
+    assert lost or cluster.dispatcher.waits.done()
 
 
 def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(fake: Callable[..., FakeCluster]) -> None:
-    """What nobody foresaw is raised to those who wait, also where grpc calls it a cancellation."""
+    """An unforeseen error is raised by those who wait, also if gRPC calls it a cancellation."""
     for failure in (ValueError("a bug"), asyncio.CancelledError()):
         cluster = fake()
 
@@ -707,7 +707,7 @@ def test_a_job_of_the_coordinator_that_fails_is_everybodys_error(fake: Callable[
 
         on_loop(scenario)
         with pytest.raises(PsClusterError, match="the coordinator failed"):
-            cluster.dispatcher.join(PATIENCE)
+            cluster.dispatcher.waits.join(TIMEOUT)
 
 
 class Interrupted:
@@ -734,7 +734,7 @@ def test_ctrl_c_in_schedule_loses_no_wake_up(fake: Callable[..., FakeCluster]) -
     dispatcher = cluster.dispatcher
 
     async def interrupted(attribute: str, name: str) -> None:
-        owner = dispatcher if attribute == "_scheduler" else dispatcher._state
+        owner = dispatcher if attribute == "_scheduler" else dispatcher.state
         real = getattr(owner, attribute)
         setattr(owner, attribute, Interrupted(real, name))
         with pytest.raises(KeyboardInterrupt):
@@ -757,25 +757,25 @@ def test_ctrl_c_in_schedule_loses_no_wake_up(fake: Callable[..., FakeCluster]) -
 
 
 def test_ctrl_c_while_a_function_is_handed_over(fake: Callable[..., FakeCluster]) -> None:
-    """Before it is sent, or when it is sent and not noted yet: it is sent by somebody else, and counts once."""
+    """Before it is sent, or after it is sent and before that is recorded: another thread sends it; it counts once."""
     cluster = fake()
     (worker,) = cluster.workers
     dispatcher = cluster.dispatcher
 
     async def scenario() -> None:
         await cluster.start()
-        for number, name in enumerate(("offer", "place", "give"), 1):
+        for number, name in enumerate(("offer", "reserve", "give"), 1):
             await until(lambda: dispatcher._scheduler.workers[0].idle)
             scheduler, values = dispatcher._scheduler, list[RemoteValue]()
-            dispatcher._hand_over._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
+            dispatcher._outcomes._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
                 values.append(cluster.schedule())
-            dispatcher._hand_over._scheduler = scheduler
+            dispatcher._outcomes._scheduler = scheduler
             await until(lambda number: number in cluster.state(0), number)
             places = [position for position, _ in worker.last.sent]
             assert places == sorted(set(places)), "no place is given twice"
             worker.last.tell(Outcome.DONE, *[each for each in worker.last.functions if each == number])
-            await until(lambda: dispatcher.done())
+            await until(lambda: dispatcher.waits.done())
         assert worker.last.functions == [1, 2, 3, 3]
 
     on_loop(scenario)
@@ -793,7 +793,7 @@ def test_what_is_scheduled_behind_an_error_is_not_asked_back(fake: Callable[...,
         failure = Outcome(function=1, kind=Outcome.FAILED)
         worker.last._take(worker.last, [failure])
         with pytest.raises(FunctionError):
-            cluster.dispatcher.done()
+            cluster.dispatcher.waits.done()
         cluster.schedule()
         assert worker.last.functions == [1, 2]
         await settled()
@@ -821,15 +821,15 @@ def test_schedule_and_join_do_not_enter_the_condition(fake: Callable[..., FakeCl
         def __enter__(self) -> bool:
             raise AssertionError("entered on a user's thread")
 
-    dispatcher, state = cluster.dispatcher, cluster.dispatcher._state
+    dispatcher, state = cluster.dispatcher, cluster.dispatcher.state
     real = state.changed
-    state.changed = dispatcher._changed = NotEntered(state.lock)
+    state.changed = NotEntered(state.lock)
     try:
-        assert dispatcher.done()
-        dispatcher.join(0.0)
+        assert dispatcher.waits.done()
+        dispatcher.waits.join(0.0)
         cluster.schedule()
     finally:
-        state.changed = dispatcher._changed = real
+        state.changed = real
 
 
 def test_a_refused_coordinator_does_not_end_anybodys_job(
@@ -851,7 +851,7 @@ def test_a_refused_coordinator_does_not_end_anybodys_job(
     assert set(told) == {first.job}
 
 
-def test_a_strategy_that_nobody_holds_is_still_to_be_closed(cluster: LocalCluster) -> None:
+def test_a_strategy_without_references_is_still_closed(cluster: LocalCluster) -> None:
     """Its roles are told at exit that the job is over, though its script has long forgotten it; closed, it goes."""
     held = weakref.ref(ParameterServerStrategy(cluster).context)
     gc.collect()
@@ -868,7 +868,7 @@ def test_a_result_of_another_coordinator_is_refused(coordinator: ClusterCoordina
         coordinator.schedule(nothing, args=(RemoteValue("elsewhere", no_handle),))
 
 
-def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(fake: Callable[..., FakeCluster]) -> None:
+def test_a_worker_that_builds_a_dataset_delays_no_other(fake: Callable[..., FakeCluster]) -> None:
     """It has nothing to run, but it can't take anything either: who can is woken."""
     cluster = fake(2)
     quick, slow = cluster.workers
@@ -877,7 +877,7 @@ def test_a_worker_that_builds_a_dataset_keeps_nobody_waiting(fake: Callable[...,
         await cluster.start()
         await settled()
         slow.may_upload.clear()
-        cluster.dispatcher.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
+        cluster.dispatcher.definitions.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
         await until(lambda: slow.last.uploading and len(quick.last.uploads) == 2)
         for number in range(1, 6):
             cluster.schedule()
@@ -894,7 +894,7 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
     fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one's recall was under way, of which nothing is left for it."""
-    monkeypatch.setattr(recalls, "STEAL_SECONDS", 0.001)
+    monkeypatch.setattr(dispatch_state, "STEAL_SECONDS", 0.001)
     answered = asyncio.Event()
     recall = FakeConnection.recall
 
@@ -903,17 +903,17 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         await answered.wait()
 
     monkeypatch.setattr(FakeConnection, "recall", slowly)
-    cluster, looked = fake(3), list[int]()
-    look = cluster.dispatcher._recalls.consider_stealing
+    cluster, checked = fake(3), list[int]()
+    steal = cluster.dispatcher.state.steal
     monkeypatch.setattr(
-        cluster.dispatcher._recalls,
-        "consider_stealing",
-        lambda index: (looked.append(index), look(index)),  # type: ignore[func-returns-value]
+        cluster.dispatcher.state,
+        "steal",
+        lambda index: (checked.append(index), steal(index)),  # type: ignore[func-returns-value]
     )
 
     async def scenario() -> None:
         await cluster.start()
-        for _ in range(3):  # each has one; nobody's speed is known
+        for _ in range(3):  # each has one; no speed is known
             cluster.schedule()
         await until(lambda: all(cluster.state(index) for index in range(3)))
         (first,) = cluster.state(0)
@@ -925,9 +925,9 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         holder = cluster.workers[0].last
         cluster.workers[1].last.tell(Outcome.DONE, *cluster.state(1), seconds=5.0)
         await until(lambda: holder.recalls)
-        looked.clear()
+        checked.clear()
         cluster.workers[2].last.tell(Outcome.DONE, *cluster.state(2), seconds=5.0)
-        await until(lambda: 2 in looked)
+        await until(lambda: 2 in checked)
         await settled()
         answers = 0
         while not all(cluster.state(index) for index in range(3)):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Everywhere, Gate, leave_mark, marks, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -66,11 +66,11 @@ def test_join_raises_it_once(coordinator: ClusterCoordinator) -> None:
     for round_ in range(3):
         failing = coordinator.schedule(fails, args=(f"round {round_}",))
         with pytest.raises(ValueError, match=f"round {round_}"):
-            coordinator.join(PATIENCE)
-        coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
+        coordinator.join(TIMEOUT)
         assert coordinator.done()
-        assert coordinator.schedule(double, args=(4,)).fetch(PATIENCE) == 8
-        coordinator.join(PATIENCE)
+        assert coordinator.schedule(double, args=(4,)).fetch(TIMEOUT) == 8
+        coordinator.join(TIMEOUT)
         assert failing.status is RemoteValueStatus.FAILED
 
 
@@ -90,7 +90,7 @@ def test_schedule_raises_it_once(coordinator: ClusterCoordinator, counter: Varia
     with pytest.raises(ValueError, match="it failed"):
         coordinator.schedule(counter.assign_add, args=(1,))
     coordinator.schedule(counter.assign_add, args=(10,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert counter.numpy() == 10
 
 
@@ -102,7 +102,7 @@ def test_fetch_raises_it_as_often_as_asked(coordinator: ClusterCoordinator) -> N
         with pytest.raises(ValueError, match="it failed"):
             fetch()
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     with pytest.raises(ValueError, match="it failed"):
         failing.fetch()
 
@@ -111,14 +111,14 @@ def test_an_error_that_was_fetched_says_that_it_is_old(coordinator: ClusterCoord
     """Raised again by an innocent call it says whose it is, since when, that it was raised, and is cleared (row 44)."""
     innocent: list[tuple[str, Callable[[], Any]]] = [
         ("schedule", lambda: coordinator.schedule(counter.assign_add, args=(1,))),
-        ("join", lambda: coordinator.join(PATIENCE)),
+        ("join", lambda: coordinator.join(TIMEOUT)),
         ("done", coordinator.done),
     ]
     for name, call in innocent:
         with pytest.raises(ValueError, match="it failed") as first:
-            coordinator.schedule(fails).fetch(PATIENCE)
+            coordinator.schedule(fails).fetch(TIMEOUT)
         assert not hasattr(first.value, "__notes__")
-        until(lambda: not coordinator._dispatcher.counts()[1], "nothing runs")
+        until(lambda: not coordinator._dispatcher.status.stats().in_flight, "nothing runs")
         with pytest.raises(ValueError, match="it failed") as again:
             call()
         (note,) = again.value.__notes__
@@ -126,17 +126,17 @@ def test_an_error_that_was_fetched_says_that_it_is_old(coordinator: ClusterCoord
             assert words in note
         assert ("has not been scheduled" in note) == (name == "schedule")
         assert note in "".join(traceback.format_exception(again.value))
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     failing = coordinator.schedule(fails)
     until(lambda: failing.status is RemoteValueStatus.FAILED, "it has failed")
     with pytest.raises(ValueError, match="it failed") as news:
-        coordinator.join(PATIENCE)
-    assert not hasattr(news.value, "__notes__"), "nobody had been told of it"
+        coordinator.join(TIMEOUT)
+    assert not hasattr(news.value, "__notes__"), "it had not been raised before"
     assert counter.numpy() == 0
 
 
 def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
-    """At the job's end: how many functions have not run, and which error nobody took. Of nothing else a word."""
+    """The log says at the job's end how many functions have not run, and which error was never raised; nothing else."""
 
     def said() -> list[str]:
         found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job ended")]
@@ -146,14 +146,14 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
     with ParameterServerStrategy(cluster) as strategy:
         coordinator = ClusterCoordinator(strategy)
         with pytest.raises(ValueError, match="it failed"):
-            coordinator.schedule(fails).fetch(PATIENCE)
-        assert coordinator._dispatcher.counts() == (0, 0)
+            coordinator.schedule(fails).fetch(TIMEOUT)
+        assert coordinator._dispatcher._scheduler.idle
     assert said() == [], "fetch has told of it, and nothing else was lost"
 
     with ParameterServerStrategy(cluster) as strategy:
         coordinator = ClusterCoordinator(strategy)
         values = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(20)]
-        until(lambda: coordinator._dispatcher.counts()[1] == NUM_WORKERS, "every worker runs one")
+        until(lambda: coordinator._dispatcher.status.stats().in_flight == NUM_WORKERS, "every worker runs one")
     (text,) = said()
     assert f"{len(values) - NUM_WORKERS} were waiting, {NUM_WORKERS} were running;" in text
     gate.open()
@@ -163,7 +163,7 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
         blocked = [coordinator.schedule(fails, args=("nobody looks",))]
         blocked += [coordinator.schedule(double, args=(blocked[0],)) for _ in range(3)]
         until(lambda: blocked[-1].status is RemoteValueStatus.CANCELLED, "the first has failed")
-        until(lambda: not coordinator._dispatcher.counts()[1], "nothing runs")
+        until(lambda: not coordinator._dispatcher.status.stats().in_flight, "nothing runs")
     first, second = said()
     assert "0 were waiting, 0 were running, 3 were cancelled after the error of another one" in first
     assert "an error that was never raised" in second
@@ -181,7 +181,7 @@ def test_an_error_that_waits_for_a_function_that_hangs(coordinator: ClusterCoord
     until(lambda: marks(gate), "it runs")
     failing = coordinator.schedule(fails, args=("the cause",))
     with pytest.raises(ValueError, match="the cause"):
-        failing.fetch(PATIENCE)
+        failing.fetch(TIMEOUT)
     waits: list[Callable[[], Any]] = [
         lambda: coordinator.join(0.1),
         lambda: coordinator.schedule(double, args=(1,), wait=0.1),
@@ -196,10 +196,10 @@ def test_an_error_that_waits_for_a_function_that_hangs(coordinator: ClusterCoord
     assert not coordinator.done()
     assert hanging.cancel()
     with pytest.raises(ValueError, match="the cause"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     with pytest.raises(errors.CancelledError):
         hanging.fetch()
-    assert coordinator.schedule(double, args=(4,), wait=PATIENCE).fetch(PATIENCE) == 8
+    assert coordinator.schedule(double, args=(4,), wait=TIMEOUT).fetch(TIMEOUT) == 8
     gate.open()
     until(lambda: "still runs" not in coordinator.explain(), "it has ended")
 
@@ -225,7 +225,7 @@ def test_one_of_several_threads_gets_it(coordinator: ClusterCoordinator, gate: G
 
     def joins() -> None:
         try:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
             outcomes.append("returned")
         except ValueError:
             outcomes.append("raised")
@@ -235,7 +235,7 @@ def test_one_of_several_threads_gets_it(coordinator: ClusterCoordinator, gate: G
         thread.start()
     gate.open()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert sorted(outcomes) == ["raised", "returned", "returned", "returned"]
 
 
@@ -251,8 +251,8 @@ def test_the_first_of_many_wins(coordinator: ClusterCoordinator, gate: Gate) -> 
     until(lambda: len(marks(gate)) == NUM_WORKERS, "every worker runs one")
     gate.open()
     with pytest.raises(ValueError, match="number") as caught:
-        coordinator.join(PATIENCE)
-    coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
+    coordinator.join(TIMEOUT)
     statuses = [value.status for value in values]
     assert statuses.count(RemoteValueStatus.FAILED) == 1
     assert statuses.count(RemoteValueStatus.CANCELLED) == 49
@@ -275,7 +275,7 @@ def test_what_is_queued_is_cancelled(coordinator: ClusterCoordinator, counter: V
     queued = [coordinator.schedule(counter.assign_add, args=(1,)) for _ in range(100)]
     gate.open()
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert counter.numpy() == 0
     assert sorted(value.status.name for value in first) == ["CANCELLED"] * (NUM_WORKERS - 1) + ["FAILED"]
     for value in queued:
@@ -358,7 +358,7 @@ def iterate_for_ever(iterator: Any) -> None:
 def test_what_runs_stops_at_its_next_library_call(
     strategy: ParameterServerStrategy, coordinator: ClusterCoordinator, step: Callable[[Any], None]
 ) -> None:
-    """A blocked join raises though another function would run for ever: its next call of the library ends it."""
+    """A blocked join raises although another function would run forever: its next call of the library ends it."""
     with strategy.scope():
         w = Variable(np.zeros((3, 2), np.float32), name="w")
         begun = Variable(0, name="begun")
@@ -372,11 +372,11 @@ def test_what_runs_stops_at_its_next_library_call(
     until(lambda: begun.numpy() == 1, "it runs")
     coordinator.schedule(fails)
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert running.status is RemoteValueStatus.CANCELLED
     with pytest.raises(errors.CancelledError, match="another function failed first"):
         running.fetch()
-    assert coordinator.schedule(next, args=(iterator,)).fetch(PATIENCE) == 0
+    assert coordinator.schedule(next, args=(iterator,)).fetch(TIMEOUT) == 0
 
 
 def test_what_does_not_call_the_library_is_awaited(
@@ -398,7 +398,7 @@ def test_what_does_not_call_the_library_is_awaited(
 
     def joins() -> None:
         try:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
         except ValueError as error:
             raised.append(error)
 
@@ -409,7 +409,7 @@ def test_what_does_not_call_the_library_is_awaited(
     assert running.status.value == "not ready"
     assert raised == []
     gate.open()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert len(raised) == 1
     assert running.status is RemoteValueStatus.CANCELLED
     assert counter.numpy() == 0
@@ -432,7 +432,7 @@ def test_nothing_runs_when_join_has_raised(
     for i in range(20):
         coordinator.schedule(endless, args=(i,))
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     stopped_at = counter.numpy()
     assert stopped_at > 20
     assert everywhere(coordinator, double, 4) == [8] * NUM_WORKERS
@@ -449,14 +449,14 @@ def test_iterators_and_variables_are_usable_afterwards(coordinator: ClusterCoord
 
     def found(count: int) -> list[tuple[int, int]]:
         fetched: list[tuple[int, int]] = coordinator.fetch(
-            [coordinator.schedule(step, args=(iterator,)) for _ in range(count)], PATIENCE
+            [coordinator.schedule(step, args=(iterator,)) for _ in range(count)], TIMEOUT
         )
         return fetched
 
     before = found(20)
     coordinator.schedule(fails)
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     both = before + found(20)
     for worker in range(NUM_WORKERS):
         elements = sorted(element for index_, element in both if index_ == worker)
@@ -479,7 +479,7 @@ def test_the_error_says_where_and_how_often(coordinator: ClusterCoordinator) -> 
 
     coordinator.schedule(step)
     with pytest.raises(ValueError, match="bad") as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     error = caught.value
     assert isinstance(error, errors.FunctionError)
     assert error.args == ("bad {'weights': 7}",)
@@ -505,7 +505,7 @@ def test_an_error_of_the_users_own_class(coordinator: ClusterCoordinator) -> Non
 
     coordinator.schedule(step)
     with pytest.raises(ModelError, match="layer dense_1 diverged") as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert (caught.value.layer, caught.value.loss) == ("dense_1", float("inf"))
     again = pickle.loads(pickle.dumps(copy.copy(caught.value)))
     assert isinstance(again, errors.FunctionError)
@@ -597,19 +597,19 @@ def test_whatever_is_raised(
     """Every kind of exception comes through, as an Exception, with its text; the worker lives on."""
     value = coordinator.schedule(step)
     with pytest.raises(caught_as, match=said) as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert isinstance(caught.value, errors.FunctionError)
     assert f"in {step.__name__}" in caught.value.remote_traceback
     with pytest.raises(caught_as, match=said):
         value.fetch(0)
-    assert coordinator.schedule(double, args=(1,)).fetch(PATIENCE) == 2
+    assert coordinator.schedule(double, args=(1,)).fetch(TIMEOUT) == 2
 
 
 def test_an_error_with_a_number(coordinator: ClusterCoordinator) -> None:
     """An OSError keeps errno and filename."""
     coordinator.schedule(opens_nothing)
     with pytest.raises(OSError, match="No such file") as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert (caught.value.errno, caught.value.filename) == (2, "/no/such/file")
 
 
@@ -617,7 +617,7 @@ def test_an_error_with_a_huge_message(coordinator: ClusterCoordinator) -> None:
     """A message of megabytes comes shortened, and harms nothing."""
     coordinator.schedule(fails, args=("x" * (8 << 20),))
     with pytest.raises(ValueError, match="characters left out") as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert len(str(caught.value)) < 200_000
 
 
@@ -636,7 +636,7 @@ def test_a_refused_update_inside_a_function(strategy: ParameterServerStrategy, c
     with pytest.raises(
         errors.InvalidUpdateError, match=r"'w': the gradient has shape .2, 3., but must have shape .3, 2."
     ) as it:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert isinstance(it.value, ValueError | errors.MisuseError | errors.FunctionError)
 
 
@@ -657,10 +657,10 @@ def test_a_function_that_cannot_be_loaded(coordinator: ClusterCoordinator) -> No
     """A function that fails to load on the worker fails alone, by name, with the reason; the workers live on."""
     value = coordinator.schedule(Unloadable())
     with pytest.raises(errors.FunctionError, match=r"Unloadable can't be started on worker \d.*does not like") as it:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert isinstance(it.value, errors.MisuseError)
     assert value.status is RemoteValueStatus.FAILED
-    assert coordinator.schedule(double, args=(1,)).fetch(PATIENCE) == 2
+    assert coordinator.schedule(double, args=(1,)).fetch(TIMEOUT) == 2
 
 
 # Waiting with a timeout
@@ -683,12 +683,12 @@ def test_a_join_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate)
         coordinator.join(0)
     gate.open()
     with pytest.raises(TypeError, match="unsupported operand"):  # 2 * None
-        coordinator.join(PATIENCE)
-    coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
+    coordinator.join(TIMEOUT)
 
 
 def test_a_join_names_missing_workers(cluster: LocalCluster, gate: Gate) -> None:
-    """What join says names the workers that are missing, and why; of a job that is over nobody is."""
+    """The message of join names the missing workers, and why they are; a job that is over misses none."""
     with ParameterServerStrategy(cluster) as strategy:
         coordinator = ClusterCoordinator(strategy, worker_lease=1)
         until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
@@ -702,7 +702,7 @@ def test_a_join_names_missing_workers(cluster: LocalCluster, gate: Gate) -> None
         finally:
             cluster.kill("worker", 0, signal.SIGCONT)
         gate.open()
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         until(lambda: coordinator.workers_up == NUM_WORKERS, "all workers are up")
     assert "missing" not in coordinator.describe()
 
@@ -721,8 +721,8 @@ def test_a_fetch_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate
         ):
             call()
     gate.open()
-    assert coordinator.fetch(values, PATIENCE) == [None] * (2 * NUM_WORKERS)
-    coordinator.join(PATIENCE)
+    assert coordinator.fetch(values, TIMEOUT) == [None] * (2 * NUM_WORKERS)
+    coordinator.join(TIMEOUT)
 
 
 def test_the_timeout_is_for_the_whole_structure(
@@ -730,9 +730,9 @@ def test_the_timeout_is_for_the_whole_structure(
 ) -> None:
     """The timeout of a fetch of many values is for all of them together, not for each."""
     values = [coordinator.schedule(double, args=(i,)) for i in range(3)]
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     clock = types.SimpleNamespace(monotonic=itertools.count(step=400).__next__)
-    monkeypatch.setattr("pscluster.coordinator.scheduling.function_queue.time", clock)
+    monkeypatch.setattr("pscluster.coordinator.scheduling.waiting.time", clock)
     late = coordinator.schedule(wait_for_file, args=(gate.path,))
     assert coordinator.fetch(values, timeout=1000) == [0, 2, 4], "what is ready is given, however late it is"
     with pytest.raises(errors.WaitTimeoutError, match="no result after 1000 s"):
@@ -755,12 +755,12 @@ def test_a_function_that_raises_is_run_again(coordinator: ClusterCoordinator, co
             raise ValueError("not yet")
         return runs
 
-    assert coordinator.schedule(moody, args=(2,), retries=2).fetch(PATIENCE) == 3
+    assert coordinator.schedule(moody, args=(2,), retries=2).fetch(TIMEOUT) == 3
     assert int(counter) == 1
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     coordinator.schedule(fails, retries=3)
     with pytest.raises(errors.FunctionError) as caught:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert caught.value.attempts == 4
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match=r"retries is .*; it must be a whole number, 0 or more"):
@@ -779,4 +779,4 @@ def test_what_is_waited_for_is_said(coordinator: ClusterCoordinator, gate: Gate)
     assert "1 with workers" in coordinator.explain()
     assert "held; no message for" in coordinator.explain()
     gate.open()
-    value.fetch(PATIENCE)
+    value.fetch(TIMEOUT)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Gate, in_one_process, leave_mark, marks, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -69,7 +69,7 @@ def test_as_one_process_does_it(coordinator: ClusterCoordinator, w: Variable, da
 
     named = {"examples": Examples()}
     for shards in (1, 3, 200):
-        found = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=PATIENCE)
+        found = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=TIMEOUT)
         assert sorted(found["examples"][0]) == list(range(EXAMPLES))
         assert found == in_one_process(step, named, data, shards)
     assert data.epoch == data.visited == 0
@@ -88,7 +88,7 @@ def test_metrics_of_ours(
         labels = numbers % 2
         return {"mean": (numbers,), "area": (labels, np.where(labels, 0.8, 0.3)), "sum": x[:, 0]}
 
-    found = coordinator.evaluate(step, data, {"mean": kept, "area": free, "sum": metrics.Sum()}, timeout=PATIENCE)
+    found = coordinator.evaluate(step, data, {"mean": kept, "area": free, "sum": metrics.Sum()}, timeout=TIMEOUT)
     assert found["mean"] == (EXAMPLES - 1) / 2
     assert found["area"] == 1.0
     assert found["sum"] == pytest.approx(sum(float(x[:, 0].sum()) for _, x in data.local()), abs=1e-3)
@@ -119,8 +119,8 @@ def test_nothing_else_runs(coordinator: ClusterCoordinator, w: Variable, gate: G
         with pytest.raises(TimeoutError):
             behind.result(0.2)
         gate.open()
-        assert found.result(PATIENCE) == {"mean": 10.0, "sum": 400.0}
-        behind.result(PATIENCE).fetch(PATIENCE)
+        assert found.result(TIMEOUT) == {"mean": 10.0, "sum": 400.0}
+        behind.result(TIMEOUT).fetch(TIMEOUT)
     assert w.numpy()[0] == 11
 
 
@@ -135,7 +135,7 @@ def test_updates_in_an_evaluation(coordinator: ClusterCoordinator, w: Variable, 
         return (batch[0],)
 
     for times in range(1, 4):
-        coordinator.evaluate(step, data, [metrics.Sum()], timeout=PATIENCE)
+        coordinator.evaluate(step, data, [metrics.Sum()], timeout=TIMEOUT)
         assert w.numpy()[0] == times * len(data)
 
 
@@ -154,7 +154,7 @@ def test_an_evaluation_waits_for_another_one(coordinator: ClusterCoordinator, ga
         with pytest.raises(errors.WaitTimeoutError, match=r"after 0.05 s another evaluation still runs"):
             coordinator.evaluate(step, data, [metrics.Sum()], timeout=0.05)
         gate.open()
-        assert first.result(PATIENCE) == {"sum": 6.0}
+        assert first.result(TIMEOUT) == {"sum": 6.0}
 
 
 def test_an_evaluation_that_takes_too_long(coordinator: ClusterCoordinator, gate: Gate) -> None:
@@ -169,9 +169,9 @@ def test_an_evaluation_that_takes_too_long(coordinator: ClusterCoordinator, gate
     with pytest.raises(errors.WaitTimeoutError, match=r"not done after"):
         coordinator.evaluate(step, data, [metrics.Sum()], shards=40, timeout=0.5)
     gate.open()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert len(marks(gate)) <= 2 * NUM_WORKERS
-    assert coordinator.evaluate(lambda number: (number,), data, [metrics.Sum()], timeout=PATIENCE) == {"sum": 780.0}
+    assert coordinator.evaluate(lambda number: (number,), data, [metrics.Sum()], timeout=TIMEOUT) == {"sum": 780.0}
 
 
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
@@ -210,19 +210,20 @@ def test_dicts_of_results(coordinator: ClusterCoordinator, data: DistributedData
 
     def evaluate(step: Callable[[Any], Any], *names: str, **more: Any) -> dict[str, Any]:
         named = {name: metrics.Sum() for name in names}
-        return coordinator.evaluate(step, data, {**named, **more}, timeout=PATIENCE)
+        return coordinator.evaluate(step, data, {**named, **more}, timeout=TIMEOUT)
 
     total = sum(batch[1].sum(dtype=np.float64) for batch in data.local())
     assert evaluate(lambda batch: {"a": batch[1]}, "a") == {"a": pytest.approx(total)}
     assert evaluate(lambda batch: {"a": batch[1], "more": 1}, "a") == {"a": pytest.approx(total)}
     assert evaluate(lambda batch: {"values": batch[1]}, whole=Totals())["whole"][1] == pytest.approx(total)
     with pytest.raises(
-        errors.MisuseError, match=r"gave a dict with \['a'\], and nothing for the metrics \['b'\]: give .* \['a', 'b'\]"
+        errors.MisuseError,
+        match=r"returned a dict with \['a'\], and nothing for the metrics \['b'\]: return .* \['a', 'b'\]",
     ):
         evaluate(lambda batch: {"a": batch[1]}, "a", "b")
     with pytest.raises(
         errors.MisuseError,
-        match=r"\['x'\] and none of the metrics' names, and metric 'a' does not .*: return .* \['a'\]",
+        match=r"\['x'\], which has none of the metrics' names, and metric 'a' does not .*: return .* \['a'\]",
     ):
         evaluate(lambda batch: {"x": batch[1]}, "a")
 
@@ -242,9 +243,9 @@ def test_states_that_do_not_merge(coordinator: ClusterCoordinator, data: Distrib
         return batch
 
     with pytest.raises(errors.MisuseError, match=r"metric 'odd' does not merge: .*the states' shapes are"):
-        coordinator.evaluate(step, data, {"odd": Odd()}, timeout=PATIENCE)
+        coordinator.evaluate(step, data, {"odd": Odd()}, timeout=TIMEOUT)
     with pytest.raises(errors.MisuseError, match=r"one state has \['seen', 'sum'\], another \['something'\]"):
-        coordinator.evaluate(step, data, {"other": Other()}, timeout=PATIENCE)
+        coordinator.evaluate(step, data, {"other": Other()}, timeout=TIMEOUT)
 
 
 def test_a_step_that_fails(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
@@ -257,5 +258,5 @@ def test_a_step_that_fails(coordinator: ClusterCoordinator, data: DistributedDat
         return (batch[0],)
 
     with pytest.raises(ValueError, match="not like this"):
-        coordinator.evaluate(fails, data, [metrics.Sum()], timeout=PATIENCE)
-    assert coordinator.evaluate(passes, data, [metrics.Sum()], timeout=PATIENCE)["sum"] == sum(range(EXAMPLES))
+        coordinator.evaluate(fails, data, [metrics.Sum()], timeout=TIMEOUT)
+    assert coordinator.evaluate(passes, data, [metrics.Sum()], timeout=TIMEOUT)["sum"] == sum(range(EXAMPLES))

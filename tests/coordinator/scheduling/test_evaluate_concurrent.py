@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Everywhere, Gate, in_one_process, leave_mark, marks, wait_for_file
 from tests.coordinator.scheduling.test_evaluate import Examples
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     Checkpoint,
@@ -33,7 +33,6 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.checkpoints.index import read_index
-from pscluster.ps.spec import PINNED
 
 EXAMPLES = 203
 ROWS = 10
@@ -63,8 +62,8 @@ def data(coordinator: ClusterCoordinator) -> DistributedDataset:
 
 def copies(strategy: ParameterServerStrategy) -> list[str]:
     """Those that the servers hold."""
-    found = {spec.name for directory in strategy.client.directory() for spec in directory.variables}
-    return sorted(name for name in found if name.startswith(PINNED))
+    directories = strategy.client.directory()
+    return sorted({spec.name for directory in directories for spec in directory.variables if spec.evaluation})
 
 
 def at_first(path: str) -> None:
@@ -134,10 +133,10 @@ def test_bit_for_bit_what_was_there(
         assert [each.name for each in strategy.variables] == ["table", "w", "bias"]
         for count in (10, 20):
             values = [coordinator.schedule(train, args=(number,)) for number in range(count)]
-            assert coordinator.fetch(values, PATIENCE) == list(range(count))
+            assert coordinator.fetch(values, TIMEOUT) == list(range(count))
         np.testing.assert_allclose(table.numpy(), before + 15, rtol=1e-5)
         gate.open()
-        assert found.result(PATIENCE) == expected
+        assert found.result(TIMEOUT) == expected
     np.testing.assert_allclose(table.numpy(), before + 15, rtol=1e-5)
     assert sorted(expected["examples"][0]) == list(range(EXAMPLES))
     assert data.epoch == data.visited == 0
@@ -168,13 +167,13 @@ def test_of_one_moment(
         values: list[RemoteValue] = [coordinator.schedule(train) for _ in range(30)]
 
         def evaluate() -> Any:
-            return coordinator.evaluate(step, data, [Examples()], shards=3, concurrent=True, timeout=PATIENCE)
+            return coordinator.evaluate(step, data, [Examples()], shards=3, concurrent=True, timeout=TIMEOUT)
 
         with evaluating(gate, evaluate) as found:
             values += [coordinator.schedule(train) for _ in range(30)]
-            coordinator.fetch(values, PATIENCE)
+            coordinator.fetch(values, TIMEOUT)
             gate.open()
-            seen, total = found.result(PATIENCE)["examples"]
+            seen, total = found.result(TIMEOUT)["examples"]
         (moment,) = set(seen)
         assert 60 * again <= moment <= 60 * again + 60
         assert len(seen) == len(data)
@@ -198,15 +197,15 @@ def test_averages_and_slots(
         at_first(path)
         return np.zeros(1, np.int64), np.concatenate([sgd.average(w).numpy(), momentum.numpy(), w.numpy()])
 
-    coordinator.fetch([coordinator.schedule(train) for _ in range(5)], PATIENCE)
+    coordinator.fetch([coordinator.schedule(train) for _ in range(5)], TIMEOUT)
     gate.open()
     expected = as_one_process(step, data, 2)
     assert expected["examples"][1] not in (0, float(w.numpy().sum()))
     close(gate)
     with evaluating(gate, lambda: coordinator.evaluate(step, data, [Examples()], shards=2, concurrent=True)) as found:
-        coordinator.fetch([coordinator.schedule(train) for _ in range(5)], PATIENCE)
+        coordinator.fetch([coordinator.schedule(train) for _ in range(5)], TIMEOUT)
         gate.open()
-        assert found.result(PATIENCE) == expected
+        assert found.result(TIMEOUT) == expected
     assert sgd.iterations == 10
 
 
@@ -221,7 +220,7 @@ def test_what_the_step_writes(
 
     before = table.numpy()
     for _ in range(3):
-        found = coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+        found = coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
         assert found["sum"] == sum(range(EXAMPLES))
     np.testing.assert_array_equal(table.numpy(), before)
     assert copies(strategy) == []
@@ -229,7 +228,7 @@ def test_what_the_step_writes(
 
 def test_without_variables(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
     """A step that reaches none, such as a function by its name, needs no barrier: nothing is copied."""
-    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
     assert found["sum"] == sum(range(EXAMPLES))
 
 
@@ -254,12 +253,12 @@ def test_a_step_that_fails(
     before = table.numpy()
     values = [coordinator.schedule(train) for _ in range(100)]
     with pytest.raises(ValueError, match="not like this"):
-        coordinator.evaluate(fails, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+        coordinator.evaluate(fails, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
     values += [coordinator.schedule(train) for _ in range(100)]
-    coordinator.join(PATIENCE)
-    coordinator.fetch(values, PATIENCE)
+    coordinator.join(TIMEOUT)
+    coordinator.fetch(values, TIMEOUT)
     np.testing.assert_allclose(table.numpy(), before + 200, rtol=1e-5)
-    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
     assert found["sum"] == sum(range(EXAMPLES))
     assert copies(strategy) == []
 
@@ -284,19 +283,19 @@ def test_a_function_that_fails_elsewhere(
     with evaluating(gate, lambda: coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True)) as found:
         failed = coordinator.schedule(fails)
         with pytest.raises(ValueError, match="mine"):
-            failed.fetch(PATIENCE)
+            failed.fetch(TIMEOUT)
         with pytest.raises(
             errors.CancelledError, match=r"cancelled because another function failed first \(.*ValueError"
         ):
-            found.result(PATIENCE)
+            found.result(TIMEOUT)
         with pytest.raises(
             errors.CancelledError, match=r"cancelled because another function failed first \(.*ValueError"
         ):
-            coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+            coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
         gate.open()
     with pytest.raises(ValueError, match="mine"):
-        coordinator.join(PATIENCE)
-    coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
+    coordinator.join(TIMEOUT)
     assert copies(strategy) == []
 
 
@@ -307,7 +306,7 @@ def test_a_timeout(
     data: DistributedDataset,
     gate: Gate,
 ) -> None:
-    """What has not begun never does, what runs is asked to stop; its end, in whatever way, is nobody's error."""
+    """Functions that have not begun never do, running ones are asked to stop; no error of theirs is raised."""
     path = gate.path
 
     def step(batch: Any) -> tuple[Any]:
@@ -322,13 +321,13 @@ def test_a_timeout(
         gate, lambda: coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=1)
     ) as found:
         with pytest.raises(errors.WaitTimeoutError, match=r"not evaluated after 1 s: .* with workers"):
-            found.result(PATIENCE)
+            found.result(TIMEOUT)
         assert copies(strategy) == [], "it is not waited for the step that still runs"
-        coordinator.fetch([coordinator.schedule(train) for _ in range(20)], PATIENCE)
+        coordinator.fetch([coordinator.schedule(train) for _ in range(20)], TIMEOUT)
         assert "read" not in marks(gate)
         gate.open()
-    coordinator.join(PATIENCE)
-    assert coordinator.fetch(coordinator.schedule(as_it_is, args=((3,),)), PATIENCE) == (3,)
+    coordinator.join(TIMEOUT)
+    assert coordinator.fetch(coordinator.schedule(as_it_is, args=((3,),)), TIMEOUT) == (3,)
 
 
 def test_functions_that_do_not_end(
@@ -355,7 +354,7 @@ def test_functions_that_do_not_end(
         coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=0.2)
     assert copies(strategy) == []
     gate.open()
-    assert held.fetch(PATIENCE) == 5
+    assert held.fetch(TIMEOUT) == 5
 
 
 def test_one_cut_at_a_time(
@@ -367,15 +366,13 @@ def test_one_cut_at_a_time(
         return (table.numpy(),)
 
     with (
-        coordinator._dispatcher.barrier(PATIENCE),
+        coordinator._dispatcher.waits.barrier(TIMEOUT),
         ThreadPoolExecutor(1) as pool,
-        pytest.raises(
-            errors.WaitTimeoutError, match=r"after 0\.\d+ s another checkpoint, or other copies of variables"
-        ),
+        pytest.raises(errors.WaitTimeoutError, match=r"after 0\.\d+ s another checkpoint or evaluation snapshot"),
     ):
-        pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], concurrent=True, timeout=0.2).result(PATIENCE)
+        pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], concurrent=True, timeout=0.2).result(TIMEOUT)
     assert copies(strategy) == []
-    coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+    coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
 
 
 def test_a_checkpoint_meanwhile(
@@ -396,7 +393,7 @@ def test_a_checkpoint_meanwhile(
     def ends() -> int:
         return 1
 
-    coordinator.schedule(ends).fetch(PATIENCE)
+    coordinator.schedule(ends).fetch(TIMEOUT)
     table.assign(np.ones((ROWS, 3)))
     Checkpoint(strategy).write(saved + "-before")
     table.assign(np.full((ROWS, 3), 2))
@@ -408,22 +405,22 @@ def test_a_checkpoint_meanwhile(
         writing = pool.submit(Checkpoint(strategy).write, saved)
         until(lambda: "a checkpoint" in coordinator.explain(), "it is to be made")
         gate.open()  # a checkpoint waits for functions that run, those of an evaluation, too
-        writing.result(PATIENCE)
-        assert found.result(PATIENCE) == {"mean": 2.0}
+        writing.result(TIMEOUT)
+        assert found.result(TIMEOUT) == {"mean": 2.0}
     index = read_index(saved)
-    assert set(index.variables) - {"pscluster/positions"} == {"table"}
+    assert set(index.variables) == {"table"}
     close(gate)
     with evaluating(gate, evaluate) as found, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(Checkpoint(strategy).read, saved + "-before")
         until(lambda: "a checkpoint" in coordinator.explain(), "it is to be restored")
         gate.open()
-        reading.result(PATIENCE)
-        assert found.result(PATIENCE) == {"mean": 2.0}
+        reading.result(TIMEOUT)
+        assert found.result(TIMEOUT) == {"mean": 2.0}
     np.testing.assert_array_equal(table.numpy(), np.ones((ROWS, 3)))
 
 
 def test_several_at_once(coordinator: ClusterCoordinator, table: Variable, data: DistributedDataset) -> None:
-    """Each has copies of its own; one that wants all to stand still waits for them, or they for it."""
+    """Each has its own copies; one that needs the job to pause waits for them, or they for it."""
     table.assign(np.ones((ROWS, 3)))
 
     def step(batch: Any) -> tuple[Any]:
@@ -434,7 +431,7 @@ def test_several_at_once(coordinator: ClusterCoordinator, table: Variable, data:
             pool.submit(coordinator.evaluate, step, data, [metrics.Mean()], concurrent=number != 2)
             for number in range(4)
         ]
-        assert [each.result(PATIENCE) for each in found] == [{"mean": 1.0}] * 4
+        assert [each.result(TIMEOUT) for each in found] == [{"mean": 1.0}] * 4
 
 
 def test_what_is_refused(
@@ -476,26 +473,25 @@ def test_ctrl_c(
         struck = pool.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
             coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True)
-        struck.result(PATIENCE)
+        struck.result(TIMEOUT)
     assert copies(strategy) == []
-    assert coordinator.fetch(coordinator.schedule(as_it_is, args=((3,),)), PATIENCE) == (3,)
+    assert coordinator.fetch(coordinator.schedule(as_it_is, args=((3,),)), TIMEOUT) == (3,)
     gate.open()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 def test_nothing_is_left_on_the_workers(
     coordinator: ClusterCoordinator, table: Variable, data: DistributedDataset, everywhere: Everywhere
 ) -> None:
-    """Neither the step nor its handles: there is a step of its own for every evaluation."""
+    """Neither the step nor its handles are kept: every evaluation has its own step."""
 
     def step(batch: Any) -> tuple[Any]:
         return (table.numpy(),)
 
     def left() -> int:
         gc.collect()
-        found = [each.name for each in gc.get_objects() if type(each) in (Variable, ShardedVariable)]
-        return sum(name.startswith(PINNED) for name in found)
+        return sum(each.ephemeral for each in gc.get_objects() if type(each) in (Variable, ShardedVariable))
 
     for _ in range(3):
-        coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=PATIENCE)
+        coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
     until(lambda: everywhere(coordinator, left) == [0] * NUM_WORKERS, "the workers have dropped them")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.conftest import Gate, wait_for_file
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -56,7 +56,7 @@ def test_any_nesting(coordinator: ClusterCoordinator) -> None:
         ("a", "tuple"): one,
         7: (),
     }
-    fetched = coordinator.fetch(structure, PATIENCE)
+    fetched = coordinator.fetch(structure, TIMEOUT)
     assert fetched == {
         "list": [1, (4, [9])],
         "named": Metrics(1, {"deep": Metrics(4, None)}),
@@ -85,7 +85,7 @@ def test_what_is_no_remote_value(coordinator: ClusterCoordinator, value: Any) ->
 def test_arrays_and_objects_are_left_alone(coordinator: ClusterCoordinator) -> None:
     """What fetch does not know is given back as the same object."""
     array, lock = np.arange(3), threading.Lock()
-    fetched = coordinator.fetch([array, {"lock": lock}, coordinator.schedule(square, args=(2,))], PATIENCE)
+    fetched = coordinator.fetch([array, {"lock": lock}, coordinator.schedule(square, args=(2,))], TIMEOUT)
     assert fetched[0] is array
     assert fetched[1]["lock"] is lock
     assert fetched[2] == 4
@@ -95,13 +95,13 @@ def test_fetched_without_join(coordinator: ClusterCoordinator) -> None:
     """A value may be fetched alone, without a join, in any order, by `fetch` and by `get`."""
     values = [coordinator.schedule(square, args=(i,)) for i in range(30)]
     for i in (29, 0, 15, 15, 7):
-        assert values[i].fetch(PATIENCE) == values[i].get(PATIENCE) == i * i
+        assert values[i].fetch(TIMEOUT) == values[i].get(TIMEOUT) == i * i
 
 
 def test_the_same_object_at_every_fetch(coordinator: ClusterCoordinator) -> None:
     """A value is decoded once: who fetches it again gets the same object."""
     value = coordinator.schedule(np.arange, args=(5,))
-    assert value.fetch(PATIENCE) is value.get() is coordinator.fetch(value)
+    assert value.fetch(TIMEOUT) is value.get() is coordinator.fetch(value)
     assert value.fetch().flags.writeable
 
 
@@ -113,7 +113,7 @@ def test_states(coordinator: ClusterCoordinator, gate: Gate) -> None:
         raise ValueError("it failed")
 
     ready = coordinator.schedule(square, args=(3,))
-    assert ready.fetch(PATIENCE) == 9
+    assert ready.fetch(TIMEOUT) == 9
     failing = coordinator.schedule(fails, args=(gate.path,))
     waiting = coordinator.schedule(square, args=(failing,))
     assert [value.status for value in (ready, failing, waiting)] == [
@@ -123,7 +123,7 @@ def test_states(coordinator: ClusterCoordinator, gate: Gate) -> None:
     ]
     gate.open()
     with pytest.raises(ValueError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert [value.status.value for value in (ready, failing, waiting)] == ["ready", "failed", "cancelled"]
     assert repr(ready) == "<RemoteValue of square: ready>"
     assert repr(failing) == "<RemoteValue of fails: failed>"
@@ -134,7 +134,7 @@ def test_none_and_nothing(coordinator: ClusterCoordinator) -> None:
     """A function that returns None, or nothing, has None as its value, and is ready."""
     for function in (lambda: None, lambda: print(end="")):
         value = coordinator.schedule(function)
-        assert value.fetch(PATIENCE) is None
+        assert value.fetch(TIMEOUT) is None
         assert value.status is RemoteValueStatus.READY
 
 
@@ -147,12 +147,12 @@ def test_several_threads_fetch_one_value(coordinator: ClusterCoordinator, gate: 
 
     value = coordinator.schedule(step, args=(gate.path,))
     sums: list[int] = []
-    threads = [threading.Thread(target=lambda: sums.append(int(value.fetch(PATIENCE).sum()))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: sums.append(int(value.fetch(TIMEOUT).sum()))) for _ in range(8)]
     for thread in threads:
         thread.start()
     gate.open()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert sums == [sum(range(50_000))] * 8
 
 
@@ -163,16 +163,16 @@ def test_an_error_stops_a_fetch_of_many(coordinator: ClusterCoordinator) -> None
         raise KeyError("it failed")
 
     good = coordinator.schedule(square, args=(2,))
-    assert good.fetch(PATIENCE) == 4
+    assert good.fetch(TIMEOUT) == 4
     bad = coordinator.schedule(fails)
     with pytest.raises(KeyError, match="it failed"):
-        coordinator.fetch({"good": good, "bad": [bad]}, PATIENCE)
+        coordinator.fetch({"good": good, "bad": [bad]}, TIMEOUT)
     with pytest.raises(KeyError, match="it failed"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
 
 
 def test_a_structure_that_contains_itself(coordinator: ClusterCoordinator) -> None:
-    """fetch refuses it instead of following it for ever."""
+    """fetch refuses it instead of following it forever."""
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(TypeError, match="contain itself"):
@@ -184,7 +184,7 @@ def test_values_outlive_their_strategy(cluster: LocalCluster) -> None:
     with ParameterServerStrategy(cluster) as strategy:
         coordinator = ClusterCoordinator(strategy)
         values = [coordinator.schedule(np.full, args=(size, 7.0)) for size in (3, 300_000)]
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert [array.sum() for array in coordinator.fetch(values)] == [21, 2_100_000]
 
 
@@ -194,6 +194,6 @@ def test_a_handle_of_a_variable_that_is_gone(cluster: LocalCluster) -> None:
         coordinator = ClusterCoordinator(strategy)
         w = Variable(1.0, name="w")
         value = coordinator.schedule(lambda: w)
-        assert value.fetch(PATIENCE).read_value() == 1.0
+        assert value.fetch(TIMEOUT).read_value() == 1.0
     with pytest.raises(errors.StaleError, match="this job is over"):
         value.fetch().read_value()

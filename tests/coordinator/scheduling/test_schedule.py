@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Gate, leave_mark, marks, run_cluster, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     CheckpointManager,
@@ -184,15 +184,15 @@ def test_kinds_of_functions(
     coordinator: ClusterCoordinator, function: Callable[..., Any], args: tuple[Any, ...], expected: Any
 ) -> None:
     """Whatever can be called can be scheduled, with nothing declared beforehand (row 37, for the better)."""
-    assert identical(coordinator.schedule(function, args=args).fetch(PATIENCE), expected)
+    assert identical(coordinator.schedule(function, args=args).fetch(TIMEOUT), expected)
 
 
 def test_positional_and_keyword_arguments(coordinator: ClusterCoordinator) -> None:
     """Arguments arrive under their names; a list does for a tuple of them, and none at all is fine."""
     value = coordinator.schedule(echo, args=[1, "b"], kwargs={"c": 3})
-    assert value.fetch(PATIENCE) == ((1, "b"), {"c": 3})
-    assert coordinator.schedule(echo).fetch(PATIENCE) == ((), {})
-    assert coordinator.schedule(echo, args=(), kwargs={}).fetch(PATIENCE) == ((), {})
+    assert value.fetch(TIMEOUT) == ((1, "b"), {"c": 3})
+    assert coordinator.schedule(echo).fetch(TIMEOUT) == ((), {})
+    assert coordinator.schedule(echo, args=(), kwargs={}).fetch(TIMEOUT) == ((), {})
 
 
 def test_a_module_that_only_the_coordinator_imports(
@@ -220,7 +220,7 @@ def test_a_module_that_only_the_coordinator_imports(
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(name)
     for _ in range(2 * NUM_WORKERS):
-        assert coordinator.schedule(module.step, args=(module.Point(2),)).fetch(PATIENCE) == module.Point(42)
+        assert coordinator.schedule(module.step, args=(module.Point(2),)).fetch(TIMEOUT) == module.Point(42)
 
 
 def test_a_module_whose_file_is_gone(
@@ -233,7 +233,7 @@ def test_a_module_whose_file_is_gone(
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(name)
     path.unlink()
-    assert coordinator.schedule(module.step, args=(2,)).fetch(PATIENCE) == 42
+    assert coordinator.schedule(module.step, args=(2,)).fetch(TIMEOUT) == 42
 
 
 def test_captured_at_the_first_schedule(coordinator: ClusterCoordinator) -> None:
@@ -244,7 +244,7 @@ def test_captured_at_the_first_schedule(coordinator: ClusterCoordinator) -> None
         return factor * x
 
     def fetched(function: Callable[[int], float]) -> float:
-        return coordinator.schedule(function, args=(10,)).fetch(PATIENCE)  # type: ignore[no-any-return]
+        return coordinator.schedule(function, args=(10,)).fetch(TIMEOUT)  # type: ignore[no-any-return]
 
     assert [fetched(step), fetched(scaler), fetched(scaler.method)] == [20, 20, 20]
     factor, scaler.factor = 3, 3
@@ -273,7 +273,7 @@ def test_one_rule_for_what_is_captured(coordinator: ClusterCoordinator, caplog: 
             coordinator.evaluate(scores, data, {"sum": metrics.Sum()}, concurrent=concurrent)["sum"]
             for concurrent in (False, True)
         ]
-        (scheduled,) = coordinator.schedule(scores, args=(np.ones(2),)).fetch(PATIENCE)
+        (scheduled,) = coordinator.schedule(scores, args=(np.ones(2),)).fetch(TIMEOUT)
         return {*training, *(each / 2 for each in sums), scheduled}
 
     assert found() == {2.0}
@@ -311,7 +311,7 @@ def test_a_line_that_makes_many_functions(
             return number
 
     def warned() -> list[str]:
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         found = [record.getMessage() for record in caplog.records if "was created again" in record.getMessage()]
         caplog.clear()
         return found
@@ -339,7 +339,7 @@ def test_functions_are_told_apart_by_identity(coordinator: ClusterCoordinator) -
     two, three = Alike(2), Alike(3)
     functions: list[Callable[[float], float]] = [two, three, two.method, three.method, two]
     values = [coordinator.schedule(function, args=(10,)) for function in functions]
-    assert coordinator.fetch(values, PATIENCE) == [20, 30, 20, 30, 20]
+    assert coordinator.fetch(values, TIMEOUT) == [20, 30, 20, 30, 20]
 
 
 def test_captured_arrays_are_copied(coordinator: ClusterCoordinator) -> None:
@@ -351,7 +351,7 @@ def test_captured_arrays_are_copied(coordinator: ClusterCoordinator) -> None:
 
     first = coordinator.schedule(total)
     array[:] = 0
-    assert [first.fetch(PATIENCE), coordinator.schedule(total).fetch(PATIENCE)] == [200_000, 200_000]
+    assert [first.fetch(TIMEOUT), coordinator.schedule(total).fetch(TIMEOUT)] == [200_000, 200_000]
 
 
 def test_a_dropped_function_is_forgotten_here(coordinator: ClusterCoordinator) -> None:
@@ -369,8 +369,8 @@ def test_a_dropped_function_is_forgotten_here(coordinator: ClusterCoordinator) -
     functions = [make(i) for i in range(20)]
     alive = [weakref.ref(function) for function in functions]
     values = [coordinator.schedule(function) for function in functions]
-    assert coordinator.fetch(values, PATIENCE) == list(range(20))
-    coordinator.join(PATIENCE)
+    assert coordinator.fetch(values, TIMEOUT) == list(range(20))
+    coordinator.join(TIMEOUT)
     functions.clear()
     gc.collect()
     assert not any(function() is not None for function in alive)
@@ -519,7 +519,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)  # a set's text differs by process
 def test_values_both_ways(coordinator: ClusterCoordinator, value: Any) -> None:
     """What can be sent arrives as it was, as an argument, inside of one, and as a result."""
-    back = coordinator.schedule(echo, args=(value, [value]), kwargs={"k": {"v": value}}).fetch(PATIENCE)
+    back = coordinator.schedule(echo, args=(value, [value]), kwargs={"k": {"v": value}}).fetch(TIMEOUT)
     assert identical(back, ((value, [value]), {"k": {"v": value}}))
 
 
@@ -529,7 +529,7 @@ def test_large_values_both_ways(coordinator: ClusterCoordinator, size: int) -> N
     rng = np.random.default_rng(size)
     array = rng.integers(0, 256, size, np.uint8)
     data = rng.bytes(size)
-    args, _ = coordinator.schedule(echo, args=(array, data, {"t": "é" * (size // 2)}, [array[::2]])).fetch(PATIENCE)
+    args, _ = coordinator.schedule(echo, args=(array, data, {"t": "é" * (size // 2)}, [array[::2]])).fetch(TIMEOUT)
     assert identical(args, (array, data, {"t": "é" * (size // 2)}, [array[::2]]))
     assert args[0].flags.writeable
 
@@ -537,7 +537,7 @@ def test_large_values_both_ways(coordinator: ClusterCoordinator, size: int) -> N
 def test_many_arrays_of_middling_size(coordinator: ClusterCoordinator) -> None:
     """Hundreds of arrays that are no large ones each come through in one call, in order."""
     arrays = [np.full(2000, i, np.float64) for i in range(400)]
-    args, _ = coordinator.schedule(echo, args=(arrays,)).fetch(PATIENCE)
+    args, _ = coordinator.schedule(echo, args=(arrays,)).fetch(TIMEOUT)
     assert [array[0] for array in args[0]] == list(range(400))
 
 
@@ -550,7 +550,7 @@ def test_arguments_are_copied(coordinator: ClusterCoordinator, gate: Gate, size:
     value = coordinator.schedule(np.sum, args=(array,))
     array[:] = 0
     gate.open()
-    assert value.fetch(PATIENCE) == size
+    assert value.fetch(TIMEOUT) == size
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -563,7 +563,7 @@ def test_results_are_copied(coordinator: ClusterCoordinator, size: int) -> None:
         return array
 
     values = [coordinator.schedule(step) for _ in range(50)]
-    for value in coordinator.fetch(values, PATIENCE):
+    for value in coordinator.fetch(values, TIMEOUT):
         assert np.all(value == value[0]), "half of a result is of the next call"
 
 
@@ -575,9 +575,9 @@ def test_classes_inside_functions(coordinator: ClusterCoordinator) -> None:
         x: int
 
     value = coordinator.schedule(lambda local: (type(local).__name__, local.x), args=(Local(3),))
-    assert value.fetch(PATIENCE) == ("Local", 3)
+    assert value.fetch(TIMEOUT) == ("Local", 3)
     with pytest.raises(errors.ProtocolError, match=r"a record of class .*Local, but there is no such class here"):
-        coordinator.schedule(lambda: [Local(3)]).fetch(PATIENCE)
+        coordinator.schedule(lambda: [Local(3)]).fetch(TIMEOUT)
 
 
 def test_handles_as_arguments_and_results(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
@@ -593,7 +593,7 @@ def test_handles_as_arguments_and_results(strategy: ParameterServerStrategy, coo
         return {"w": own, "same": [things["strategy"], things["iterator"], things["opt"]]}
 
     things = {"w": w, "opt": sgd, "strategy": strategy, "iterator": iterator}
-    back = coordinator.schedule(step, args=(things, w)).fetch(PATIENCE)
+    back = coordinator.schedule(step, args=(things, w)).fetch(TIMEOUT)
     assert back["w"].name == "w"
     assert back["w"].numpy().tolist() == w.numpy().tolist() == [-1, 0, 1]
     assert back["same"][0] is strategy
@@ -602,13 +602,13 @@ def test_handles_as_arguments_and_results(strategy: ParameterServerStrategy, coo
 
 
 def test_an_iterator_as_a_result_that_nobody_has(coordinator: ClusterCoordinator) -> None:
-    """A per-worker iterator that comes back when nobody here has it any more can't be fetched."""
+    """A per-worker iterator that comes back when the coordinator no longer has it can't be fetched."""
     value = coordinator.schedule(echo, args=(iter(coordinator.create_per_worker_dataset([1])),))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     until(lambda: value.status is RemoteValueStatus.READY, "the function has ended")
     until(lambda: not coordinator._per_worker, "the thread that sent it has let go of it, too")
     with pytest.raises(errors.MisuseError, match="iterator that this coordinator no longer has"):
-        value.fetch(PATIENCE)
+        value.fetch(TIMEOUT)
 
 
 class Odd:
@@ -647,7 +647,7 @@ def test_arguments_that_cannot_be_sent(coordinator: ClusterCoordinator, args: An
 
 
 def test_a_structure_that_contains_itself(coordinator: ClusterCoordinator) -> None:
-    """It is refused on the caller's line, not followed for ever."""
+    """It is refused on the caller's line, not followed forever."""
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(TypeError, match="does the structure contain itself"):
@@ -677,7 +677,7 @@ def test_what_stays_in_the_script(
     data = coordinator.distribute_dataset(np.arange(4)).batch(2)
     with CheckpointManager(str(tmp_path), strategy=strategy) as manager:
         for thing, mend in [
-            (coordinator, "schedule what is to run in the script"),
+            (coordinator, "schedule functions in the script"),
             (cluster, "use variables in the function, or the strategy"),
             (data, r"pass its parts, `for part in dataset: coordinator.schedule\(fn, args=\(part,\)\)`"),
             (value, r"pass it as an argument, `schedule\(fn, args=\(value,\)\)`"),
@@ -696,7 +696,7 @@ def test_what_stays_in_the_script(
             if thing is not value:
                 with pytest.raises(TypeError, match=rf"args\[0\]\['it'\]\[0\] {what}"):
                     coordinator.schedule(triple, args=(held,))
-    assert value.fetch(PATIENCE) == 3
+    assert value.fetch(TIMEOUT) == 3
     assert coordinator.done()
 
 
@@ -705,16 +705,16 @@ def test_what_is_made_in_the_script_alone(strategy: ParameterServerStrategy, coo
     tries: list[tuple[Callable[[], Any], str]] = [
         (lambda: Variable(1.0), "a Variable was created in a step function, .* in the script, inside .* or pass it"),
         (lambda: optimizers.SGD(0.1), "optimizer SGD was created in a step function, .* in the script, inside"),
-        (lambda: strategy.scope(), "a strategy has no 'scope', only .*: variables, .* are made in the script"),
+        (lambda: strategy.scope(), "a strategy has no 'scope', only .*: create variables, .* in the script"),
         (lambda: strategy.variables, "a strategy has no 'variables', only read"),
-        (lambda: ClusterCoordinator(strategy), "in a step function: schedule what is to run in the script"),
+        (lambda: ClusterCoordinator(strategy), "in a step function: schedule functions in the script"),
     ]
     for step, said in tries:
         with pytest.raises((errors.MisuseError, AttributeError), match=said):
-            coordinator.schedule(step).fetch(PATIENCE)
+            coordinator.schedule(step).fetch(TIMEOUT)
         with pytest.raises(errors.FunctionError):
-            coordinator.join(PATIENCE)
-    assert coordinator.schedule(lambda: hasattr(strategy, "scope")).fetch(PATIENCE) is False
+            coordinator.join(TIMEOUT)
+    assert coordinator.schedule(lambda: hasattr(strategy, "scope")).fetch(TIMEOUT) is False
 
 
 def test_results_that_cannot_be_sent(coordinator: ClusterCoordinator) -> None:
@@ -726,10 +726,10 @@ def test_results_that_cannot_be_sent(coordinator: ClusterCoordinator) -> None:
     ]:
         value = coordinator.schedule(make)
         with pytest.raises(TypeError, match=message) as caught:
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
         assert isinstance(caught.value, errors.FunctionError)
         with pytest.raises(TypeError, match=message):
-            value.fetch(PATIENCE)
+            value.fetch(TIMEOUT)
 
 
 def test_results_that_nobody_wants(coordinator: ClusterCoordinator, gate: Gate) -> None:
@@ -738,7 +738,7 @@ def test_results_that_nobody_wants(coordinator: ClusterCoordinator, gate: Gate) 
         coordinator.schedule(wait_for_file, args=(gate.path,))
     coordinator.schedule(threading.Lock)
     gate.open()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 # RemoteValues as arguments
@@ -747,7 +747,7 @@ def test_results_that_nobody_wants(coordinator: ClusterCoordinator, gate: Gate) 
 def test_remote_values_as_arguments(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """A RemoteValue may stand anywhere in the arguments, ready or not; the function gets its value."""
     ready = coordinator.schedule(triple, args=(1,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
     def later(x: Any, path: str) -> Any:
         wait_for_file(path)
@@ -760,16 +760,16 @@ def test_remote_values_as_arguments(coordinator: ClusterCoordinator, gate: Gate)
     gate.open()
     x = [1, np.arange(3)]
     expected = (3, [x, {"k": x, 3: "key"}], Pair(x, 3), {3}, Batch(np.zeros(1), more=x))
-    assert identical(value.fetch(PATIENCE), (expected, {"late": x}))
+    assert identical(value.fetch(TIMEOUT), (expected, {"late": x}))
 
 
 def test_a_remote_value_twice(coordinator: ClusterCoordinator, gate: Gate) -> None:
-    """The same RemoteValue twice in one call counts twice, and none is waited for twice."""
+    """The same RemoteValue may occur twice in one call."""
     wait = coordinator.schedule(wait_for_file, args=(gate.path,))
     one = coordinator.schedule(lambda _: np.ones(100_000), args=(wait,))
     value = coordinator.schedule(lambda *arrays: sum(float(array.sum()) for array in arrays), args=(one, one, one))
     gate.open()
-    assert value.fetch(PATIENCE) == 300_000
+    assert value.fetch(TIMEOUT) == 300_000
 
 
 def test_chains_of_remote_values(coordinator: ClusterCoordinator) -> None:
@@ -777,7 +777,7 @@ def test_chains_of_remote_values(coordinator: ClusterCoordinator) -> None:
     value = coordinator.schedule(triple, args=(1,))
     for _ in range(100):
         value = coordinator.schedule(lambda x: x + 1, args=(value,))
-    assert value.fetch(PATIENCE) == 103
+    assert value.fetch(TIMEOUT) == 103
 
 
 def test_a_tree_of_remote_values(coordinator: ClusterCoordinator) -> None:
@@ -786,21 +786,21 @@ def test_a_tree_of_remote_values(coordinator: ClusterCoordinator) -> None:
     totals = [coordinator.schedule(lambda pair: pair[0] + pair[1], args=(leaves[i : i + 2],)) for i in range(0, 16, 2)]
     value = coordinator.schedule(lambda arrays: float(np.sum(arrays)), args=(totals,))
     del leaves, totals
-    assert value.fetch(PATIENCE) == 50_000 * sum(range(16))
+    assert value.fetch(TIMEOUT) == 50_000 * sum(range(16))
 
 
 def test_what_the_user_does_to_a_fetched_array(coordinator: ClusterCoordinator) -> None:
     """A fetched array is the user's own: a function that takes the RemoteValue gets the value as it came."""
     for size in (10, 100_000):
         value = coordinator.schedule(np.ones, args=(size,))
-        value.fetch(PATIENCE)[:] = 0
-        assert coordinator.schedule(np.sum, args=(value,)).fetch(PATIENCE) == size
+        value.fetch(TIMEOUT)[:] = 0
+        assert coordinator.schedule(np.sum, args=(value,)).fetch(TIMEOUT) == size
 
 
 def test_a_record_of_a_class_that_the_other_worker_has_not_met(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """A dataclass instance that one worker returned is taken by another, which has to be told of the class."""
     first = coordinator.schedule(Batch, args=(np.arange(3), "x"))
-    assert first.fetch(PATIENCE).label == "x"
+    assert first.fetch(TIMEOUT).label == "x"
 
     def step(batch: Any, path: str) -> tuple[int, str]:
         leave_mark(path, str(experimental_get_current_worker_index()))
@@ -810,7 +810,7 @@ def test_a_record_of_a_class_that_the_other_worker_has_not_met(coordinator: Clus
     values = [coordinator.schedule(step, args=(first, gate.path)) for _ in range(NUM_WORKERS)]
     until(lambda: len(marks(gate)) == NUM_WORKERS, "every worker has one")
     gate.open()
-    assert sorted(coordinator.fetch(values, PATIENCE)) == [(i, "x") for i in range(NUM_WORKERS)]
+    assert sorted(coordinator.fetch(values, TIMEOUT)) == [(i, "x") for i in range(NUM_WORKERS)]
 
 
 def nested(levels: int, inside: Any = 0) -> Any:
@@ -825,10 +825,10 @@ def test_arguments_that_are_too_deep_together(coordinator: ClusterCoordinator) -
     value = coordinator.schedule(nested, args=(40,))
     deep = coordinator.schedule(echo, args=(nested(38, value),))
     with pytest.raises(errors.FunctionError, match="nested more than 44 levels deep"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     with pytest.raises(errors.FunctionError, match="nested more than 44 levels deep"):
-        deep.fetch(PATIENCE)
-    assert coordinator.schedule(triple, args=(1,)).fetch(PATIENCE) == 3
+        deep.fetch(TIMEOUT)
+    assert coordinator.schedule(triple, args=(1,)).fetch(TIMEOUT) == 3
 
 
 def test_an_argument_whose_function_failed(coordinator: ClusterCoordinator, gate: Gate) -> None:
@@ -843,16 +843,16 @@ def test_an_argument_whose_function_failed(coordinator: ClusterCoordinator, gate
     after = coordinator.schedule(triple, args=([waiting],))
     gate.open()
     with pytest.raises(ValueError, match="no value"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     for value in (waiting, after):
         with pytest.raises(errors.CancelledError, match="schedule it again"):
-            value.fetch(PATIENCE)
+            value.fetch(TIMEOUT)
     for value in (failing, waiting):
         with pytest.raises(
             errors.CancelledError, match=r"an argument has no value: <RemoteValue of .*: (failed|cancelled)>"
         ):
             coordinator.schedule(triple, args=(value,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 # The queue
@@ -872,7 +872,7 @@ def test_order_of_the_queue(single: LocalCluster, gate: Gate) -> None:
         for i in range(300):
             last = coordinator.schedule(step, args=(i,))
         gate.open()
-        assert last.fetch(PATIENCE) == list(range(300))
+        assert last.fetch(TIMEOUT) == list(range(300))
 
 
 def test_order_behind_what_waits(single: LocalCluster, gate: Gate) -> None:
@@ -889,32 +889,32 @@ def test_order_behind_what_waits(single: LocalCluster, gate: Gate) -> None:
         behind = coordinator.schedule(step, args=("waits", first))
         coordinator.schedule(step, args=("goes",))
         gate.open()
-        assert behind.fetch(PATIENCE) == ["goes", "waits"]
+        assert behind.fetch(TIMEOUT) == ["goes", "waits"]
 
 
 def test_nobody_waits_behind_a_long_function(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """While a worker is busy for long, functions go to the one that is idle, and not into the busy one's queue."""
-    coordinator.fetch([coordinator.schedule(triple, args=(1,)) for _ in range(100)], PATIENCE)  # they look quick now
+    coordinator.fetch([coordinator.schedule(triple, args=(1,)) for _ in range(100)], TIMEOUT)  # they seem quick now
     long = coordinator.schedule(wait_for_file, args=(gate.path,))
     for i in range(50):
-        assert coordinator.schedule(triple, args=(i,)).fetch(PATIENCE) == 3 * i
+        assert coordinator.schedule(triple, args=(i,)).fetch(TIMEOUT) == 3 * i
     values = [coordinator.schedule(triple, args=(i,)) for i in range(50)]
-    assert coordinator.fetch(values, PATIENCE) == [3 * i for i in range(50)]
+    assert coordinator.fetch(values, TIMEOUT) == [3 * i for i in range(50)]
     assert long.status is RemoteValueStatus.NOT_READY
 
 
 def test_join_and_done(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """join returns at once when nothing is scheduled, and may be repeated; done never waits (rows 41, 42)."""
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     coordinator.join()
     assert coordinator.done() is True
     values = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(3 * NUM_WORKERS)]
     assert coordinator.done() is False
     gate.open()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert coordinator.done() is True
     assert all(value.status is RemoteValueStatus.READY for value in values)
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 def test_many_functions_run_once_each(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
@@ -923,7 +923,7 @@ def test_many_functions_run_once_each(strategy: ParameterServerStrategy, coordin
         counter = Variable(np.zeros((), np.int64), name="counter")
     for _ in range(3000):
         coordinator.schedule(counter.assign_add, args=(1,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert counter.numpy() == 3000
 
 
@@ -937,8 +937,8 @@ def test_schedule_from_several_threads(coordinator: ClusterCoordinator) -> None:
             for i in range(100):
                 values.append(coordinator.schedule(operator.mul, args=(thread, i)))
                 if i % 30 == 0:
-                    coordinator.join(PATIENCE)
-            assert coordinator.fetch(values, PATIENCE) == [thread * i for i in range(100)]
+                    coordinator.join(TIMEOUT)
+            assert coordinator.fetch(values, TIMEOUT) == [thread * i for i in range(100)]
         except BaseException as error:
             failures.append(error)
 
@@ -946,9 +946,9 @@ def test_schedule_from_several_threads(coordinator: ClusterCoordinator) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert failures == []
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 def test_schedule_during_join(coordinator: ClusterCoordinator, gate: Gate) -> None:
@@ -958,17 +958,17 @@ def test_schedule_during_join(coordinator: ClusterCoordinator, gate: Gate) -> No
 
     def joins() -> None:
         begun.set()
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         ready_at_return.extend(value.status is RemoteValueStatus.READY for value in values)
 
     thread = threading.Thread(target=joins)
     thread.start()
-    begun.wait(PATIENCE)
+    begun.wait(TIMEOUT)
     # A join that blocked these would block them for good.
     values += [coordinator.schedule(triple, args=(i,)) for i in range(20)]
     assert thread.is_alive()
     gate.open()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert ready_at_return == [True] * (NUM_WORKERS + 20)
 
 
@@ -994,13 +994,13 @@ def test_a_full_queue_blocks_the_producer(strategy: ParameterServerStrategy, gat
     assert thread.is_alive()
     assert len(scheduled) < 40
     gate.open()
-    thread.join(PATIENCE)
-    coordinator.join(PATIENCE)
+    thread.join(TIMEOUT)
+    coordinator.join(TIMEOUT)
     assert [value.status for value in scheduled] == [RemoteValueStatus.READY] * 40
 
 
 def test_an_error_frees_a_blocked_producer(strategy: ParameterServerStrategy, gate: Gate) -> None:
-    """A producer that waits for room in the queue is the one that gets the error, if nobody joins."""
+    """A producer that waits for room in the queue gets the error if no thread joins."""
     coordinator = ClusterCoordinator(strategy, max_queued=2)
     raised: list[BaseException] = []
 
@@ -1019,11 +1019,11 @@ def test_an_error_frees_a_blocked_producer(strategy: ParameterServerStrategy, ga
     thread.start()
     until(lambda: held_by_workers(coordinator)[0] == 2, "the queue is full")
     gate.open()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert len(raised) == 1
     assert "the queue is full, and this fails" in str(raised[0])
     assert held_by_workers(coordinator) == (0, 0)
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
 
 
 def test_blocked_functions_count_in_the_queue(strategy: ParameterServerStrategy, gate: Gate) -> None:
@@ -1036,8 +1036,8 @@ def test_blocked_functions_count_in_the_queue(strategy: ParameterServerStrategy,
     assert held_by_workers(coordinator)[0] == 3
     assert thread.is_alive()
     gate.open()
-    thread.join(PATIENCE)
-    assert coordinator.fetch(values, PATIENCE) == [0, 1, 2, 3]
+    thread.join(TIMEOUT)
+    assert coordinator.fetch(values, TIMEOUT) == [0, 1, 2, 3]
 
 
 # What a step function may ask for
@@ -1058,7 +1058,7 @@ def test_the_current_worker_index(coordinator: ClusterCoordinator, gate: Gate) -
     values = [coordinator.schedule(step, args=(gate.path,)) for _ in range(NUM_WORKERS)]
     until(lambda: marks(gate) == {str(i) for i in range(NUM_WORKERS)}, "every worker has one")
     gate.open()
-    assert sorted(coordinator.fetch(values, PATIENCE)) == [[i, i] for i in range(NUM_WORKERS)]
+    assert sorted(coordinator.fetch(values, TIMEOUT)) == [[i, i] for i in range(NUM_WORKERS)]
     with pytest.raises(RuntimeError, match="only inside a function that runs on a worker"):
         experimental_get_current_worker_index()
 
@@ -1085,7 +1085,7 @@ def test_run_and_reduce_as_in_the_tutorial(strategy: ParameterServerStrategy, co
         }
 
     x = np.array([1.0, 3.0], np.float32)
-    found = coordinator.schedule(step, args=(x,)).fetch(PATIENCE)
+    found = coordinator.schedule(step, args=(x,)).fetch(TIMEOUT)
     assert found["sum"] == 10
     assert found["mean"]["l"].tolist() == [1, 9]
     assert found["mean over"] == {"l": [5]}
@@ -1103,7 +1103,7 @@ def test_nothing_is_made_inside_a_step(strategy: ParameterServerStrategy, coordi
         with strategy.scope():
             coordinator.schedule(make)
         with pytest.raises(errors.MisuseError, match="created in a step function, which is not allowed"):
-            coordinator.join(PATIENCE)
+            coordinator.join(TIMEOUT)
 
 
 # Strategies and coordinators
@@ -1115,18 +1115,18 @@ def test_one_coordinator_a_strategy(strategy: ParameterServerStrategy) -> None:
     barrier = threading.Barrier(4)
 
     def make() -> None:
-        barrier.wait(PATIENCE)
+        barrier.wait(TIMEOUT)
         found.append(ClusterCoordinator(strategy))
 
     threads = [threading.Thread(target=make) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert len(found) == 4
     assert len(set(map(id, [*found, ClusterCoordinator(strategy=strategy)]))) == 1
     assert found[0].strategy is strategy
-    assert found[0].schedule(triple, args=(1,)).fetch(PATIENCE) == 3
+    assert found[0].schedule(triple, args=(1,)).fetch(TIMEOUT) == 3
 
 
 @pytest.mark.parametrize("wrong", [None, "strategy", LocalCluster, 3])
@@ -1153,7 +1153,7 @@ def test_strategies_one_after_the_other(cluster: LocalCluster) -> None:
         with strategy.scope():
             w = Variable(float(round_), name="w")
             names.append(Variable(0).name)
-        assert coordinator.schedule(w.read_value).fetch(PATIENCE) == round_
+        assert coordinator.schedule(w.read_value).fetch(TIMEOUT) == round_
         strategy.close()
         strategy.close()
     assert names == [names[0]] * 3
@@ -1163,7 +1163,7 @@ def test_a_second_strategy_at_the_same_time(cluster: LocalCluster, coordinator: 
     """While one strategy has the cluster another one is refused, with the holder's name, and harms nothing."""
     with pytest.raises(errors.BusyError, match=r"works for chief 0 .*; end that job"):
         ParameterServerStrategy(cluster)
-    assert coordinator.schedule(triple, args=(1,)).fetch(PATIENCE) == 3
+    assert coordinator.schedule(triple, args=(1,)).fetch(TIMEOUT) == 3
 
 
 def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None:
@@ -1173,7 +1173,7 @@ def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None
     with strategy.scope():
         w = Variable(1.0, name="w")
     ready = coordinator.schedule(np.arange, args=(100_000,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     running = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(NUM_WORKERS)]
     queued = coordinator.schedule(triple, args=(1,))
     raised: list[BaseException] = []
@@ -1190,10 +1190,10 @@ def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None
         thread.start()
     strategy.close("the test is over")
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert len(raised) == 3
     assert any("the job is over: the test is over" in str(error) for error in raised)
-    assert ready.fetch(PATIENCE).sum() == sum(range(100_000))
+    assert ready.fetch(TIMEOUT).sum() == sum(range(100_000))
     for value in (*running, queued):
         assert value.status is RemoteValueStatus.CANCELLED
     with pytest.raises(errors.CancelledError, match="the job is over"):
@@ -1263,11 +1263,11 @@ def test_a_step_that_outlives_its_job(cluster: LocalCluster, gate: Gate) -> None
         values = [coordinator.schedule(w.assign_add, args=(1,)) for _ in range(20)]
         assert {value.status for value in values} == {RemoteValueStatus.NOT_READY}
         gate.open()
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
         assert w.numpy() == 20
 
 
 def test_the_environment_of_workers(coordinator: ClusterCoordinator) -> None:
     """Functions run in other processes than this one."""
-    pids = set(coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], PATIENCE))
+    pids = set(coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], TIMEOUT))
     assert os.getpid() not in pids

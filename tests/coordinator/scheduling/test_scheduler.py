@@ -9,22 +9,42 @@ import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from tests.conftest import search
 
-from pscluster.coordinator.scheduling.scheduler import (
-    MAX_BATCH_BYTES,
-    MAX_WINDOW,
-    STOP_SECONDS,
-    Ending,
-    Late,
-    Scheduler,
-    State,
-    Task,
-)
+from pscluster.coordinator.scheduling.scheduler import MAX_BATCH_BYTES, STOP_SECONDS, Scheduler
+from pscluster.coordinator.scheduling.tasks import MAX_WINDOW, Ending, Late, Loss, RunLimits, State, Task
 
 WORKERS = 3
 MAX_ATTEMPTS = 3
 
 workers = st.integers(0, WORKERS - 1)
 seconds = st.sampled_from([1e-6, 1e-3, 0.01, 10.0])  # windows of 1000, 12, 3 and 2 functions
+
+
+def check(scheduler: Scheduler[str]) -> None:
+    """Assert what always holds inside."""
+    for worker in scheduler.workers:
+        assert worker.up or not worker.sent, "a worker that is down has nothing"
+        assert all(task.state is State.SENT for task in worker.sent.values())
+        assert all(task.state is State.ORPHANED for task in worker.orphaned)
+        assert worker.up or not worker.strays, "a lost worker delays nothing"
+        assert all(task.state in (State.FAILED, State.CANCELLED) for task in worker.strays.values())
+        assert not set(worker.strays) & set(worker.sent)
+    assert all(task.state is State.QUEUED for task in (*scheduler._begun, *scheduler._queue))
+    assert all(task.begun for task in scheduler._begun)
+    assert not any(task.begun for task in scheduler._queue)
+    if scheduler._barrier_owner is not None:
+        assert not scheduler.in_flight, "nothing executes behind a barrier"
+        assert not scheduler._begun, "a barrier holds no half of a function"
+        assert scheduler._barrier_owner in scheduler.barriers
+    assert all(task.state is State.BLOCKED and task.blockers > 0 for task in scheduler._blocked)
+    assert scheduler.error is None or not scheduler.waiting, "an error leaves nothing waiting"
+    held = [task.id for task in (*scheduler._begun, *scheduler._queue, *scheduler._blocked)]
+    held += [task_id for worker in scheduler.workers for task_id in worker.sent]
+    held += [task.id for worker in scheduler.workers for task in worker.orphaned]
+    assert len(held) == len(set(held)), "a task is in one place"
+    assert len(held) + len(scheduler.ended) <= scheduler.entered
+    assert scheduler._keys == {task.key for task in scheduler.tasks() if task.key}, (
+        "a key is a task's that has not ended"
+    )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -48,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.withdrawn: set[Task[str]] = set()
         self.strays: list[list[Task[str]]] = [[] for _ in range(WORKERS)]  # ended, and may still run
-        self.landing: set[Task[str]] = set()  # ended, and a server may still take an update
+        self.shutting_out: set[Task[str]] = set()  # ended, and a server may still take an update
         self.now = 0.0
         self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
         self.asked: list[Task[str] | None] = [None] * WORKERS
@@ -58,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.barrier_owner: str | None = None
 
     def queued(self) -> list[Task[str]]:
-        """What may be sent, in order: while somebody makes a cut, only what has begun."""
+        """Return what may be sent, in order: during a cut only what has begun."""
         begun = [task for task in self.queue if task in self.begun]
         return begun if self.barriers else begun + [task for task in self.queue if task not in self.begun]
 
@@ -92,8 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.barrier_owner = None if self.barrier_owner == cut else self.barrier_owner
 
     def executing(self) -> bool:
-        """Could anything still change anything?"""
-        return any(self.sent) or any(self.orphaned) or bool(self.landing)
+        """Return whether any attempt could still change something."""
+        return any(self.sent) or any(self.orphaned) or bool(self.shutting_out)
 
     # What the model does with an error
 
@@ -103,14 +123,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.ended[task] = state
 
     def first_error(self, error: Exception) -> list[Task[str]]:
-        """An error is there now: what is cancelled by it."""
+        """Set the first error, and return what it cancels."""
         self.error = error
         cancelled, self.blocked, self.queue = [*self.blocked, *self.queue], [], []
         self.end(cancelled, State.CANCELLED)
         return cancelled
 
     def back_to_queue(self, tasks: list[Task[str]]) -> list[Task[str]]:
-        """These may run again, before all others: what is cancelled instead."""
+        """Queue these before all others, and return those that are cancelled instead."""
         cancelled = [task for task in tasks if self.error is not None or task in self.withdrawn]
         self.end(cancelled, State.CANCELLED)
         self.queue[:0] = [task for task in tasks if task not in cancelled]
@@ -139,9 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             blockers,
             size,
             isolated=isolated,
-            timeout=timeout,
-            retries=retries,
-            data_retries=data_retries,
+            limits=RunLimits(timeout, retries, data_retries),
             key=0 if in_use else key,
         )
         self.scheduler.add(task)
@@ -185,15 +203,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.strays[index] += [task for task in self.sent[index] if task in chosen]
             self.sent[index] = [task for task in self.sent[index] if task not in chosen]
             self.orphaned[index] = [task for task in self.orphaned[index] if task not in chosen]
-        self.landing.update(left)
+        self.shutting_out.update(left)
         self.end(waiting + left, State.CANCELLED)
 
-    @precondition(lambda self: self.landing)
+    @precondition(lambda self: self.shutting_out)
     @rule(data=st.data())
     def shut_out(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.sets(st.sampled_from(sorted(self.landing, key=lambda task: task.id))))
+        chosen = data.draw(st.sets(st.sampled_from(sorted(self.shutting_out, key=lambda task: task.id))))
         self.scheduler.shut_out(chosen)
-        self.landing -= chosen
+        self.shutting_out -= chosen
 
     @rule(index=workers, data=st.data())
     def a_stray_ends(self, index: int, data: st.DataObject) -> None:
@@ -201,18 +219,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         task = data.draw(st.sampled_from(self.strays[index]))
         outcomes: list[Callable[[], object]] = [
-            lambda: self.scheduler.finish(index, task.id, 1.0),
-            lambda: self.scheduler.fail(index, task.id, ValueError())[0],
-            lambda: self.scheduler.cancelled(index, task.id),
+            lambda: self.scheduler.stray_ended(index, task.id),
             lambda: self.scheduler.give_back(index, [task.id]),
         ]
-        outcomes.append(lambda: self.scheduler.never_sent(index, task))
-        assert not data.draw(st.sampled_from(outcomes))(), "nobody waits for it"
+        assert self.scheduler.finish(index, task.id, 1.0) is None
+        assert not data.draw(st.sampled_from(outcomes))(), "it ended before"
         self.strays[index].remove(task)
 
     def may_retry(self, task: Task[str], data_unread: bool = False) -> bool:
-        """Does it have a retry left, and does anybody want it to run again?"""
-        retries = max(task.retries, task.data_retries) if data_unread else task.retries
+        """Return whether it has a retry left and is still wanted."""
+        retries = max(task.limits.retries, task.limits.data_retries) if data_unread else task.limits.retries
         return task.failures < retries and self.error is None and task not in self.withdrawn
 
     @rule(index=workers, seconds=st.sampled_from([0.0, 0.6, STOP_SECONDS + 1]), data=st.data())
@@ -220,7 +236,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         sent = self.sent[index]
         reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
-        late = self.scheduler.late(index, reached, self.now)
+        found = self.scheduler.late(index, reached, self.now)
+        late, first = (None, None) if found is None else found
         if not sent or sent[0].position > reached:
             assert late is None
             return
@@ -232,38 +249,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         front = self.front[index]
         if front is None or front[:2] != (task, task.position):
             front = self.front[index] = (task, task.position, self.now)
-        if task.timeout is None or (over := self.now - front[2] - task.timeout) < 0:
+        if task.limits.timeout is None or (over := self.now - front[2] - task.limits.timeout) < 0:
             expected = None
         elif not self.may_retry(task):
             expected = Late.END
         elif self.asked[index] is not task:
-            expected, self.asked[index] = Late.ASK, task
+            expected, self.asked[index] = Late.STOP, task
         else:
             expected = Late.GIVE_UP if over > STOP_SECONDS else None
         assert late is expected
+        assert first is (None if late is None else task)
         if late is Late.END:
             self.time_out(index, task)
 
     def time_out(self, index: int, task: Task[str]) -> None:
         error = TimeoutError(task.payload)
-        failed, cancelled = self.scheduler.time_out(index, task, error)
+        cancelled = self.scheduler.fail(index, task, error, runs_on=True)
         self.sent[index].remove(task)
         self.strays[index].append(task)
-        self.landing.add(task)
+        self.shutting_out.add(task)
         if self.error is not None or task in self.withdrawn:
-            assert (failed, cancelled) == (None, [task])
+            assert cancelled == [task]
             self.end([task], State.CANCELLED)
         else:
-            assert failed is task
             self.end([task], State.FAILED)
             assert same(cancelled, [] if task.isolated else self.first_error(error))
 
     @rule()
     def doubt(self) -> None:
-        self.scheduler.doubt()
-        assert self.final or self.scheduler.take_error() is None, "it may have to be final"
-        assert self.scheduler.settled == (self.scheduler.idle and self.final)
-        self.scheduler.no_doubt()
+        assert self.scheduler.doubt() is not self.final
+        if not self.final:
+            assert self.scheduler.take_error() is None, "it may have to be final"
+            assert not self.scheduler.settled
+            self.scheduler.no_doubt()
+        assert self.scheduler.settled == self.scheduler.idle
 
     @rule()
     def take_error(self) -> None:
@@ -309,7 +328,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=workers, seconds=seconds, data=st.data())
     def finish(self, index: int, seconds: float, data: st.DataObject) -> None:
         if (task := self.one_sent(index, data)) is not None:
-            assert self.scheduler.finish(index, task.id, seconds) is task
+            found = self.scheduler.finish(index, task.id, seconds)
+            if self.asked[index] is task:
+                assert found is None, "it returned too late"
+                return
+            assert found is task
             self.sent[index].remove(task)
             self.end([task], State.DONE)
 
@@ -320,13 +343,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def failed(self, index: int, task: Task[str]) -> None:
         error = ValueError(task.payload)
-        failed, cancelled = self.scheduler.fail(index, task.id, error)
+        cancelled = self.scheduler.fail(index, task, error)
         self.sent[index].remove(task)
         if self.error is not None or task in self.withdrawn:
-            assert (failed, cancelled) == (None, [task])
+            assert cancelled == [task]
             self.end([task], State.CANCELLED)
         else:
-            assert failed is task
             self.end([task], State.FAILED)
             assert same(cancelled, [] if task.isolated else self.first_error(error))
 
@@ -349,21 +371,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.failed(index, task)
 
     @rule(index=workers, data=st.data())
-    def cancelled(self, index: int, data: st.DataObject) -> None:
-        if (task := self.one_sent(index, data)) is not None:
-            assert self.scheduler.cancelled(index, task.id) is task
-            self.sent[index].remove(task)
-            self.end([task], State.CANCELLED)
-
-    @rule(index=workers, data=st.data())
     def outcome_of_what_it_does_not_have(self, index: int, data: st.DataObject) -> None:
         mine = self.sent[index] + self.strays[index]
         others = [task.id for task in self.all if task not in mine] + [len(self.all) + 1]
-        number = data.draw(st.sampled_from(others))
-        assert self.scheduler.finish(index, number, 1.0) is None
-        assert self.scheduler.fail(index, number, ValueError()) == (None, [])
-        assert self.scheduler.cancelled(index, number) is None
-        assert self.scheduler.give_back(index, [number]) == []
+        task_id = data.draw(st.sampled_from(others))
+        assert self.scheduler.finish(index, task_id, 1.0) is None
+        self.scheduler.stray_ended(index, task_id)
+        assert self.scheduler.give_back(index, [task_id]) == []
 
     @rule(index=workers, data=st.data())
     def give_back(self, index: int, data: st.DataObject) -> None:
@@ -391,7 +405,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def lose(self, index: int) -> None:
-        assert self.scheduler.lose(index) == bool(self.sent[index] or self.orphaned[index])
+        held = self.orphaned[index] + self.sent[index]
+        assert self.scheduler.lose(index) is (held[0] if held else None)
         for task in self.sent[index][1:]:
             self.started[task] -= 1  # a worker runs its functions in order
         self.orphaned[index] += self.sent[index]
@@ -404,21 +419,30 @@ class SchedulerMachine(RuleBasedStateMachine):
     def requeue(self, index: int) -> None:
         if self.up[index]:
             return
-        exhausted = RuntimeError("all attempts are spent")
-        failed, cancelled = self.scheduler.requeue(index, exhausted)
         tasks, self.orphaned[index] = self.orphaned[index], []
-        spent = [task for task in tasks if self.started[task] >= MAX_ATTEMPTS]
-        expected = self.back_to_queue([task for task in tasks if task not in spent])
-        for task in spent:
-            if self.error is None and task not in self.withdrawn:
-                assert failed.pop(0) is task
-                self.end([task], State.FAILED)
-                expected += [] if task.isolated else self.first_error(exhausted)
-            else:
-                self.end([task], State.CANCELLED)
-                expected.append(task)
-        assert failed == []
-        assert same(cancelled, expected)
+        loss = self.decide_loss(index, tasks[0]) if tasks else None
+        if loss not in (Loss.TOO_LONG, Loss.DEADLY):
+            assert same(self.scheduler.requeue(index), self.back_to_queue(tasks))
+            return
+        error, (ran, *others) = RuntimeError(loss), tasks
+        cancelled = self.scheduler.requeue(index, error)
+        expected = self.back_to_queue(others)
+        self.end([ran], State.FAILED)
+        assert same(cancelled, expected + ([] if ran.isolated else self.first_error(error)))
+
+    def decide_loss(self, index: int, task: Task[str]) -> Loss | None:
+        stopping, may, before = self.asked[index] is task, self.may_retry(task), task.failures
+        loss = self.scheduler.decide_loss(index, task)
+        if self.error is not None or task in self.withdrawn:
+            assert loss is None, "it is cancelled"
+        elif stopping and not may:
+            assert loss is Loss.TOO_LONG
+        elif self.started[task] >= MAX_ATTEMPTS:
+            assert loss is Loss.DEADLY
+        else:
+            assert loss is (Loss.RETRY if stopping else Loss.AGAIN)
+        assert task.failures == before + (loss is Loss.RETRY), "each retry is counted"
+        return loss
 
     @rule(final=st.sampled_from([False, False, False, True]))
     def abort(self, final: bool) -> None:
@@ -433,20 +457,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected += self.first_error(error)
         self.final = self.final or final
         assert same(cancelled, expected)
-
-    @rule()
-    def steal(self) -> None:
-        found = self.scheduler.to_steal()
-        most = max(map(len, self.sent))
-        if self.queued() or self.error is not None or most < 2:
-            assert found is None
-        else:
-            assert found is not None
-            index, tasks = found
-            held = self.sent[index]
-            assert len(held) == most
-            assert 0 < len(tasks) < len(held)
-            assert list(tasks) == held[-len(tasks) :], "the later ones: what it runs is the first"
 
     @rule(index=workers, idle=st.booleans(), leaving=st.booleans(), recalled=st.booleans())
     def writer(self, index: int, idle: bool, leaving: bool, recalled: bool) -> None:
@@ -466,12 +476,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def steal_for(self, index: int) -> None:
-        found, stealer = self.scheduler.to_steal(), self.scheduler.workers[index]
-        may = found is not None and not self.scheduler.workers[found[0]].recalled
-        assert self.scheduler.steal_for(index) == (found if may and stealer.idle and not self.has(index) else None)
+        scheduler = self.scheduler
+        stealer = scheduler.workers[index]
+        stealer.idle = self.up[index]
+        found, held = scheduler.steal_for(index), max(self.sent, key=len)
+        asked = scheduler.workers[self.sent.index(held)].recalled
+        if not stealer.idle or self.has(index) or self.queued() or self.error is not None or len(held) < 2 or asked:
+            assert found is None
+        else:
+            assert found is not None
+            assert self.sent[found[0]] is held
+            assert 0 < len(found[1]) < len(held)
+            assert list(found[1]) == held[-len(found[1]) :], "the later ones: what it runs is the first"
 
     def has(self, index: int) -> bool:
-        """Does the worker run anything?"""
+        """Return whether the worker runs anything."""
         return bool(self.sent[index] or self.strays[index])
 
     # What always holds
@@ -479,7 +498,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self) -> None:
         scheduler = self.scheduler
-        scheduler.check()
+        check(scheduler)
         assert scheduler.error is self.error
         assert scheduler.queued == len(self.queued())
         assert scheduler.begun == [task for task in self.queue if task in self.begun]
@@ -488,11 +507,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         assert all(task.begun == (task in self.begun) for task in self.all)
         assert scheduler.waiting == len(self.queue) + len(self.blocked)
-        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.orphaned)) + len(self.landing)
-        assert scheduler.idle == (len(self.ended) == len(self.all) and not self.landing)
-        assert scheduler.is_shutting_out == bool(self.landing)
-        assert list(scheduler.strays) == [(i, task) for i in range(WORKERS) for task in self.strays[i]]
-        assert [scheduler.recallable(index) for index in range(WORKERS)] == self.sent
+        assert scheduler.in_flight == sum(map(len, self.sent)) + sum(map(len, self.orphaned)) + len(self.shutting_out)
+        assert scheduler.executing == self.executing()
+        assert scheduler.ends_waits == (
+            not self.executing() and bool(self.error or self.barriers or not scheduler.waiting)
+        )
+        assert scheduler.idle == (len(self.ended) == len(self.all) and not self.shutting_out)
+        assert scheduler.is_shutting_out == bool(self.shutting_out)
+        assert list(scheduler.strays) == [task for strays in self.strays for task in strays]
+        assert [list(worker.sent.values()) for worker in scheduler.workers] == self.sent
         places = {
             State.QUEUED: self.queue,
             State.BLOCKED: self.blocked,
@@ -509,7 +532,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """However it stands: once the workers return and run what they get, everything ends."""
         self.scheduler.shut_out()
-        self.landing.clear()
+        self.shutting_out.clear()
         for index in range(WORKERS):
             self.lose(index)
             self.requeue(index)
@@ -592,7 +615,7 @@ def test_lost_functions_go_to_the_head_in_their_order() -> None:
     scheduler.add(late)
     scheduler.lose(0)
     assert scheduler.take(1) == [], "nothing of it runs before the servers have closed the worker's incarnation"
-    assert scheduler.requeue(0) == ([], [])
+    assert scheduler.requeue(0) == []
     scheduler.worker_up(1)
     order: list[Task[int]] = []
     while batch := scheduler.take(1):
@@ -608,11 +631,13 @@ def test_a_death_is_an_attempt_of_the_oldest_only() -> None:
     for death in (1, 2):
         scheduler.workers[0].seconds = 1e-6
         assert scheduler.take(0) == [first, *rest]
-        scheduler.lose(0)
+        assert scheduler.lose(0) is first
         assert [task.attempts for task in (first, *rest)] == [death] + [0] * 7
-        failed, cancelled = scheduler.requeue(0, RuntimeError("spent"))
+        loss = scheduler.decide_loss(0, first)
+        assert loss is (Loss.DEADLY if death == 2 else Loss.AGAIN)
+        cancelled = scheduler.requeue(0, RuntimeError("spent") if loss is Loss.DEADLY else None)
         scheduler.worker_up(0)
-    assert failed == [first]
+    assert first.state is State.FAILED
     assert same_ids(cancelled, rest)
 
 
@@ -631,9 +656,10 @@ def test_first_error_wins_and_is_taken_once() -> None:
     """The second error is not kept; the first can be taken when nothing executes, and then the queue is as new."""
     scheduler, tasks = scheduler_with(5, up=3)
     first, second = (scheduler.take(index)[0] for index in range(2))
-    assert scheduler.fail(0, first.id, ValueError("first")) == (first, tasks[2:])
+    assert scheduler.fail(0, first, ValueError("first")) == tasks[2:]
+    assert first.state is State.FAILED
     assert scheduler.take_error() is None, "another one still executes"
-    assert scheduler.fail(1, second.id, ValueError("second")) == (None, [second])
+    assert scheduler.fail(1, second, ValueError("second")) == [second]
     error = scheduler.take_error()
     assert str(error) == "first"
     assert scheduler.take_error() is None
@@ -680,7 +706,7 @@ def test_a_worker_of_unknown_speed_gets_one_function() -> None:
 
 
 def test_one_has_the_queue_to_itself() -> None:
-    """While somebody schedules exclusively, nobody else does; a full queue takes nothing from anybody."""
+    """While one producer schedules exclusively, no other does; a full queue takes nothing from any."""
     scheduler: Scheduler[int] = Scheduler(1, 1, max_queued=2)
     assert scheduler.may_add("me")
     assert scheduler.begin_exclusive("me")
@@ -709,16 +735,20 @@ def test_keys_of_what_has_not_ended_are_not_forgotten() -> None:
     assert scheduler.take_ended() == ([], set())
 
 
-def test_a_lost_worker_tells_what_it_was_asked_to_stop() -> None:
-    """What ran too long and did not stop costs its worker, and is known for it until it is queued again."""
+def test_what_did_not_stop_uses_up_a_retry_when_its_worker_is_lost() -> None:
+    """A function that runs too long and does not stop costs its worker, and fails once it has no retry left."""
     scheduler, (task,) = scheduler_with(1)
-    task.timeout, task.retries = 1.0, 1
+    task.limits = RunLimits(timeout=1.0, retries=1)
     scheduler.take(0)
-    assert [scheduler.late(0, 1, now) for now in (0.0, 1.0, 1.5)] == [None, Late.ASK, None]
-    assert scheduler.late(0, 1, 2.0 + STOP_SECONDS) is Late.GIVE_UP
-    scheduler.lose(0)
-    assert scheduler.was_asked_to_stop(0) is task
-    assert scheduler.retry(task)
-    assert scheduler.requeue(0) == ([], [])
-    assert scheduler.was_asked_to_stop(0) is None
-    assert not scheduler.retry(task), "that was its only retry"
+    for now, expected in (
+        (0.0, None),
+        (1.0, (Late.STOP, task)),
+        (1.5, None),
+        (2.0 + STOP_SECONDS, (Late.GIVE_UP, task)),
+    ):
+        assert scheduler.late(0, 1, now) == expected
+    assert scheduler.finish(0, task.id, 2.0) is None, "it comes too late"
+    assert scheduler.lose(0) is task
+    assert scheduler.decide_loss(0, task) is Loss.RETRY
+    assert scheduler.requeue(0) == []
+    assert not scheduler.may_retry(task), "that was its only retry"

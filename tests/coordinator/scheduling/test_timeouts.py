@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import NUM_WORKERS, Gate, wait_for_file
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, RemoteValueStatus, Variable, errors
 from pscluster.coordinator.scheduling import scheduler
@@ -33,11 +33,11 @@ def test_it_is_stopped_at_its_next_call(coordinator: ClusterCoordinator, counter
     """The error names the function, the limit and the worker; it is a TimeoutError, and the worker goes on."""
     value = coordinator.schedule(reads_for_ever, args=(counter,), timeout=0.3)
     with pytest.raises(errors.FunctionTimeoutError, match=r"reads_for_ever ran longer than its timeout of 0.3 s on w"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     with pytest.raises(TimeoutError):
-        value.fetch(PATIENCE)
+        value.fetch(TIMEOUT)
     assert coordinator.workers_up == NUM_WORKERS
-    assert coordinator.schedule(lambda: 3, timeout=PATIENCE).fetch(PATIENCE) == 3
+    assert coordinator.schedule(lambda: 3, timeout=TIMEOUT).fetch(TIMEOUT) == 3
 
 
 def test_it_is_run_again(coordinator: ClusterCoordinator, counter: Variable, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_it_is_run_again(coordinator: ClusterCoordinator, counter: Variable, tmp
             time.sleep(0.01)
         return "done"
 
-    assert coordinator.schedule(slow_at_first, timeout=0.3, retries=2).fetch(PATIENCE) == "done"
+    assert coordinator.schedule(slow_at_first, timeout=0.3, retries=2).fetch(TIMEOUT) == "done"
     assert len(list(tmp_path.iterdir())) == 3
     assert counter.numpy() == 1
 
@@ -67,7 +67,7 @@ def test_those_behind_it_wait_for_nothing(coordinator: ClusterCoordinator, count
 
     for _ in range(8 * NUM_WORKERS):
         coordinator.schedule(naps, timeout=1.5)
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert counter.numpy() == 8 * NUM_WORKERS
 
 
@@ -85,24 +85,24 @@ def test_one_that_does_not_stop(coordinator: ClusterCoordinator, counter: Variab
 
     values = [coordinator.schedule(stubborn, args=(gate.path, False), timeout=0.2)]
     with pytest.raises(errors.FunctionTimeoutError, match=r"stubborn ran longer than its timeout of 0\.2 s"):
-        values[0].fetch(PATIENCE)
+        values[0].fetch(TIMEOUT)
     with pytest.raises(errors.FunctionTimeoutError, match="may have been applied"):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     for _ in range(20):
         coordinator.schedule(counter.assign_add, args=(1,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert coordinator.workers_up == NUM_WORKERS
     values.append(coordinator.schedule(stubborn, args=(gate.path, True), timeout=0.2))
     with pytest.raises(errors.FunctionTimeoutError):
-        coordinator.join(PATIENCE)
+        coordinator.join(TIMEOUT)
     assert coordinator.explain().count("stubborn has ended but is still running there") == NUM_WORKERS
-    looks = coordinator._dispatcher.stats().workers
-    assert [(look.has, look.running.rpartition(".")[2]) for look in looks] == [(1, "stubborn")] * NUM_WORKERS
+    workers = coordinator._dispatcher.status.stats().workers
+    assert [(worker.has, worker.running.rpartition(".")[2]) for worker in workers] == [(1, "stubborn")] * NUM_WORKERS
     waits = coordinator.schedule(lambda: 3)
     with pytest.raises(errors.WaitTimeoutError):
         waits.fetch(0.1)
     gate.open()
-    assert waits.fetch(PATIENCE) == 3
+    assert waits.fetch(TIMEOUT) == 3
     until(lambda: "still runs" not in coordinator.explain(), "the workers are used again")
     assert counter.numpy() == 20, "what it did after its time was refused"
     assert [value.status for value in values] == [RemoteValueStatus.FAILED] * 2
@@ -118,7 +118,7 @@ def test_a_result_that_comes_too_late(coordinator: ClusterCoordinator, tmp_path:
         time.sleep(1.0 if not marks else 0.0)
         return marks
 
-    assert coordinator.schedule(slow_at_first, timeout=0.2, retries=1).fetch(PATIENCE) == 1
+    assert coordinator.schedule(slow_at_first, timeout=0.2, retries=1).fetch(TIMEOUT) == 1
 
 
 def test_a_stubborn_one_is_run_elsewhere(
@@ -137,7 +137,7 @@ def test_a_stubborn_one_is_run_elsewhere(
         counter.assign_add(1)
         return "done"
 
-    assert coordinator.schedule(stubborn_at_first, timeout=0.5, retries=1).fetch(PATIENCE) == "done"
+    assert coordinator.schedule(stubborn_at_first, timeout=0.5, retries=1).fetch(TIMEOUT) == "done"
     (tmp_path / "go-on").touch()
     until(lambda: coordinator.workers_up == NUM_WORKERS, "the worker is back")
     assert counter.numpy() == 1

@@ -11,7 +11,7 @@ import pytest
 
 from pscluster.coordinator.scheduling.waiting import Condition, Event, result_of, wait_for
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Signalled(BaseException):
@@ -57,7 +57,7 @@ def elsewhere() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait", [on_condition, on_event, on_future])
-@pytest.mark.parametrize("timeout", [None, PATIENCE])
+@pytest.mark.parametrize("timeout", [None, TIMEOUT])
 def test_a_signal_that_another_thread_got(wait: object, timeout: float | None, elsewhere: None) -> None:
     """Its handler runs all the same, long before the time is over."""
     assert callable(wait)
@@ -74,7 +74,7 @@ def test_what_waits_is_woken() -> None:
         assert not condition.wait(0.3)
         assert not condition.wait_for(lambda: False, 0.6)
     threading.Timer(0.7, event.set).start()
-    assert event.wait(PATIENCE)
+    assert event.wait(TIMEOUT)
 
     def tell() -> None:
         with condition:
@@ -97,10 +97,10 @@ def test_futures() -> None:
     failed.set_exception(ValueError("seven"))
     assert wait_for(failed)
     with pytest.raises(ValueError, match="seven"):
-        result_of(failed, PATIENCE)
+        result_of(failed, TIMEOUT)
 
 
-@pytest.mark.parametrize("timeout", [None, PATIENCE])
+@pytest.mark.parametrize("timeout", [None, TIMEOUT])
 def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has timed out, and has not the lock again: who notifies now takes it for one that still waits."""
     condition, ended, found, come = Condition(), threading.Event(), list[bool](), False
@@ -121,8 +121,8 @@ def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeyp
     while not condition._waiters:  # type: ignore[attr-defined]
         pass
     with condition:
-        assert ended.wait(PATIENCE)
+        assert ended.wait(TIMEOUT)
         come = True
         condition.notify_all()
-    waiter.join(PATIENCE)
+    waiter.join(TIMEOUT)
     assert found == [True]

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -129,7 +129,7 @@ def test_a_loop_of_ones_own(
         losses = []
         for batch, value in enumerate(values):
             calls.on_train_batch_begin(batch)
-            _, _, _, names, rows = value.fetch(PATIENCE)
+            _, _, _, names, rows = value.fetch(TIMEOUT)
             calls.on_train_batch_end(batch, dict(zip(names, rows[0], strict=True)))
             losses.append(float(rows[0, 0]))
         assert (calls.training.epoch, calls.training.steps) == (epoch, STEPS)
@@ -140,7 +140,7 @@ def test_a_loop_of_ones_own(
             break
     calls.on_train_end()
     calls.close()
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     assert history.epoch == [0, 1, 2]
     assert history.history["learning_rate"] == [0.5, 0.25, 0.125]
     assert history.history["loss"][1] < history.history["loss"][0] < history.history["loss"][2]
@@ -185,7 +185,7 @@ def test_closing(coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixtu
 
     CallbackList([Closes(), Closes()], coordinator).close()
     assert len(closed) == 2
-    assert "the callback Closes could not be closed: no" in caplog.text
+    assert "the callback Closes failed at the end of training: no" in caplog.text
 
 
 # What goes by a number
@@ -256,7 +256,7 @@ def test_the_best_variables_come_back(
     assert (stopping.best, stopping.best_epoch) == (0, 1)
     assert model.value == 2
     assert data.epoch == 4
-    state = TrainingState(coordinator.context.variables, 1)
+    state = TrainingState(coordinator.context.client, 1)
     state.load()
     assert state.finished
     assert state.epoch == 4
@@ -293,7 +293,7 @@ def test_a_plateau(
     losses: list[float],
     rates: list[float],
 ) -> None:
-    """The rate behind each epoch; the logs have the one that the epoch had."""
+    """Check the rate after each epoch; the logs have the rate during it."""
     found: list[float] = []
     logged: list[float] = []
 
@@ -366,7 +366,17 @@ def test_what_is_refused(
         (
             lambda: callbacks.BackupAndRestore(place, every=0),
             ValueError,
-            "every is 0; give more than 0 seconds, or None",
+            "every is 0; it must be a number of seconds, above 0, or None",
+        ),
+        (
+            lambda: callbacks.EarlyStopping("loss", patience=-1),
+            ValueError,
+            "patience is -1; it must be a whole number of epochs, 0 or more",
+        ),
+        (
+            lambda: callbacks.ReduceLROnPlateau(optimizer, min_lr=-0.1),
+            ValueError,
+            r"min_lr is -0.1; it must be a number, 0 or more",
         ),
         (
             lambda: callbacks.TensorBoard(place, update_freq=-1),
@@ -390,7 +400,7 @@ def test_what_is_refused(
 def test_a_number_that_is_not_there(
     coordinator: ClusterCoordinator, model: Counter, data: DistributedDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Is said once, with those that are; the training goes on."""
+    """A missing number is logged once, with the names of those that exist; training continues."""
     stopping = callbacks.EarlyStopping("lost")
     history = coordinator.fit(model.step(), data, epochs=3, callbacks=[stopping], verbose=0)
     assert history.epoch == [0, 1, 2]
@@ -481,7 +491,7 @@ def test_checkpoints_of_the_best(
 def test_the_best_by_evaluation(
     coordinator: ClusterCoordinator, model: Counter, data: DistributedDataset, tmp_path: Path
 ) -> None:
-    """By "val_..." of the epochs that have it; from what there is to be improved on."""
+    """The best is chosen by "val_..." of the epochs that have it, from the initial threshold on."""
     count = model.count
     keeps = callbacks.ModelCheckpoint(
         str(tmp_path), "val_count", save_best_only=True, mode="max", initial_value_threshold=2.5
@@ -517,7 +527,7 @@ def test_no_checkpoint_can_be_made(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Below what is no directory: that is logged, the training goes on, and what is best is not forgotten for it."""
+    """Saving below a regular file fails: that is logged, training continues, and the best value stays as it was."""
     (tmp_path / "file").write_text("no directory")
     place = str(tmp_path / "file" / "below")
     keeps = callbacks.ModelCheckpoint(place, "loss", save_best_only=True)
@@ -615,7 +625,7 @@ def test_going_on_from_a_backup(cluster: LocalCluster, tmp_path: Path, save_freq
 def test_lines_of_csv(
     coordinator: ClusterCoordinator, model: Counter, data: DistributedDataset, tmp_path: Path
 ) -> None:
-    """One an epoch, in the columns of the first; anew, or behind what there is."""
+    """The file has a line per epoch, in the columns of the first; it is replaced, or appended to."""
     path = tmp_path / "log.csv"
     path.write_text("of before\n")
     coordinator.fit(model.step(), data, epochs=2, callbacks=[callbacks.CSVLogger(path)], verbose=0)
@@ -650,7 +660,7 @@ def test_a_full_disk(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The run goes on: epochs are missing, those behind them are there."""
+    """Training continues: some epochs are missing in the file, and later ones are there."""
     log, board = callbacks.CSVLogger(tmp_path / "log.csv"), callbacks.TensorBoard(tmp_path / "logs")
     calls = [Room(10), log, board, Room(resource.RLIM_INFINITY)]
     try:
@@ -683,7 +693,7 @@ def test_places_where_nothing_can_be_written(
 def scalars_of(directory: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """What TensorBoard itself finds there: by run and name, steps and values."""
     command = [sys.executable, "-c", SCALARS, str(directory)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert found.returncode == 0, found.stderr
     runs = json.loads(found.stdout)
     return {run: {tag: [(s, v) for s, v in events] for tag, events in tags.items()} for run, tags in runs.items()}

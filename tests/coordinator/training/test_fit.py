@@ -21,7 +21,7 @@ from rich.console import Console
 from tests.conftest import NUM_WORKERS
 from tests.faults.steps import die_once, first_time, note
 from tests.faults.support import running_job
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -154,7 +154,7 @@ def mean_loss(batches: Sequence[Array]) -> float:
 
 def runs_nothing(coordinator: ClusterCoordinator) -> bool:
     """Whether all that was scheduled has ended."""
-    return coordinator.context.dispatcher is not None and coordinator.context.dispatcher.counts() == (0, 0)
+    return coordinator.context.dispatcher is not None and coordinator.context.dispatcher._scheduler.idle
 
 
 # Epochs
@@ -216,7 +216,7 @@ def test_epochs_of_a_dataset_that_repeats(coordinator: ClusterCoordinator, model
 def test_epochs_of_so_many_steps(
     coordinator: ClusterCoordinator, model: Counted, data: DistributedDataset, packing: int
 ) -> None:
-    """They go on where the data is, across its epochs; and so does the next training."""
+    """Epochs continue where the data is, across its epochs, and so does the next training."""
     order = [batch for epoch in range(4) for batch in data.local(epoch)]
     losses: list[float] = []
     for epochs, steps in ((3, 3), (2, 2), (1, 14), (1, 1), (2, 2)):
@@ -241,7 +241,7 @@ def test_a_dataset_without_end(coordinator: ClusterCoordinator, model: Counted, 
 
 
 def test_files(coordinator: ClusterCoordinator, model: Counted, tmp_path: Path) -> None:
-    """Each is one piece of the data; how many steps it takes is known behind it."""
+    """A file is a unit of the data; how many steps it makes is known once it has been read."""
     names: list[str] = []
     for number, numbers in enumerate(np.split(np.arange(EXAMPLES), [3, 20, 21, 40])):
         names.append(str(tmp_path / f"{number}.npy"))
@@ -291,7 +291,7 @@ def test_what_is_begun_with(coordinator: ClusterCoordinator, model: Counted, dat
 
     for part in itertools.islice(data, 3):
         coordinator.schedule(own, args=(part,))
-    coordinator.join(PATIENCE)
+    coordinator.join(TIMEOUT)
     recorder = Recorder()
     coordinator.fit(step, data, epochs=2, steps_per_execution=2, callbacks=[recorder], verbose=0)
     assert model.counts == [2] * EXAMPLES
@@ -455,10 +455,13 @@ def test_a_result_that_comes_as_it_is_no_longer_waited_for(
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("much", r"the step gave a str as 'loss'; it must be a number: return the loss, or a dict of numbers, or None"),
-        (np.zeros((2, 3)), r"gave a ndarray of shape \(2, 3\) as 'loss'"),
-        ({"loss": 1.0, "other": None}, "gave a NoneType as 'other'"),
-        ((1.0, 2.0), r"gave a tuple of shape \(2,\) as 'loss'"),
+        (
+            "much",
+            r"the step returned a str as 'loss'; it must be a number: return the loss, a dict of numbers, or None",
+        ),
+        (np.zeros((2, 3)), r"returned a ndarray of shape \(2, 3\) as 'loss'"),
+        ({"loss": 1.0, "other": None}, "returned a NoneType as 'other'"),
+        ((1.0, 2.0), r"returned a tuple of shape \(2,\) as 'loss'"),
     ],
 )
 def test_steps_that_return_no_numbers(
@@ -598,7 +601,7 @@ class Stops(Callback):
 def test_stopping_in_mid_epoch(
     coordinator: ClusterCoordinator, model: Counted, data: DistributedDataset, steps_per_epoch: int | None
 ) -> None:
-    """What runs ends, and is in the logs; the next training goes on with what was not visited."""
+    """Running functions end, and are in the logs; the next training continues with what was not visited."""
     recorder = Recorder()
     callbacks = [Stops(), recorder]
     history = coordinator.fit(model.step(), data, epochs=5, steps_per_execution=1, callbacks=callbacks, verbose=0)
@@ -645,7 +648,7 @@ def test_stopping_at_an_epochs_end(
 
 
 def test_two_trainings(coordinator: ClusterCoordinator, model: Counted, data: DistributedDataset) -> None:
-    """Of the same callbacks and data, one behind the other; then of other data."""
+    """Train again with the same callbacks and data, then with other data."""
     recorder = Recorder()
     for times in (1, 2):
         history = coordinator.fit(model.step(), data, callbacks=[recorder], verbose=0)
@@ -658,7 +661,7 @@ def test_two_trainings(coordinator: ClusterCoordinator, model: Counted, data: Di
 
 
 def test_a_training_that_is_over(cluster: LocalCluster, tmp_path: Path) -> None:
-    """A script that is run again finds so in the checkpoint, does nothing, and goes on behind it."""
+    """A script that is run again learns from the checkpoint that a training has ended, skips it, and runs the next."""
     histories: list[list[int]] = []
     for number in range(2):
         with ParameterServerStrategy(cluster) as strategy:
@@ -746,7 +749,7 @@ def test_a_live_line(
     with monkeypatch.context() as patch, os.fdopen(slave, "w") as terminal:
         patch.setattr(sys, "stderr", terminal)
         coordinator.fit(model.step(), data)
-    reader.join(PATIENCE)
+    reader.join(TIMEOUT)
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     assert "\x1b[?25h" in shown.decode(), "the cursor is there again"

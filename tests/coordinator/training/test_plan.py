@@ -1,4 +1,4 @@
-"""Where a training is cut into functions: whole epochs, the same cuts for whoever goes on, sizes by measured times."""
+"""Where a training is cut into functions: whole epochs, the same cuts after a resume, sizes by measured times."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Part = tuple[int, int, int, int]
 
 @dataclass
 class Data:
-    """Epochs of so many places, an element of which takes so many."""
+    """Epochs of `length` items, `items_per_element` of which make an element."""
 
     length: int
-    places: int
+    items_per_element: int
     first: int = 0
     begun: int = 0
     coverage: EpochCoverage = field(init=False)
@@ -50,21 +50,21 @@ class Data:
     @property
     def elements(self) -> int:
         """Of an epoch."""
-        return -(-self.length // self.places)
+        return -(-self.length // self.items_per_element)
 
     def plan(self, per_epoch: int) -> Plan:
         """Of a training that begins here."""
-        plan = Plan("data", self.elements, self.places, self.length, per_epoch)
+        plan = Plan("data", self.elements, self.items_per_element, self.length, per_epoch)
         plan.begin((self.first, self.begun), 0)
         return plan
 
     def element(self, epoch: int, place: int) -> int:
         """Its number, from the one at which the training began."""
-        return (epoch - self.first) * self.elements + place // self.places - self.begun
+        return (epoch - self.first) * self.elements + place // self.items_per_element - self.begun
 
     def take(self, plan: Plan, training_epoch: int) -> Part | None:
         """What the next function gets."""
-        epoch = self.coverage.unfinished
+        epoch = self.coverage.unassigned_epoch
         self.begins |= {start for start, _ in plan.cuts}
 
         def stop_of(start: int) -> int:
@@ -83,7 +83,7 @@ def datas(draw: st.DrawFn) -> Data:
     """Of a few elements, the last one perhaps smaller than the others; begun with already, in mid-epoch perhaps."""
     data = Data(draw(st.integers(1, 30)), draw(st.integers(1, 4)), draw(st.integers(0, 2)))
     data.begun = draw(st.integers(0, data.elements - 1))
-    data.coverage.commit(data.first, 0, data.begun * data.places)
+    data.coverage.commit(data.first, 0, data.begun * data.items_per_element)
     return data
 
 
@@ -109,7 +109,7 @@ def all_parts(data: Data, plan: Plan, epochs: int, changes: dict[int, int]) -> l
 
 @given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES)
 def test_parts_tile_each_epoch(data: Data, per_epoch: int, epochs: int, changes: dict[int, int]) -> None:
-    """One behind the other, none across the end of an epoch of the data or of the training, whatever the sizes."""
+    """Functions follow one another, and none crosses the end of an epoch of the data or the training."""
     plan = data.plan(per_epoch)
     parts = all_parts(data, plan, epochs, changes)
     elements = [data.element(epoch, place) for _, epoch, start, stop in parts for place in range(start, stop)]
@@ -120,8 +120,8 @@ def test_parts_tile_each_epoch(data: Data, per_epoch: int, epochs: int, changes:
     for training_epoch, epoch, start, stop in parts:
         first, last = data.element(epoch, start), data.element(epoch, stop - 1)
         assert first // per_epoch == last // per_epoch == training_epoch
-        assert start % data.places == 0
-        assert stop % data.places == 0 or stop == data.length, "elements stay whole"
+        assert start % data.items_per_element == 0
+        assert stop % data.items_per_element == 0 or stop == data.length, "elements stay whole"
 
 
 @given(datas(), st.integers(1, 40), st.integers(1, 3), CHANGES)
@@ -150,7 +150,7 @@ def test_who_goes_on_cuts_the_same(
     training_epoch = choice.draw(st.integers(0, epochs - 1))
     mine = [part for part in parts if part[0] == training_epoch]
     done = choice.draw(st.sets(st.sampled_from(mine))) if mine else set()
-    again = Data(data.length, data.places, data.first, data.begun)
+    again = Data(data.length, data.items_per_element, data.first, data.begun)
     again.coverage.load(json.loads(json.dumps(state)))
     for part in parts:
         if part[0] < training_epoch or part in done:
@@ -162,7 +162,7 @@ def test_who_goes_on_cuts_the_same(
     found.begin_epoch(training_epoch)
     left = list(iter(lambda: again.take(found, training_epoch), None))
     assert left == [part for part in mine if part not in done]
-    visited = sum(-(-(stop - start) // data.places) for _, _, start, stop in done)
+    visited = sum(-(-(stop - start) // data.items_per_element) for _, _, start, stop in done)
     epoch, places = again.coverage.epoch, again.coverage.visited(again.coverage.epoch)
     earlier = {epoch for _, epoch, _, _ in mine} == {epoch}  # of one epoch of the data, it is exact
     assert not earlier or found.done(epoch, places) == training_epoch * per_epoch + visited
@@ -188,7 +188,7 @@ def test_a_change_moves_nothing_that_was_handed_out(changes: list[tuple[int, int
 
 def test_what_is_of_a_later_epoch() -> None:
     """It is not given out: the place itself says so."""
-    plan = Plan("data", elements=4, places=2, kept=7, per_epoch=4)
+    plan = Plan("data", elements=4, items_per_element=2, items=7, per_epoch=4)
     plan.begin((3, 0), 0)
     assert plan.stop_of(0, 3, 6) == 7
     assert plan.stop_of(0, 4, 0) == 0
@@ -200,7 +200,7 @@ def test_what_is_of_a_later_epoch() -> None:
 
 def test_it_begins_in_the_middle() -> None:
     """Of its own, too: what is cut otherwise than before has its first element behind what was done."""
-    plan = Plan("data", elements=10, places=3, kept=30, per_epoch=6)
+    plan = Plan("data", elements=10, items_per_element=3, items=30, per_epoch=6)
     plan.begin((2, 5), 14)
     assert [plan.done(2, 15), plan.done(2, 30), plan.done(3, 3)] == [14, 19, 20]
     plan.change(9)
@@ -210,29 +210,31 @@ def test_it_begins_in_the_middle() -> None:
 
 def test_it_goes_on_cut_otherwise() -> None:
     """What was visited is done, told of or not: of an epoch that is over nothing is left, of a part the rest."""
-    before = Plan("data", elements=10, places=3, kept=30, per_epoch=20)  # two epochs of the data, from its second on
-    before.begin((1, 0), 0)
+    before = Plan("data", elements=10, items_per_element=3, items=30, per_epoch=20)
+    before.begin((1, 0), 0)  # two epochs of the data, from its second on
     kept = before.to_json()
     for now, done in (((3, 0), 0), ((3, 6), 3), ((4, 0), 15), ((5, 0), 30)):
-        plan = Plan("data", elements=15, places=2, kept=30, per_epoch=30)
-        plan.begin_otherwise(kept, 1, now, whole=True)
+        plan = Plan("data", elements=15, items_per_element=2, items=30, per_epoch=30)
+        plan.begin_with_another_cut(kept, 1, now, whole=True)
         assert plan.done(*now) - 30 == done
         assert plan.stop_of(1, *now) == (now[1] if done == 30 else now[1] + 2)
-    in_steps = Plan("data", elements=10, places=3, kept=30, per_epoch=4)
+    in_steps = Plan("data", elements=10, items_per_element=3, items=30, per_epoch=4)
     in_steps.begin((1, 0), 0)
     for now, done in (((1, 12), 0), ((1, 15), 1), ((1, 24), 4), ((1, 30), 4)):
-        plan = Plan("data", elements=15, places=2, kept=30, per_epoch=4)
-        plan.begin_otherwise(in_steps.to_json(), 1, now, whole=False)
+        plan = Plan("data", elements=15, items_per_element=2, items=30, per_epoch=4)
+        plan.begin_with_another_cut(in_steps.to_json(), 1, now, whole=False)
         assert plan.done(*now) - 4 == done
-    plan = Plan("data", elements=15, places=2, kept=30, per_epoch=15)
-    plan.begin_otherwise(in_steps.to_json(), 1, (1, 12), whole=True)
+    plan = Plan("data", elements=15, items_per_element=2, items=30, per_epoch=15)
+    plan.begin_with_another_cut(in_steps.to_json(), 1, (1, 12), whole=True)
     assert plan.done(1, 12) - 15 == 6, "epochs end with those of the data from now on, this one too"
 
 
-@pytest.mark.parametrize("change", [{"name": "other"}, {"elements": 5}, {"places": 3}, {"kept": 8}, {"per_epoch": 3}])
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"elements": 5}, {"items_per_element": 3}, {"items": 8}, {"per_epoch": 3}]
+)
 def test_other_pieces(change: dict[str, Any]) -> None:
     """They are told from these."""
-    plan = Plan("data", elements=4, places=2, kept=7, per_epoch=4)
+    plan = Plan("data", elements=4, items_per_element=2, items=7, per_epoch=4)
     assert plan.fits(plan.to_json())
     assert not plan.fits(plan.to_json() | change)
 
@@ -298,7 +300,7 @@ def test_sizes_hold_from_their_elements_on() -> None:
 
 
 def test_what_functions_cost_beside_their_steps() -> None:
-    """What a worker waits between two of them, and the coordinator's time; known behind enough of them."""
+    """The overhead is a worker's wait between two functions plus the coordinator's time, once enough have ended."""
     overhead, now, cpu = Overhead(2), 100.0, 7.0
     overhead.begin(now, cpu)
     found = []

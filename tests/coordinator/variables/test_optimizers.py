@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -333,7 +333,7 @@ def test_gradients_from_steps(cutting: ParameterServerStrategy) -> None:
         return int(optimizer_.iterations)
 
     values = [coordinator.schedule(step, args=(i, optimizer)) for i in range(70)]
-    iterations = coordinator.fetch(values, PATIENCE)
+    iterations = coordinator.fetch(values, TIMEOUT)
     np.testing.assert_array_equal(variable.numpy(), np.full((ROWS, 2), 80.0))
     np.testing.assert_array_equal(extra.numpy(), np.full(3, 140.0))
     assert max(iterations) == optimizer.iterations == 140

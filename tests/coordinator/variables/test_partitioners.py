@@ -233,7 +233,7 @@ def test_answers_that_are_refused(answer: Any, message: str) -> None:
         assert word in str(raised.value)
 
 
-def test_nobody_is_asked_where_nothing_can_be_cut() -> None:
+def test_partitioners_are_not_called_where_nothing_can_be_cut() -> None:
     """Scalars, and variables without a partitioner, are one shard."""
 
     def partitioner(shape: Shape, dtype: DType) -> list[int]:

@@ -106,22 +106,6 @@ def test_known_places_enter_the_account() -> None:
     assert turns.place("w", rows(1, 1), I1) == (0, 1)
 
 
-@pytest.mark.parametrize("owners", [(), (0,), (0, 2), (-1, 0)])
-def test_places_that_can_not_be(owners: tuple[int, ...]) -> None:
-    """A place for every shard, each on a server there is, or nothing is entered."""
-    placer = ShardPlacer(2)
-    with pytest.raises(ValueError, match="not the places of 2 shards on 2"):
-        placer.adopt(rows(1, 1), I1, owners)
-    assert placer.loads == (Load(), Load())
-
-
-def test_strings_count_by_estimate() -> None:
-    """Elements that are pointers to strings weigh what a string is said to weigh."""
-    placer = ShardPlacer(1, bytes_per_string=100)
-    placer.place("words", rows(3), np.dtype(object))
-    assert placer.loads == (Load(1, 300),)
-
-
 def test_placers_that_can_not_be() -> None:
     """No servers, an unknown name, or no function: each is said."""
     with pytest.raises(ConfigurationError, match="not on 0"):

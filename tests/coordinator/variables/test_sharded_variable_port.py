@@ -115,7 +115,7 @@ class TestContainer:
 
     @pytest.mark.parametrize("shards", [1, 3])
     def test_numpy(self, strategy: ParameterServerStrategy, shards: int) -> None:
-        """All ways to the value give a new array with the shards one behind the other."""
+        """All ways to the value return a new array with the shards concatenated."""
         v = make(strategy, [[0, 0], [1, 1], [2, 2], [3, 3]], shards)
         expected = [[0, 0], [1, 1], [2, 2], [3, 3]]
         for value in (v.numpy(), v.read_value(), v.value(), np.asarray(v), np.array(v), v[...]):

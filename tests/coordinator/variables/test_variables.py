@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.conftest import NUM_PS, NUM_WORKERS
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -676,7 +676,7 @@ def test_outside_of_a_scope(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         thread = threading.Thread(target=elsewhere)
         thread.start()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert len(raised) == 1
     with pytest.raises(errors.MisuseError, match="a Variable was created outside a strategy's scope"):
         Variable(0)
@@ -745,7 +745,7 @@ def test_in_a_step_as_outside(cutting: ParameterServerStrategy) -> None:
         (value,) = cutting.read([variable])
         return value, variable.gather([6, 0]), variable.shape, [shard.device for shard in variable.variables], refused
 
-    value, rows, shape, devices, refused = coordinator.schedule(step, args=(variable,)).fetch(PATIENCE)
+    value, rows, shape, devices, refused = coordinator.schedule(step, args=(variable,)).fetch(TIMEOUT)
     twin += 1
     twin[6] += 2
     np.testing.assert_array_equal(value, twin)
@@ -775,8 +775,8 @@ def test_concurrent_updates_add_up(cutting: ParameterServerStrategy) -> None:
     for i in range(140):
         coordinator.schedule(step, args=(i,))
     for thread in threads:
-        thread.join(PATIENCE)
-    coordinator.join(PATIENCE)
+        thread.join(TIMEOUT)
+    coordinator.join(TIMEOUT)
     expected = np.full((ROWS, 2), 140 + 150 + 20)
     expected[0] += 140
     same(variable, expected)
@@ -823,7 +823,7 @@ def test_a_big_read_never_sees_half_an_update(cutting: ParameterServerStrategy) 
     while writer.status.value == "not ready":
         here += reads(until_stopped=False)
     stop.assign(1)
-    writer.fetch(PATIENCE)
+    writer.fetch(TIMEOUT)
     assert here >= 1
-    assert all(count >= 1 for count in coordinator.fetch(counts, PATIENCE))
+    assert all(count >= 1 for count in coordinator.fetch(counts, TIMEOUT))
     same(variable, np.full((rows, 64), 19, np.float32))

@@ -1,4 +1,4 @@
-"""TF_CONFIG, cluster specs and resolvers: what TensorFlow does, and a one-line answer to every mistake."""
+"""TF_CONFIG, cluster specs and resolvers: TensorFlow's behaviour, and a one-line answer to every mistake."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def set_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 def test_split_address_reads_names_and_both_kinds_of_ip(text: str, expected: tuple[str, int]) -> None:
-    """Host and port come apart, an IPv6 host without its brackets."""
+    """Host and port are separated, with an IPv6 host without its brackets."""
     assert split_address(text) == expected
 
 
@@ -103,14 +103,14 @@ def test_split_address_reads_names_and_both_kinds_of_ip(text: str, expected: tup
     ],
 )
 def test_split_address_says_what_is_wrong(text: str, reason: str) -> None:
-    """Each kind of bad address has its own reason, and the error names the key it was given."""
+    """Each kind of bad address has a specific reason, and the error names the key it was given."""
     text_of_error = message_of(lambda: split_address(text, "the key"))
     assert text_of_error.startswith("the key is ")
     assert reason in text_of_error
 
 
 def test_an_address_without_a_port_is_completed_in_the_error() -> None:
-    """The right address shown is the user's own, with a port."""
+    """The address shown as right is the user's own, with a port."""
     assert message_of(lambda: split_address("ps0.example.com")).endswith('"ps0.example.com:2222"')
 
 
@@ -145,8 +145,8 @@ def test_other_hosts_are_not_loopback(host: str) -> None:
         ("unix:/tmp/ps%200", "letters, digits"),
         ("unix:/tmp/ps-0\n", "letters, digits"),
         ("unix:/tmp/ps-ü", "letters, digits"),
-        ("unix:/tmp/ps-0.lock", "for what stands beside a socket"),
-        ("unix:/tmp/ps-0.data", "for what stands beside a socket"),
+        ("unix:/tmp/ps-0.lock", "for the files beside a socket"),
+        ("unix:/tmp/ps-0.data", "for the files beside a socket"),
         ("unix:/" + "x" * MAX_PATH_BYTES, "at most 99 bytes, not 100"),
         ("unix_:/tmp/ps-0", "1 to 65535"),
     ],
@@ -157,7 +157,7 @@ def test_paths_that_are_none_of_a_socket(text: str, reason: str) -> None:
 
 
 def test_unix_sockets_are_addresses(set_config: Callable[..., None]) -> None:
-    """In a spec and its dict, TF_CONFIG, and both resolvers; each path once."""
+    """They work in a spec and its dict, TF_CONFIG, and both resolvers; each path once."""
     longest = "unix:/" + "x" * (MAX_PATH_BYTES - 1)
     cluster = {"chief": ["unix:/run/Job/chief-0"], "ps": ["unix:/run/job/ps-0", longest], "worker": ["w0:2222"]}
     spec = ClusterSpec(cluster)
@@ -203,7 +203,7 @@ def test_spec_may_be_sparse(key: Callable[[int], Any]) -> None:
 
 
 def test_a_mapping_without_gaps_equals_the_list() -> None:
-    """It is the tasks that make two specs equal, not the form or the order of jobs they were given in."""
+    """Two specs with the same tasks are equal, whatever form or order of jobs they were given in."""
     one = ClusterSpec({"ps": {"1": "ps1:2222", "0": "ps0:2222"}, "worker": WORKERS})
     other = ClusterSpec({"worker": tuple(WORKERS), "ps": PS}, source="elsewhere")
     assert one == other
@@ -213,7 +213,7 @@ def test_a_mapping_without_gaps_equals_the_list() -> None:
 
 
 def test_spec_copies_specs_and_is_cut_off_from_what_it_was_made_of() -> None:
-    """A spec of a spec, a copy and a pickle are equal, and no list handed in or out reaches into it."""
+    """A spec of a spec, a copy and a pickle are equal, and independent of any list passed in or out."""
     given_cluster = copy.deepcopy(CLUSTER)
     spec = ClusterSpec(given_cluster)
     given_cluster["ps"].append("ps2:2222")
@@ -226,7 +226,7 @@ def test_spec_copies_specs_and_is_cut_off_from_what_it_was_made_of() -> None:
 
 
 def test_empty_specs_are_false() -> None:
-    """A spec is true if it has a job, even one without tasks, as TensorFlow's."""
+    """A spec is true if it has a job, even one without tasks, as in TensorFlow."""
     assert not ClusterSpec({})
     assert ClusterSpec({"ps": []})
     assert ClusterSpec({"ps": []}) == ClusterSpec({"ps": {}})
@@ -292,19 +292,19 @@ def test_without_the_variable_all_is_empty() -> None:
 
 
 def test_from_environ_reads_the_process_environment(set_config: Callable[..., None]) -> None:
-    """The environment of the process is the default, as it is at the call."""
+    """The environment of the process, as it is at the call, is the default."""
     set_config(cluster=CLUSTER, rpc_layer="grpc", environment="cloud")
     assert TFConfig.from_environ() == TFConfig(ClusterSpec(CLUSTER), None, "grpc", "cloud")
 
 
 def test_keys_of_others_are_passed_over() -> None:
-    """What other systems put beside cluster and task changes nothing, whatever its type."""
+    """Keys that other systems put beside cluster and task change nothing, whatever their type."""
     extra = {"environment": 1, "session_master": [], "model_dir": None, "job": {"x": {}}, "": 0}
     assert TFConfig.parse(json.dumps({"cluster": CLUSTER, **extra})) == TFConfig(ClusterSpec(CLUSTER))
 
 
 def test_a_role_may_know_only_itself_and_the_servers() -> None:
-    """A worker's sparse cluster need not list the other workers, nor a server's anyone else."""
+    """A worker's sparse cluster need not list the other workers, nor a server's any other task."""
     worker = TFConfig.parse(
         json.dumps({"cluster": {"worker": {"2": "w2:1"}, "ps": PS}, "task": {"type": "worker", "index": 2}})
     )
@@ -314,7 +314,7 @@ def test_a_role_may_know_only_itself_and_the_servers() -> None:
 
 
 def test_an_evaluator_needs_no_cluster() -> None:
-    """The evaluator may stand in the cluster, outside of it, or have none."""
+    """The evaluator may be in the cluster, outside it, or have none."""
     task = {"type": "evaluator", "index": 0}
     for cluster in ({}, CLUSTER, FULL):
         assert TFConfig.parse(json.dumps({"cluster": cluster, "task": task})).task == Task("evaluator", 0)
@@ -330,7 +330,7 @@ def test_an_evaluator_needs_no_cluster() -> None:
         ("[1]", "is [1]", "a JSON object"),
         ("[" * 100_000, "can't be read to its end", '{"cluster": '),
         ("9" * 5000, "can't be read to its end", '{"cluster": '),
-        ('{"cluster": {"ps": ["a:1"], "ps": ["b:1"]}}', 'the key "ps" stands twice', '{"ps": ...} once'),
+        ('{"cluster": {"ps": ["a:1"], "ps": ["b:1"]}}', 'the key "ps" occurs twice', '{"ps": ...} once'),
         ('{"cluster": 3}', "cluster is 3", "object of jobs"),
         ('{"cluster": {"ps": ["ps0:2222", "ps1"]}}', 'cluster.ps[1] is "ps1"', '"ps1:2222"'),
         ('{"task": "worker"}', 'task is "worker"', '{"task": {"type": "worker", "index": 0}}'),
@@ -357,7 +357,7 @@ def test_a_mistake_in_the_variable_has_its_answer(text: str, problem: str, right
 
 
 def test_an_index_out_of_range_shows_those_there_are() -> None:
-    """The whole sentence, once: key, value, limit, and a right one of the same role."""
+    """The whole message, once: key, value, limit, and a right one for the same role."""
     config = {"cluster": {"worker": WORKERS[:2], "ps": PS}, "task": {"type": "worker", "index": 3}}
     assert message_of(lambda: TFConfig.parse(json.dumps(config))) == (
         "TF_CONFIG: task.index is 3, but cluster.worker has 2 tasks (0 and 1); "
@@ -399,7 +399,7 @@ def test_the_manuals_examples_are_right() -> None:
 def test_resolver_reads_the_variable_at_each_access(
     set_config: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept from one access to the next, so a later TF_CONFIG is seen by an older resolver."""
+    """Nothing is cached between accesses, so an older resolver sees a later TF_CONFIG."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
     resolver = TFConfigClusterResolver()
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer, resolver.environment) == (
@@ -418,7 +418,7 @@ def test_resolver_reads_the_variable_at_each_access(
 
 
 def test_arguments_and_settings_go_before_the_variable(set_config: Callable[..., None]) -> None:
-    """What the constructor or a setter gives overrides TF_CONFIG, and setting None gives way to it again."""
+    """A constructor's or setter's value overrides TF_CONFIG, and setting None returns to TF_CONFIG."""
     set_config(cluster=CLUSTER, task={"type": "ps", "index": 1}, environment="cloud")
     resolver = TFConfigClusterResolver("ps", 0, "grpc", "lab")
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
@@ -433,7 +433,7 @@ def test_arguments_and_settings_go_before_the_variable(set_config: Callable[...,
 
 
 def test_master_takes_the_task_asked_for(set_config: Callable[..., None]) -> None:
-    """Arguments of master() go before the task, and an RPC layer stands before the address."""
+    """Arguments of master() take precedence over the task, and an RPC layer precedes the address."""
     set_config(cluster=CLUSTER, task={"type": "ps", "index": 0})
     resolver = TFConfigClusterResolver()
     assert resolver.master() == "ps0:2222"
@@ -442,7 +442,7 @@ def test_master_takes_the_task_asked_for(set_config: Callable[..., None]) -> Non
 
 
 def test_session_master_goes_before_all(set_config: Callable[..., None]) -> None:
-    """TF_CONFIG's session_master is returned as it stands."""
+    """TF_CONFIG's session_master is returned unchanged."""
     set_config(cluster=CLUSTER, session_master="sessionmaster:2222", rpc_layer="grpc")
     assert TFConfigClusterResolver().master("worker", 1) == "sessionmaster:2222"
 
@@ -459,11 +459,11 @@ def test_master_without_a_task_says_what_is_missing(set_config: Callable[..., No
     resolver = TFConfigClusterResolver()
     assert "task.type is missing" in message_of(resolver.master)
     assert "task.index is missing" in message_of(lambda: resolver.master("worker"))
-    assert "cluster.worker[9] is asked for" in message_of(lambda: resolver.master("worker", 9))
+    assert "cluster.worker[9] is requested" in message_of(lambda: resolver.master("worker", 9))
 
 
 def test_a_wrong_key_does_not_hide_the_others(set_config: Callable[..., None]) -> None:
-    """Only the property whose own key is wrong complains; a missing part of the task is None."""
+    """Only the property whose key is wrong raises; a missing part of the task is None."""
     set_config(cluster={"ps": ["ps0"]}, task={"type": "worker"}, rpc_layer="http")
     resolver = TFConfigClusterResolver()
     assert resolver.task_type == "worker"
@@ -473,7 +473,7 @@ def test_a_wrong_key_does_not_hide_the_others(set_config: Callable[..., None]) -
 
 
 def test_wrong_arguments_are_refused_at_once() -> None:
-    """A constructor or setter does not take what TF_CONFIG could not hold."""
+    """A constructor or setter refuses what TF_CONFIG could not hold."""
     make: Any = TFConfigClusterResolver
     assert message_of(lambda: make(task_type="master")).startswith("TFConfigClusterResolver: task_type is")
     assert message_of(lambda: make(task_id=-1)).startswith("TFConfigClusterResolver: task_id is -1")
@@ -482,7 +482,7 @@ def test_wrong_arguments_are_refused_at_once() -> None:
 
 
 def test_simple_resolver_gives_back_what_it_got() -> None:
-    """Everything comes from the constructor, the variable is not looked at."""
+    """Everything comes from the constructor; the variable is not read."""
     spec = ClusterSpec(CLUSTER)
     resolver = SimpleClusterResolver(spec, "m:1", "worker", 1, "lab", "grpc")
     assert isinstance(resolver, ClusterResolver)
@@ -494,7 +494,7 @@ def test_simple_resolver_gives_back_what_it_got() -> None:
 
 
 def test_simple_resolvers_master() -> None:
-    """The master given, unless both parts of a task are asked for."""
+    """It is the given master, unless both parts of a task are requested."""
     resolver = SimpleClusterResolver(ClusterSpec(CLUSTER), "m:1")
     assert resolver.master() == resolver.master("ps") == "m:1"
     assert resolver.master("ps", 1) == "ps1:2222"
@@ -515,7 +515,7 @@ def test_simple_resolver_ignores_the_variable(set_config: Callable[..., None]) -
 
 
 def test_simple_resolver_checks_types_as_the_peer() -> None:
-    """A dict is no ClusterSpec and a number no master: TypeError."""
+    """A dict is not a ClusterSpec and a number is not a master: TypeError."""
     make: Any = SimpleClusterResolver
     with pytest.raises(TypeError, match="cluster_spec must be of type ClusterSpec, not dict"):
         make(CLUSTER)
@@ -584,7 +584,7 @@ def test_a_strategy_refuses_what_it_can_not_use(
     source: str,
     names: tuple[str, str],
 ) -> None:
-    """Each check of TensorFlow's constructor, in words of where the cluster came from."""
+    """Each check of TensorFlow's constructor is made, and the error says where the cluster came from."""
     spec = ClusterSpec(cluster, source=source)
     text = message_of(lambda: validate_for_strategy(spec, task_type, task_id))
     assert text.startswith(f"{source}: " + problem.replace("{type}", names[0]).replace("{id}", names[1]))
@@ -672,7 +672,7 @@ configs = values | st.fixed_dictionaries(
 
 
 def exercise(text: str) -> None:
-    """Everything that reads TF_CONFIG either works or raises a ConfigurationError of one line."""
+    """Check that everything that reads TF_CONFIG either works or raises a one-line ConfigurationError."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.environ", {"TF_CONFIG": text})  # any text, even what a real environment can't hold
         resolver = TFConfigClusterResolver()
@@ -692,7 +692,7 @@ def exercise(text: str) -> None:
 
 @given(configs)
 def test_any_json_is_read_or_refused_in_one_line(value: object) -> None:
-    """No JSON value makes anything but a ConfigurationError, and that is one line."""
+    """Any JSON value is read, or is a ConfigurationError of one line."""
     exercise(json.dumps(value))
 
 
@@ -701,13 +701,13 @@ def test_any_json_is_read_or_refused_in_one_line(value: object) -> None:
 @example('{"task": {"type": ' + "[" * 900 + "]" * 900 + "}}")
 @example('{"cluster": {"ps": ' + '{"0":' * 900 + "1" + "}" * 900 + "}}")
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
-    """No text makes anything but a ConfigurationError, however deep or strange."""
+    """Any text is read, or is a ConfigurationError, however deep or strange it is."""
     exercise(text)
 
 
 @given(st.text(max_size=40) | addresses)
 def test_any_address_is_split_or_refused_in_one_line(text: str) -> None:
-    """What is accepted has a host and a port in range; all else is a ConfigurationError of one line."""
+    """An accepted address has a host and a port in range; all others are a ConfigurationError of one line."""
     try:
         host, port = split_address(text)
     except ConfigurationError:

@@ -1,4 +1,4 @@
-"""Functions without pickles: what is found at the other end is what was sent, or it is refused."""
+"""Functions without pickles: the receiver finds exactly what was sent, or refuses it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,8 @@ from tests.conftest import search
 from pscluster.coordinator import api
 from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions import policy
-from pscluster.core.functions.definitions import (
-    UnresolvedReference,
-    capture,
-    class_definition,
-    record_resolver,
-    resolve,
-    split_off_bulk,
-)
+from pscluster.core.functions.definitions import capture, record_resolver, resolve, split_off_bulk
+from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.handles import Handle
@@ -154,13 +148,13 @@ class Thing(Handle):
 
 
 def things(kind: str, key: str) -> Any:
-    """Stands for the receiver's own handles."""
+    """Stands in for the receiver's own handles."""
     return f"the receiver's {kind} {key}"
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Modules of the user's, which both ends have."""
+    """The user's modules, which both sides have."""
     (tmp_path / "users_steps.py").write_text(MODULE)
     (tmp_path / "users_helpers.py").write_text(HELPERS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -171,7 +165,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Iterator[Path]:
-    """Pickles are off in this process, and peers may name what is in a folder."""
+    """Forbid pickles in this process, and let peers name functions in a folder."""
     before = policy.chosen_policy()
     policy.choose(SerializationPolicy(False, "pickles are off here", (tmp_path.resolve(),)))
     yield tmp_path
@@ -179,19 +173,19 @@ def closed(tmp_path: Path) -> Iterator[Path]:
 
 
 def sent(function: Any) -> tuple[bytes, bytes]:
-    """The one form of a function: the message, and what travels after it."""
+    """The one form of a function: the message, and the attachments sent with it."""
     (form,) = capture(function, policy=OFF).forms()
     bulk = split_off_bulk(form)
     return form.SerializeToString(), bulk
 
 
 def received(message: bytes, bulk: bytes) -> Any:
-    """What the other end makes of it."""
+    """What the receiver makes of it."""
     return resolve(definition_pb2.Definition.FromString(message), memoryview(bulk), things)
 
 
 def there(function: Any) -> Any:
-    """The function as it arrives, in modules of its own: those that the receiver imports anew from the same files."""
+    """The function as it arrives, in separate modules, which the receiver imports anew from the same files."""
     message = sent(function)
     mine = {name: sys.modules.pop(name) for name in ("users_steps", "users_helpers")}
     try:
@@ -201,7 +195,8 @@ def there(function: Any) -> Any:
 
 
 def test_functions_arrive_with_their_arguments(module: Any) -> None:
-    """By name, and partials with data, records and handles, and with functions and classes by name in them."""
+    """They are sent by name; partials with data, records and handles, and with functions and classes by name in
+    them."""
     assert there(module.plain)(3) == 1.5
     assert there(module.plain).__globals__ is not module.plain.__globals__
     assert there(module.cached)(3) == 2
@@ -239,7 +234,7 @@ def test_functions_arrive_with_their_arguments(module: Any) -> None:
 
 
 def test_handles_can_be_renamed(module: Any) -> None:
-    """For an evaluation that is to have copies of variables; what was captured stays in use."""
+    """An evaluation gets copies of variables; the captured ones stay in use."""
     captured = capture(functools.partial(module.everything, Thing("w"), [module.plain]), policy=OFF)
     copies = captured.renamed(lambda handle: (handle.handle_kind, "copy"))
     assert [handle.handle_key for handle in copies.handles] == ["w"]
@@ -250,14 +245,14 @@ def test_handles_can_be_renamed(module: Any) -> None:
 
 
 def made_by_exec() -> Any:
-    """A function that no file has."""
+    """A function that is in no file."""
     found: dict[str, Any] = {}
     exec("def step(): pass", found)
     return found["step"]
 
 
 def test_what_can_not_go_says_why(module: Any) -> None:
-    """The function, what of it, and how to mend it."""
+    """The error names the function and the part of it, and says how to correct it."""
     partial, offset = functools.partial, 1
     cases: list[tuple[Any, str]] = [
         (
@@ -272,7 +267,7 @@ def test_what_can_not_go_says_why(module: Any) -> None:
         ),
         (module.local_class(), r"it is defined inside local_class\(\): move it to the top level"),
         (module.Windows().read, r"it is a method of an? users_steps.Windows: write a function that takes the object"),
-        (made_by_exec(), r"it is a function, and no function of a file: write one that makes it"),
+        (made_by_exec(), r"it is a function, not a function of a file: write one that makes it"),
         (partial(module.plain, module.LOCK), r"its argument args\[0\] is a _thread.lock, which can't be sent"),
         (
             partial(module.plain, x=[module.Windows()]),
@@ -293,7 +288,7 @@ def test_what_can_not_go_says_why(module: Any) -> None:
 
 
 def test_globals_are_what_the_file_makes_of_them(module: Any) -> None:
-    """Not handles, names that the file does not have, changed literals, nor other functions: these are refused."""
+    """Handles, names that the file lacks, changed literals, and other functions are refused."""
     helpers: Any = sys.modules["users_helpers"]
     module.HANDLE, helpers.SECRET = [Thing("w")], Thing("s")
     for function in (module.uses_handle, module.uses_by_another, module.uses_by_class, module.decorated):
@@ -308,7 +303,12 @@ def test_globals_are_what_the_file_makes_of_them(module: Any) -> None:
     ):
         sent(module.uses_helpers)
     module.LATE, module.RATE, module.scaled = 1, 0.25, module.plain
+    module.uses_handle.__defaults__ = (1,)
+    with pytest.raises(TypeError, match=r"users_steps.py has another uses_handle at its top level, or none: define"):
+        sent(module.uses_handle)
+    module.HANDLE = None
     for function, name in (
+        (module.uses_by_another, "uses_handle"),
         (module.uses_late, "LATE"),
         (module.plain, "RATE"),
         (module.uses_what_the_file_makes, "scaled"),
@@ -318,7 +318,7 @@ def test_globals_are_what_the_file_makes_of_them(module: Any) -> None:
 
 
 def test_what_was_sent_decides_the_digest(module: Any) -> None:
-    """The same function with the same arguments has the same; another argument, another one."""
+    """The same function with the same arguments has the same digest; with other arguments it has another."""
     values = (1, 1, 2, np.arange(9999), np.ones(9999))
     digests = [capture(functools.partial(module.plain, value), policy=OFF).digest for value in values]
     assert digests[0] == digests[1]
@@ -326,7 +326,7 @@ def test_what_was_sent_decides_the_digest(module: Any) -> None:
 
 
 def test_another_version_is_refused(module: Any) -> None:
-    """Of the module that has it, and of one that a function among its arguments is from."""
+    """This holds for the module that has it, and for that of a function among its arguments."""
     message = sent(functools.partial(module.everything, sys.modules["users_helpers"].scaled))
     for name in ("users_helpers", "users_steps"):
         path = Path(str(sys.modules[name].__file__))
@@ -339,7 +339,7 @@ def test_another_version_is_refused(module: Any) -> None:
 
 
 def named(module: str, name: str, file: Path | None = None) -> tuple[bytes, bytes]:
-    """A function by reference, by hand."""
+    """A handmade reference to a function."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else ""
     return definition_pb2.Definition(
         digest="d", module=module, qualname=name, source_path=str(file or ""), source_digest=digest
@@ -347,7 +347,7 @@ def named(module: str, name: str, file: Path | None = None) -> tuple[bytes, byte
 
 
 def argument_of(module: str, name: str) -> tuple[bytes, bytes]:
-    """The same among the arguments of another one."""
+    """The same reference among the arguments of another one."""
     form = definition_pb2.Definition(digest="d", module="users_steps", qualname="everything")
     form.inner.add(module=module, qualname=name)
     encode_call((), {}, into=form.arguments)
@@ -380,7 +380,7 @@ def argument_of(module: str, name: str) -> tuple[bytes, bytes]:
         ("pscluster.worker.data.sources", "map_leaves"),
         ("pscluster.worker.data.sources", "MappedArray.open"),
         ("pscluster.worker.data.per_worker", "WorkerIterator"),
-        ("pscluster.ps.handles.variable", "_put"),
+        ("pscluster.ps.handles.indexing", "put"),
         ("pscluster.ps.initializers", "from_spec"),
         ("pscluster.ps.handles.metrics", "Metric.__init_subclass__"),
     ],
@@ -389,20 +389,21 @@ def argument_of(module: str, name: str) -> tuple[bytes, bytes]:
 def test_what_peers_may_not_name(
     module: Any, form: Callable[[str, str], tuple[bytes, bytes]], module_name: str, name: str
 ) -> None:
-    """Installed functions, and what a module of the user's has only imported."""
+    """Installed functions, and ones that a user's module has only imported, are refused."""
     with pytest.raises((MisuseError, UnresolvedReference)):
         received(*form(module_name, name))
 
 
 def test_what_peers_may_name(module: Any, closed: Path) -> None:
-    """The user's own, the library's for workers, and those of packages that were named to the role."""
+    """The user's own functions, the library's for workers, and those of packages that the role was given are
+    accepted."""
     assert received(*named("users_steps", "plain", Path(module.__file__)))(3) == 1.5
     assert received(*named("users_steps", "Windows.named"))(3) == ("Windows", 3)
     for form in (named, argument_of):
         found = received(*form("pscluster.ps.initializers", "Zeros"))
         assert initializers.Zeros in (found, *getattr(found, "args", ()))
         with pytest.raises(MisuseError, match=r"peers may not name (what is in )?pscluster\.worker\.data\.per_worker"):
-            received(*form("pscluster.worker.data.per_worker", "given"))  # workers alone take datasets
+            received(*form("pscluster.worker.data.per_worker", "given"))  # only workers accept datasets
         with pytest.raises(MisuseError, match=r"peers may not name .*pscluster\.worker\.data\.sources"):
             received(*form("pscluster.worker.data.sources", "MappedArray"))
     policy.choose(SerializationPolicy(False, "", (closed,), ("numpy",), is_worker=True))
@@ -423,7 +424,7 @@ NOT_FOR_PEERS = {
 
 
 def test_the_list_has_all_that_is_public() -> None:
-    """Each public function and class is in the list or known as the coordinator's, and what is listed is there."""
+    """Each public function and class is listed or known to be the coordinator's, and every listed name exists."""
     modules = ("callbacks", "errors", "initializers", "metrics", "optimizers")
     public = {name: getattr(api, name) for name in (*api.__all__, *modules)}
     for library in (api.errors, api.initializers, api.metrics, schedules, optim):
@@ -443,8 +444,8 @@ def test_the_list_has_all_that_is_public() -> None:
 
 @pytest.mark.usefixtures("closed")
 def test_records_of_ours_are_those_of_the_list() -> None:
-    """A record is made without its class' own code: of pscluster's, only those that may be named."""
-    resolve_record = record_resolver()
+    """A record is made without its class's code: of pscluster's, only those that may be named."""
+    resolve_record = record_resolver(dict[str, type]().__getitem__)
     assert resolve_record("", "pscluster.worker.data.per_worker", "InputContext") is api.InputContext
     for module_name, name in (
         ("pscluster.worker.data.sources", "MappedArray"),
@@ -455,7 +456,7 @@ def test_records_of_ours_are_those_of_the_list() -> None:
 
 
 def test_files_elsewhere_are_not_looked_at(tmp_path: Path, closed: Path) -> None:
-    """Nothing is imported or run of a module or a script that lies in no folder of the role's, by whatever path."""
+    """No module or script outside the role's folders is imported or run, whatever its path."""
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.mkdir()
     mark = elsewhere / "mark"
@@ -466,11 +467,11 @@ def test_files_elsewhere_are_not_looked_at(tmp_path: Path, closed: Path) -> None
     (closed / "link.py").symlink_to(script)
     for path in (script, closed / ".." / elsewhere.name / script.name, closed / "link.py"):
         form = definition_pb2.Definition.FromString(named("__main__", "step", path)[0])
-        with pytest.raises(UnresolvedReference, match="is not here, or is another version"):
+        with pytest.raises(UnresolvedReference, match="is missing here, or of another version"):
             resolve(form, b"", things)
     sys.path.append(str(elsewhere))
     try:
-        with pytest.raises(MisuseError, match=r"lies at .*, outside of the folders whose functions peers may name"):
+        with pytest.raises(MisuseError, match=r"lies at .*, outside the folders whose functions peers may name"):
             received(*named("elsewhere_module", "step", elsewhere / "elsewhere_module.py"))
     finally:
         sys.path.remove(str(elsewhere))
@@ -495,7 +496,7 @@ class Bomb:
 
 @pytest.mark.usefixtures("closed")
 def test_a_pickle_is_not_looked_at(module: Any, tmp_path: Path) -> None:
-    """Wherever it stands in the message, and whatever else is there."""
+    """It is not unpickled, wherever it is in the message, and whatever else is there."""
     mark = tmp_path / "mark"
     data = f"{sys.implementation.cache_tag}\n".encode() + cloudpickle.dumps(Bomb(mark))
     for form, bulk in (
@@ -519,7 +520,7 @@ def test_a_pickle_is_not_looked_at(module: Any, tmp_path: Path) -> None:
 
 
 def mutated(message: bytes, changes: list[tuple[int, int]]) -> bytes:
-    """With some bytes changed."""
+    """The message with some bytes changed."""
     data = bytearray(message)
     for place, byte in changes:
         data[place % len(data)] = byte
@@ -528,7 +529,7 @@ def mutated(message: bytes, changes: list[tuple[int, int]]) -> bytes:
 
 @pytest.mark.timeout(300)
 def test_rubbish_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever bytes are changed in a message, the outcome is a function or an error of ours."""
+    """Whatever bytes of a message are changed, the outcome is a function or one of our errors."""
     (tmp_path / "users_steps.py").write_text(MODULE)
     (tmp_path / "users_helpers.py").write_text(HELPERS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -565,14 +566,14 @@ def test_rubbish_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_who_may_send_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option beats the environment; what listens to anybody takes no pickles unless it was told to."""
+    """The option overrides the environment; a role open to any caller accepts no pickles unless told to."""
     monkeypatch.chdir(tmp_path)
     exposed = "this role listens on 0.0.0.0:1"
-    assert policy.asked_for(None, {}) is None
-    assert policy.asked_for(None, {"PSCLUSTER_ALLOW_PICKLE": " No "}) is False
-    assert policy.asked_for(True, {"PSCLUSTER_ALLOW_PICKLE": "0"}) is True
+    assert not policy.policy_of(None, environ={"PSCLUSTER_ALLOW_PICKLE": " No "}).pickles
+    assert policy.policy_of(None, exposed, environ={"PSCLUSTER_ALLOW_PICKLE": "1"}).pickles
+    assert policy.policy_of(True, environ={"PSCLUSTER_ALLOW_PICKLE": "0"}).pickles
     with pytest.raises(ConfigurationError, match=r"PSCLUSTER_ALLOW_PICKLE is 'maybe'; it must be 1 or 0"):
-        policy.asked_for(None, {"PSCLUSTER_ALLOW_PICKLE": "maybe"})
+        policy.policy_of(None, environ={"PSCLUSTER_ALLOW_PICKLE": "maybe"})
     assert policy.policy_of(None, environ={}).pickles
     assert policy.policy_of(True, exposed, environ={}).pickles
     found = policy.policy_of(None, exposed, environ={})
@@ -582,7 +583,7 @@ def test_who_may_send_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_functions_are_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders and packages as they are named; the current folder and those of PYTHONPATH where none are."""
+    """From the folders and packages that are named; by default the current folder and those of PYTHONPATH."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "on_path").mkdir()
     found = policy.policy_of(False, environ={"PYTHONPATH": f"{tmp_path / 'on_path'}{os.pathsep}/not/there"})
@@ -598,8 +599,8 @@ def test_where_functions_are_taken_from(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_class_goes_by_its_name(module: Any) -> None:
-    """That of a record among the arguments, as the script's own do without pickles."""
-    definition = class_definition(module.Batch, policy=OFF)
+    """A record among the arguments has its class sent by name, like those of the script without pickles."""
+    definition = capture(module.Batch, policy=OFF)
     (form,) = definition.forms()
     assert not form.pickle
     assert resolve(form, b"", things) is module.Batch

@@ -1,4 +1,4 @@
-"""Whether a function is still what it was when it was captured: code, values, and what nobody looks at."""
+"""Whether a function is unchanged since it was captured: its code, its values, and what is not checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uses_cached(x): return cached(x)
 
 @pytest.fixture
 def cell() -> dict[str, Any]:
-    """The names of a notebook, say."""
+    """The names of a notebook, for example."""
     names: dict[str, Any] = {
         "__name__": "notebook",
         "array": np.array,
@@ -51,11 +51,11 @@ def cell() -> dict[str, Any]:
 
 
 class Token:
-    """Something that can be gone."""
+    """An object that can be deleted."""
 
 
 def changed(found: Captures) -> Changes | None:
-    """None where a look says that there is nothing."""
+    """The changes that a check reports; None if there are none."""
     return None if found.are_same() else found.changes()
 
 
@@ -64,7 +64,7 @@ SAME, CODE = None, Changes(True, [])
 
 @pytest.mark.parametrize("name", ["helper", "step", "with_model", "shortened", "uses_cached", "model", "Stepper"])
 def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
-    """What is as it was is so again and again, whatever else has another value."""
+    """What has not changed stays unchanged at every check, whatever other values change."""
     found = Captures(cell[name])
     cell["unused"] = 2
     assert [changed(found) for _ in range(3)] == [SAME] * 3
@@ -75,7 +75,7 @@ def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
     [
         ("step", "def other(x): return 2 * x", CODE),  # a helper's helper
         ("step", "def helper(x): return other(x)", CODE),  # a cell that is run again
-        ("step", "helper.__code__ = (lambda x: 3).__code__", CODE),  # as autoreload does
+        ("step", "helper.__code__ = (lambda x: 3).__code__", CODE),  # like autoreload
         ("step", "step.__code__ = (lambda x: 3).__code__", CODE),
         ("step", "def missing(x): return x", CODE),
         ("step", "len = 3", CODE),
@@ -84,7 +84,7 @@ def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
         ("uses_compiled", "compiled = frompyfunc(other, 1, 1)", CODE),
         ("with_model", "Model.loss = lambda self, x: x", CODE),
         ("with_model", "model = Model(); old = model", Changes(False, ["model"])),
-        ("with_model", "class Model:\n    pass", SAME),  # the object is of the first one
+        ("with_model", "class Model:\n    pass", SAME),  # the object is of the first class
         ("Stepper", "Stepper.twice = staticmethod(lambda x: x)", CODE),
         ("step", "rate = 0.2", Changes(False, ["rate"])),
         ("step", "rate = helper", CODE),
@@ -92,12 +92,12 @@ def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
         ("step", "weights = array([1.0])", Changes(False, ["weights"])),
         ("step", "del weights", Changes(False, ["weights"])),
         ("step", "weights[0] = 3", SAME),  # in place
-        ("step", "rate = float('0.1')", Changes(False, [])),  # another object, as good as the first
+        ("step", "rate = float('0.1')", Changes(False, [])),  # another object, equal to the first
         ("step", "rate, weights = 1, 2", Changes(False, ["rate", "weights"])),
     ],
 )
 def test_changes(cell: dict[str, Any], name: str, line: str, expected: Changes | None) -> None:
-    """Other code, of helpers too, makes a new function; another value is told of once, by its name."""
+    """Changed code, including that of helpers, makes a new function; a changed value is reported once, by name."""
     found = Captures(cell[name])
     cell["old"] = cell["model"]
     exec(line, cell)
@@ -137,7 +137,7 @@ def test_closures() -> None:
 
 
 def test_methods(cell: dict[str, Any]) -> None:
-    """A bound method is its function, and those of its class; the object may change in place."""
+    """A bound method is checked as its function and those of its class; the object may change in place."""
     stepper: Any = cell["Stepper"]()
     found = Captures(stepper.run)
     stepper.attribute = 3
@@ -147,22 +147,22 @@ def test_methods(cell: dict[str, Any]) -> None:
 
 
 def test_large_functions(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is too much for one look a part is looked at in turn, and all of it after a pause."""
+    """If there is too much for one check a part is checked in turn, and all of it after a pause."""
     lines = [f"v{i} = {i}\ndef f{i}(): return v{i}" for i in range(100)]
     exec("\n".join(lines) + "\ndef big(): return " + " + ".join(f"f{i}()" for i in range(100)), cell)
     now = 100.0
     monkeypatch.setattr("pscluster.core.functions.capture.time.monotonic", lambda: now)
     for line in ("v77 = -1", "def f3(): return 0"):
         found = Captures(cell["big"])
-        assert changed(found) is SAME  # a whole look
+        assert changed(found) is SAME  # a complete check
         exec(line, cell)
-        assert False in [found.are_same() for _ in found._parts]
+        assert False in [found.are_same() for _ in found._groups]
         now += 1.0
         assert not found.are_same()
 
 
 def test_nothing_is_kept_alive() -> None:
-    """Captured functions and values go when their owner lets them go, also a function that names itself."""
+    """Captured functions and values are freed when their owner drops them, even a function that names itself."""
 
     def make() -> tuple[Callable[[], Any], list[weakref.ref[Any]]]:
         token, array = Token(), np.zeros(3)
@@ -181,7 +181,7 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_an_id_that_is_used_again(cell: dict[str, Any]) -> None:
-    """A value that is gone is not taken for another one in its place in memory."""
+    """A deleted value is not mistaken for another one at the same address."""
     found = Captures(cell["step"])
     for _ in range(50):
         cell["weights"] = None
@@ -192,7 +192,7 @@ def test_an_id_that_is_used_again(cell: dict[str, Any]) -> None:
 
 
 def test_several_threads(cell: dict[str, Any]) -> None:
-    """Looks from several threads tell of what changes, and fail in none."""
+    """Checks from several threads report changes, and none fails."""
     found, told, failed = Captures(cell["step"]), list[str](), list[BaseException]()
 
     def look() -> None:

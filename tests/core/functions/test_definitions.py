@@ -1,4 +1,4 @@
-"""Definitions: what goes by reference, what by value, and that a worker in another process gets the same.
+"""Definitions: what is sent by reference and by value, and that a worker in another process gets the same.
 
 The script tests run a user's script as `__main__` in one process (the coordinator), which writes down what it
 would send, and follow that in another (the worker), where the script is the same, another one, or missing.
@@ -25,19 +25,14 @@ import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py
 import numpy as np
 import pytest
 
+from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.core.errors import ProtocolError, UnknownVariableError
-from pscluster.core.functions.definitions import (
-    CapturedFunction,
-    UnresolvedReference,
-    capture,
-    class_definition,
-    needs_definition,
-    record_resolver,
-    resolve,
-)
-from pscluster.core.functions.policy import policy_of
+from pscluster.core.functions.definitions import CapturedFunction, capture, record_resolver, resolve
+from pscluster.core.functions.loading import UnresolvedReference
+from pscluster.core.functions.policy import SerializationPolicy, policy_of
 from pscluster.core.handles import Handle
 from pscluster.core.values import decode, encode
+from pscluster.core.values.records import imported_class
 from pscluster.v1 import definition_pb2, value_pb2
 
 
@@ -52,12 +47,12 @@ class Thing(Handle):
 
 
 def things(kind: str, key: str) -> Any:
-    """Stands for the worker's own handles."""
+    """Stands in for the worker's own handles."""
     return f"the worker's {kind} {key}"
 
 
 def called(captured: CapturedFunction, *args: Any, form: int = 0) -> Any:
-    """The result of what a worker in this very process would make of the captured function."""
+    """The result of what a worker in this process would make of the captured function."""
     definition = list(captured.forms())[form]
     return resolve(definition, b"", things)(*args)
 
@@ -68,14 +63,15 @@ SENDER = '''
 import pickle, sys
 from pscluster.core.values import decode, encode_call
 from pscluster.v1 import definition_pb2, value_pb2
-from pscluster.core.functions.definitions import capture, class_definition, needs_definition, record_resolver
+from pscluster.core.functions.definitions import capture
+from pscluster.core.functions.sources import is_library
 
 
 def talk(*calls):
     """What a coordinator does with the functions of a script: send calls, or read their results."""
     if sys.argv[2:]:
         value = value_pb2.Value.FromString(open(sys.argv[2], "rb").read())
-        print(decode(value, resolve_record=record_resolver(may_import=False)))
+        print(decode(value))
         return
     sent, classes = [], {}
 
@@ -83,9 +79,9 @@ def talk(*calls):
         return [form.SerializeToString() for form in captured.forms()]
 
     def define(cls):
-        if not needs_definition(cls):
+        if is_library(cls.__module__):
             return ""
-        definition = class_definition(cls)
+        definition = capture(cls)
         classes[definition.digest] = forms(definition)
         return definition.digest
 
@@ -98,7 +94,8 @@ FOLLOWER = """
 import pickle, sys
 from pscluster.core.values import decode_call, encode
 from pscluster.v1 import definition_pb2, value_pb2
-from pscluster.core.functions.definitions import UnresolvedReference, record_resolver, resolve
+from pscluster.core.functions.definitions import record_resolver, resolve
+from pscluster.core.functions.loading import UnresolvedReference
 
 
 def follow(forms):
@@ -128,7 +125,7 @@ open(sys.argv[2], "wb").write(encode(results).SerializeToString())
 
 
 class Cluster:
-    """The two processes' folders, and what goes between them."""
+    """The two processes' folders, and what is sent between them."""
 
     def __init__(self, root: Path) -> None:
         self.coordinator, self.worker, self.tools = root / "coordinator", root / "worker", root / "tools"
@@ -145,7 +142,7 @@ class Cluster:
         self._run(self.coordinator, self.script, self.sent)
 
     def follow(self) -> list[str]:
-        """Be the worker: how it found each function."""
+        """Act as the worker, and return how it found each function."""
         return self._run(self.worker, self.tools / "follower.py", self.sent, self.results).splitlines()
 
     def read(self) -> str:
@@ -153,7 +150,7 @@ class Cluster:
         return self._run(self.coordinator, self.script, self.sent, self.results).strip()
 
     def values(self) -> Any:
-        """The results, where they are of no class of the script."""
+        """The results, if they are not of a class in the script."""
         return decode(value_pb2.Value.FromString(self.results.read_bytes()))
 
     def _run(self, folder: Path, *command: Path) -> str:
@@ -208,7 +205,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_only_defines_goes_by_reference(cluster: Cluster) -> None:
-    """Followed in the same file, wherever the worker has it; by value where it has another version or none."""
+    """It is resolved in the same file, wherever the worker has it, and sent by value if that differs or is missing."""
     (cluster.coordinator / "beside.py").write_text("NAME = 'beside'")
     cluster.send(SAFE)
     assert cluster.follow() == ["by reference"]
@@ -220,7 +217,7 @@ def test_a_script_that_only_defines_goes_by_reference(cluster: Cluster) -> None:
 
     moved.write_text(moved.read_text().replace("0.5", "0.25"))
     (said,) = cluster.follow()
-    assert "train.py is not here, or is another version; looked at" in said
+    assert "train.py is missing here, or of another version; looked at" in said
     assert said.endswith("by value")
     assert cluster.values() == [(7.0, 2, "beside", "__main__")]
 
@@ -231,7 +228,7 @@ def test_a_script_that_only_defines_goes_by_reference(cluster: Cluster) -> None:
 
 
 def test_a_script_that_cannot_be_loaded_comes_by_value(cluster: Cluster) -> None:
-    """An import that only the coordinator can follow keeps nobody from running a function that does not use it."""
+    """An import that only the coordinator can resolve does not stop a function that does not use it."""
     (cluster.coordinator / "only_here.py").write_text(
         "import os\nif 'worker' in os.getcwd(): raise RuntimeError('no display')"
     )
@@ -252,7 +249,7 @@ def test_a_script_that_cannot_be_loaded_comes_by_value(cluster: Cluster) -> None
 
 
 def test_a_worker_looks_beside_the_script(cluster: Cluster) -> None:
-    """A function by value finds the modules beside the coordinator's script, where the worker has that folder."""
+    """A function by value finds the modules beside the coordinator's script, if the worker has that folder."""
     (cluster.coordinator / "beside.py").write_text("def double(x): return x * 2")
     cluster.send(
         """
@@ -278,7 +275,7 @@ OF_MODULES = {
 
 @pytest.mark.parametrize("call", OF_MODULES.values(), ids=OF_MODULES.keys())
 def test_a_worker_looks_where_the_coordinator_does(cluster: Cluster, call: str, tmp_path: Path) -> None:
-    """Whatever travels: what it names of modules beside the script, or in a folder that the script added, is found."""
+    """Whatever is sent may name modules beside the script, or in a folder that the script added."""
     (cluster.coordinator / "beside.py").write_text(
         textwrap.dedent(
             """
@@ -313,7 +310,7 @@ def test_a_worker_looks_where_the_coordinator_does(cluster: Cluster, call: str, 
 
 
 def test_records_of_the_script_go_there_and_back(cluster: Cluster) -> None:
-    """Dataclasses and named tuples of `__main__`, as arguments and results, of functions that go either way."""
+    """Dataclasses and named tuples of `__main__` work as arguments and results, for functions sent either way."""
     cluster.send(
         """
         from dataclasses import dataclass, field
@@ -360,7 +357,8 @@ def test_records_of_the_script_go_there_and_back(cluster: Cluster) -> None:
 
 
 def test_functions_of_modules_go_by_reference_or_whole(cluster: Cluster) -> None:
-    """Of a module that the worker has by reference; of one it lacks by value, with the module's own helpers."""
+    """Functions of a module that the worker has are sent by reference; otherwise by value, with the module's
+    helpers."""
     module = cluster.coordinator / "steps.py"
     module.write_text(
         textwrap.dedent(
@@ -456,13 +454,13 @@ SCRIPTS = {
 
 
 def test_what_lets_a_script_go_by_reference(tmp_path: Path) -> None:
-    """Anything that the file does not say, or no longer says, makes a function that uses it go by value."""
+    """A function that uses anything that the file does not say, or no longer says, is sent by value."""
     paths = []
     for number, (old, new, change) in enumerate(SCRIPTS.values()):
         text = BASE.replace(old, new) if old else BASE
         paths.append(tmp_path / f"script_{number}.py")
         paths[-1].write_text(text.replace("CHANGE", change))
-    # As `pscluster coordinator SCRIPT` does; one process for all.
+    # Like `pscluster coordinator SCRIPT`; one process for all.
     runner = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_name='__main__'); print()"
     command = [sys.executable, "-c", runner, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -513,7 +511,7 @@ def outer(y):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module of the user's, which can be imported."""
+    """An importable module of the user's."""
     (tmp_path / "users_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("users_module")
@@ -521,7 +519,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_what_a_module_has_by_name_goes_by_reference(module: Any) -> None:
-    """Functions, classes, class and static methods, decorated ones: found by name, so sent by name."""
+    """Functions, classes, class and static methods, and decorated ones are found by name, so sent by name."""
     for function in (module.plain, module.Cell, module.Cell.make, module.Cell.static, module.decorated, module.cached):
         captured = capture(function)
         assert captured.by_reference is not None, function
@@ -566,7 +564,7 @@ def test_everything_else_that_can_be_called_goes_by_value(module: Any) -> None:
 
 
 def test_captured_values_are_those_of_the_moment(module: Any) -> None:
-    """What a function by value captured may change afterwards: the worker gets what it was."""
+    """What a function by value captured may change later: the worker gets what it was."""
     values = [1]
 
     def step() -> list[int]:
@@ -584,7 +582,7 @@ def test_captured_values_are_those_of_the_moment(module: Any) -> None:
 
 
 def test_helpers_of_a_module_that_was_edited(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has imported a module keeps it: what is of another version of the file goes by value."""
+    """A worker keeps an imported module: functions of another version of the file are sent by value."""
     names: dict[str, Any] = {"__name__": "a notebook", "plain": module.plain}
     exec("def step(x): return plain(x)", names)
     (tmp_path / "users_steps.py").write_text("from users_module import plain\ndef step(x): return plain(x)\n")
@@ -606,7 +604,7 @@ def test_helpers_of_a_module_that_was_edited(module: Any, tmp_path: Path, monkey
 
 
 def test_a_function_by_value_is_not_kept_alive() -> None:
-    """What was captured is the pickle: a cache of captured functions, weak in the functions, forgets them."""
+    """The pickle is what was captured: a cache with weak references to the functions forgets them."""
     kept = np.zeros(3)
 
     def step() -> Any:
@@ -645,7 +643,7 @@ def test_handles_are_captured_by_name() -> None:
 
 
 def test_handles_under_other_names(module: Any) -> None:
-    """Whatever is captured may have other handles instead, in every form; who captured it keeps its own."""
+    """Handles can be replaced in whatever is captured, in every form, without changing the original."""
     thing = Thing("w")
     seen: list[Handle] = []
 
@@ -669,7 +667,7 @@ def test_handles_under_other_names(module: Any) -> None:
 
 
 def test_a_module_with_a_handle_goes_by_value(module: Any) -> None:
-    """A worker that imported it would not have the handle: so nothing of that module goes by name."""
+    """A worker that imported it would not have the handle, so nothing in that module is sent by name."""
     assert capture(module.uses).by_reference is not None
     for held in (Thing("w"), {"a": [Thing("w")]}, module.Cell(Thing("w"))):
         module.SET = held
@@ -683,7 +681,7 @@ def test_a_module_with_a_handle_goes_by_value(module: Any) -> None:
 
 
 def test_an_edited_module_goes_by_value(module: Any) -> None:
-    """What runs here is no longer what the file says: a worker that imports the file would run something else."""
+    """Running code differs from the file then, and a worker that imports the file would run something else."""
     path = Path(module.__file__)
     path.write_text(path.read_text().replace("x + 1", "x + 100"))
     assert capture(module.plain).by_reference is None
@@ -693,7 +691,7 @@ def test_an_edited_module_goes_by_value(module: Any) -> None:
 
 @pytest.mark.parametrize("where", ["closure", "global helper", "attribute", "default", "partial", "item"])
 def test_what_cannot_be_pickled_is_named(where: str, module: Any) -> None:
-    """The error names the function, the variable, its type and the mend."""
+    """The error names the function, the variable, its type and the remedy."""
     lock = threading.Lock()
     cell = module.Cell(lock)
     items = {"key": [1, lock]}
@@ -734,7 +732,7 @@ class Holder:
 def test_what_is_very_large_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, module: Any, pickles: bool
 ) -> None:
-    """With its size, where a function brings so much with it to every worker; a dataset is there for that."""
+    """The size is shown if a function takes this much to every worker; a dataset would be the remedy."""
     monkeypatch.setattr("pscluster.core.functions.definitions.LARGE_BYTES", 1 << 20)
     large, holder = np.zeros(3 << 20, np.int8), Holder(5 << 20)
     few, many = [1, "x" * (4 << 20)], [np.zeros(1 << 18, np.int8) for _ in range(8)]
@@ -759,8 +757,6 @@ def test_only_what_can_be_called_is_captured() -> None:
     """A value in the place of a function is refused."""
     with pytest.raises(TypeError, match="an int can't be scheduled: pass a function"):
         capture(3)
-    with pytest.raises(TypeError, match="no class"):
-        class_definition(len)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -770,7 +766,7 @@ def test_only_what_can_be_called_is_captured() -> None:
         ({"module": "math", "qualname": "nothing"}, "math defines no nothing here"),
         ({"module": "math", "qualname": "pi"}, "math.pi can't be called here"),
         ({"module": "textwrap", "qualname": "dedent", "source_digest": "0" * 64}, "textwrap is another version here"),
-        ({"module": "__main__", "qualname": "f", "source_path": "/no/x.py", "source_digest": "0"}, "x.py is not here"),
+        ({"module": "__main__", "qualname": "f", "source_path": "/no/x.py", "source_digest": "0"}, "x.py is missing"),
         ({}, "can't be loaded on this worker"),
         ({"pickle": b"cpython-27\nrest"}, "pickled for 'cpython-27' and this worker runs"),
         ({"pickle": b"\xff"}, "run coordinator and workers with the same minor version of Python"),
@@ -778,13 +774,13 @@ def test_only_what_can_be_called_is_captured() -> None:
     ],
 )  # fmt: skip
 def test_references_that_lead_nowhere(definition: dict[str, Any], reason: str) -> None:
-    """The worker says why it can't follow."""
+    """The worker says why it can't resolve it."""
     with pytest.raises(UnresolvedReference, match=reason):
         resolve(definition_pb2.Definition(**definition), b"", things)
 
 
 def test_errors_about_handles_come_through() -> None:
-    """A variable that is gone is not a function that can't be loaded."""
+    """A deleted variable is not reported as a function that can't be loaded."""
 
     def gone(kind: str, key: str) -> Any:
         raise UnknownVariableError(f"there is no {kind} {key!r}")
@@ -797,7 +793,7 @@ def test_errors_about_handles_come_through() -> None:
 
 @dataclasses.dataclass
 class Record:
-    """Of this module, which tests import under a name that a worker does not know."""
+    """A record of this module, which tests import under a name that a worker does not know."""
 
     x: int
 
@@ -809,15 +805,16 @@ class Named(NamedTuple):
 
 
 def test_classes_of_records_are_found_by_definition_or_name(module: Any) -> None:
-    """A definition counts first, then the name; a worker may import, the coordinator must not."""
+    """A definition takes precedence over the name; a worker may import, the coordinator must not."""
 
     @dataclasses.dataclass
     class Local:
         x: int
 
-    definition = class_definition(Local)
-    assert needs_definition(Local)
-    assert not needs_definition(threading.Thread)
+    definition = capture(Local)
+    captured = CapturedFunctions(SerializationPolicy())
+    assert captured.of_class(Local) is not None
+    assert captured.of_class(threading.Thread) is None
     known = {definition.digest: resolve(next(definition.forms()), b"", things)}
     assert known[definition.digest] is Local, "in one process it is one class"
     value = encode([Local(1), Record(2)], define=lambda cls: definition.digest if cls is Local else "")
@@ -828,17 +825,17 @@ def test_classes_of_records_are_found_by_definition_or_name(module: Any) -> None
     assert resolver("", "users_module", "Cell").__name__ == "Cell"
     sys.modules.pop("users_module")
     with pytest.raises(ProtocolError, match="not imported here"):
-        record_resolver(may_import=False)("", "users_module", "Cell")
-    with pytest.raises(ProtocolError, match="can't be imported here"):
+        imported_class("", "users_module", "Cell")
+    with pytest.raises(ProtocolError, match="can't be imported"):
         resolver("", "no_such_module", "Cell")
     with pytest.raises(ProtocolError, match="which this worker was not told of"):
         resolver("", "__main__", "NoSuchClass")
-    with pytest.raises(ProtocolError, match="no class"):
+    with pytest.raises(ProtocolError, match="not a class"):
         record_resolver(lambda digest: len)("digest", "m", "q")
 
 
 def test_capturing_is_thread_safe(module: Any) -> None:
-    """Threads that capture at once get what each would get alone."""
+    """Threads that capture at the same time get the same as they would alone."""
     module.SET = Thing("w")
     expected = capture(module.uses).digest
     digests: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,25 +14,26 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.conftest import OpenCall
 
 from pscluster.core.errors import BusyError, StaleError, VersionMismatchError
 from pscluster.core.ids import VERSION, make_identity
 from pscluster.core.role.node import Attachment, NodeService, Role
 from pscluster.v1 import node_pb2
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 A, B = 11, 22
 
 
 class TestAttachment:
     def test_first(self) -> None:
-        """A free role is taken, and a job it has not seen is a fresh one."""
+        """A free role is taken, and a new job starts with empty state."""
         attachment = Attachment("ps 0")
         assert attachment.attach(A, "chief") is True
         assert (attachment.job, attachment.holder, attachment.held) == (A, "chief", True)
 
     def test_same_job_again(self) -> None:
-        """The same coordinator on a new connection is let in, and its job is not a fresh one."""
+        """The same coordinator is accepted on a new connection, and its job keeps its state."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief")
         assert attachment.attach(A, "chief") is False
@@ -57,7 +58,7 @@ class TestAttachment:
         assert attachment.attach(B, "chief b") is True
 
     def test_late_end_of_an_earlier_stream(self) -> None:
-        """The end of a stream that has been replaced changes nothing."""
+        """The end of a stream that was replaced changes nothing."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         first = attachment.number
@@ -66,7 +67,7 @@ class TestAttachment:
         assert attachment.held
 
     def test_late_end_of_a_later_stream(self) -> None:
-        """Of two attempts to attach the one that was given up may be let in last; its end changes nothing either."""
+        """Of two attempts to attach the abandoned one may be accepted last; its end changes nothing either."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         attachment.attach(A, "chief a")
@@ -83,7 +84,7 @@ class TestAttachment:
         assert attachment.attach(A, "chief a") is True, "fresh again: its state was dropped"
 
     def test_end_of_another_job(self) -> None:
-        """Nobody ends a job that is another's, not even while its coordinator is out of reach."""
+        """A coordinator can't end another's job, even while that one's coordinator is unreachable."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         with pytest.raises(StaleError, match="ps 0 serves another job"):
@@ -95,7 +96,7 @@ class TestAttachment:
         assert attachment.job == A
 
     def test_left(self) -> None:
-        """A job is left from the end of its stream until anybody attaches, or it is ended."""
+        """A job is abandoned from the end of its stream until a coordinator attaches, or it is ended."""
         attachment = Attachment("ps 0")
         assert not attachment.is_left(0, 0)
         attachment.attach(A, "chief a")
@@ -111,7 +112,7 @@ class TestAttachment:
         assert not attachment.is_left(A, attachment.number)
 
     def test_take_over(self) -> None:
-        """A held role goes to whoever says so; the late end of the stream before changes nothing."""
+        """A coordinator that takes over gets a held role; the late end of the previous stream changes nothing."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         first = attachment.number
@@ -121,7 +122,7 @@ class TestAttachment:
 
 
 class AttachmentMachine(RuleBasedStateMachine):
-    """Coordinators come, come again, vanish and end their jobs in any order."""
+    """Coordinators attach, attach again, vanish and end their jobs in any order."""
 
     jobs = st.integers(1, 3)
 
@@ -129,7 +130,7 @@ class AttachmentMachine(RuleBasedStateMachine):
         super().__init__()
         self.attachment = Attachment("ps 0")
         self.streams: dict[int, int] = {}  # number of an open stream: its job
-        self.holding: set[int] = set()  # the attachments of the job that came last, as far as their streams are open
+        self.holding: set[int] = set()  # the open attachments of the latest job
         self.kept = 0  # the job whose state the role has
 
     @property
@@ -139,7 +140,7 @@ class AttachmentMachine(RuleBasedStateMachine):
 
     @rule(job=jobs)
     def attach(self, job: int) -> None:
-        """Only the holder may come again; a job is fresh unless its state is here."""
+        """Only the holder may attach again; a job is new unless its state is here."""
         if self.holder and self.holder != job:
             with pytest.raises(BusyError):
                 self.attachment.attach(job, f"chief {job}")
@@ -163,7 +164,7 @@ class AttachmentMachine(RuleBasedStateMachine):
 
     @rule(job=jobs)
     def end(self, job: int) -> None:
-        """A job whose state is here is ended by itself only, also while nobody holds the role."""
+        """Only the job whose state is here can end itself, even while no coordinator holds the role."""
         if self.kept and self.kept != job:
             with pytest.raises(StaleError):
                 self.attachment.end(job)
@@ -174,7 +175,7 @@ class AttachmentMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """The role is held by its job as long as any stream of that is open."""
+        """The role is held by its job as long as any of the job's streams is open."""
         assert self.attachment.held == bool(self.holder)
         assert self.attachment.job == self.kept
         if self.holder:
@@ -186,7 +187,7 @@ TestAttachmentMachine = AttachmentMachine.TestCase
 
 
 class Recorder(Role):
-    """A role that remembers what happened to it."""
+    """A role that records what happened to it."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -205,32 +206,11 @@ class Recorder(Role):
         reply.detail = f"{len(self.events)} events"
 
 
-class Context:
-    """As much of a grpc.ServicerContext as the service uses."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[], None]] = []
-        self._active = True
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        self._callbacks.append(callback)
-        return self._active
-
-    def is_active(self) -> bool:
-        return self._active
-
-    def end(self) -> None:
-        """The client is gone."""
-        self._active = False
-        for callback in self._callbacks:
-            callback()
-
-
 class Stream:
-    """An attachment that a thread reads, as grpc's would."""
+    """An attachment that a thread reads, like grpc's."""
 
     def __init__(self, service: NodeService, job: int, version: str = VERSION, workers: Sequence[int] = ()) -> None:
-        self.context = Context()
+        self.context = OpenCall()
         identity = node_pb2.Identity(version=version, role="chief", name=f"chief of {job}")
         request = node_pb2.AttachRequest(coordinator=identity, job=job, workers=workers, take_over=bool(workers))
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -248,22 +228,22 @@ class Stream:
         self._thread.start()
 
     def next(self) -> node_pb2.AttachEvent | None:
-        """The next event, None at the end. Raises what the service raised."""
-        event = self._events.get(timeout=PATIENCE)
+        """The next event; None at the end. Raises the service's error."""
+        event = self._events.get(timeout=TIMEOUT)
         if isinstance(event, BaseException):
             raise event
         return cast("node_pb2.AttachEvent | None", event)
 
     def end(self) -> None:
-        """The client goes; return when the service has noticed."""
+        """End the client's side, and return when the service has noticed."""
         self.context.end()
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
 
 
 @contextmanager
 def opened(service: NodeService, job: int, workers: Sequence[int] = ()) -> Iterator[Stream]:
-    """A stream whose first event has come. With workers, the coordinator lists these, and takes the role over."""
+    """A stream whose first event has arrived. With workers, the coordinator lists these, and takes the role over."""
     stream = Stream(service, job, workers=workers)
     event = stream.next()
     assert event is not None
@@ -284,15 +264,15 @@ class TestNodeService:
         self.service = NodeService(make_identity("ps", 3), self.role, lambda: self.job_ends.append("told"))
 
     def state(self) -> str:
-        """What the status says."""
+        """The state in the status."""
         return self.service.status(node_pb2.StatusRequest(), NO_CONTEXT).state
 
     def end_job(self, job: int) -> None:
-        """The coordinator's script has ended."""
+        """End the job, as when the coordinator's script has ended."""
         self.service.end_job(node_pb2.EndJobRequest(job=job), NO_CONTEXT)
 
     def test_hello(self) -> None:
-        """The handshake tells who this is, with an incarnation of its own."""
+        """The greeting tells who this process is, with a new incarnation."""
         ours = node_pb2.Identity(version=VERSION, role="worker")
         reply = self.service.hello(node_pb2.HelloRequest(identity=ours), NO_CONTEXT)
         assert (reply.identity.role, reply.identity.index, reply.identity.version) == ("ps", 3, VERSION)
@@ -300,7 +280,7 @@ class TestNodeService:
 
     @pytest.mark.parametrize("version", ["0.0.1", ""])
     def test_another_version(self, version: str) -> None:
-        """Another version is refused with both versions, in the handshake and when it wants the role."""
+        """Another version is refused with both versions, in Hello and in Attach."""
         theirs = node_pb2.Identity(version=version, role="worker", name="worker 1 (there)")
         refusal = f"worker 1 (there) runs pscluster {version or '(none given)'}, {self.service.identity.name} runs"
         with pytest.raises(VersionMismatchError, match=re.escape(f"{refusal} {VERSION}: install the same version")):
@@ -310,7 +290,7 @@ class TestNodeService:
         assert self.role.events == []
 
     def test_attach(self) -> None:
-        """The role hears of a job before it is asked for an incarnation, and status names the coordinator."""
+        """The role is told of a job before it is asked for an incarnation, and status names the coordinator."""
         assert self.state() == "waiting for a coordinator"
         with opened(self.service, A):
             assert self.role.events == [("began", A), ("attached", A)]
@@ -328,21 +308,21 @@ class TestNodeService:
         stream.end()
 
     def test_busy(self) -> None:
-        """A second coordinator is refused before the role hears of it."""
+        """A second coordinator is refused before the role is told of it."""
         with opened(self.service, A):
             with pytest.raises(BusyError, match=f"works for chief of {A}"):
                 Stream(self.service, B).next()
             assert self.role.events == [("began", A), ("attached", A)]
 
     def test_return_of_the_coordinator(self) -> None:
-        """The same job on a new connection is attached anew, but did not begin anew; the old stream's end is late."""
+        """The same job on a new connection attaches again but does not begin anew, even if the old stream ends late."""
         with opened(self.service, A) as first, opened(self.service, A):
             assert self.role.events == [("began", A), ("attached", A), ("attached", A)]
             first.end()
             assert self.state() == "serving"
 
     def test_state_is_kept(self) -> None:
-        """What a lost coordinator left is dropped when another one comes, not before."""
+        """A lost coordinator's state is dropped when another one attaches, not before."""
         with opened(self.service, A):
             pass
         assert self.role.events == [("began", A), ("attached", A)]
@@ -350,7 +330,7 @@ class TestNodeService:
             assert self.role.events[2:] == [("began", B), ("attached", B)]
 
     def test_end_job(self) -> None:
-        """At the end of the job the role drops its state and whoever waits for it is told, once."""
+        """At the end of the job the role drops its state, and every waiter is told once."""
         with opened(self.service, A):
             self.end_job(A)
             assert self.role.events[2:] == [("ended", 0)]
@@ -359,7 +339,7 @@ class TestNodeService:
         assert self.job_ends == ["told"]
 
     def test_end_of_another_job(self) -> None:
-        """The end of a job that the role does not work for is refused, and nothing is dropped."""
+        """A request to end a job that the role does not work for is refused, and nothing is dropped."""
         with opened(self.service, A):
             with pytest.raises(StaleError):
                 self.end_job(B)
@@ -367,7 +347,7 @@ class TestNodeService:
             assert ("ended", 0) not in self.role.events
 
     def test_leave(self) -> None:
-        """A coordinator is told that the role leaves, and keeps it until it has let go itself."""
+        """A coordinator is told that the role is leaving, and keeps it until it has released it."""
         with opened(self.service, A) as stream:
             self.service.leave()
             event = stream.next()
@@ -376,7 +356,7 @@ class TestNodeService:
             assert self.state() == "stopping"
 
     def test_attach_while_leaving(self) -> None:
-        """Who attaches to a role that is about to stop is told at once."""
+        """A coordinator that attaches to a role about to stop is told immediately."""
         self.service.leave()
         with opened(self.service, A) as stream:
             event = stream.next()
@@ -384,12 +364,12 @@ class TestNodeService:
             assert event.kind == node_pb2.AttachEvent.LEAVING
 
     def hello_of(self, role: str, index: int) -> list[int]:
-        """What somebody is told of the workers that the coordinator lists."""
+        """What a caller is told of the workers that the coordinator lists."""
         theirs = node_pb2.Identity(version=VERSION, role=role, index=index, name=f"{role} {index} (there)")
         return list(self.service.hello(node_pb2.HelloRequest(identity=theirs), NO_CONTEXT).workers)
 
     def test_worker_that_is_not_listed(self) -> None:
-        """It is told who is listed, and the coordinator is told of it, once; nobody else is told anything."""
+        """It is told which are listed, and the coordinator is told of it, once; no other caller is told anything."""
         assert self.hello_of("worker", 7) == [], "there is no coordinator"
         with opened(self.service, A, workers=(1, 0)) as stream:
             assert [self.hello_of("worker", 1), self.hello_of("chief", 7)] == [[], []]
@@ -408,8 +388,8 @@ class TestNodeService:
         assert self.hello_of("worker", 0) == [], "it is gone"
 
     def test_stream_that_ended_before_it_began(self) -> None:
-        """A client that was gone before the service looked does not hold the role."""
-        context = Context()
+        """A client that left before the service looked does not hold the role."""
+        context = OpenCall()
         context.end()
         identity = node_pb2.Identity(version=VERSION, name="gone")
         request = node_pb2.AttachRequest(coordinator=identity, job=A)

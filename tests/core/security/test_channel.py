@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.faults.proxy import Proxy
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity
@@ -30,14 +30,8 @@ from pscluster.core.security.authenticator import (
 from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.handshake import UNPROVEN, Secret, make_request
 from pscluster.core.security.tokens import Token
-from pscluster.core.transport import grpc_streams
-from pscluster.core.transport.channels import (
-    PeerAddress,
-    open_aio_channel,
-    open_channel,
-    open_peer_channel,
-    open_stream,
-)
+from pscluster.core.transport.channels import PeerAddress, open_aio_channel, open_channel, open_peer_channel
+from pscluster.core.transport.grpc_streams import GrpcStream
 
 TOKEN = "correct-horse-battery-staple"
 PAYLOAD = b"the payload that nobody else may see"
@@ -60,7 +54,7 @@ def _waits(requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterato
 def serving(
     address: str = "127.0.0.1:0", token: str = TOKEN, interceptors: list[grpc.ServerInterceptor] | None = None
 ) -> Iterator[tuple[str, Authenticator]]:
-    """A server of methods of every arity that echo, for those with the token: its address."""
+    """A server of echo methods of every arity, for callers with the token; its address."""
     authenticator = Authenticator(token, make_identity("ps", 0))
     authenticator.start()
     handlers: dict[str, Any] = {
@@ -88,12 +82,12 @@ def call(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
     first = "Stream" if method.startswith("Stream") else "Unary"
     shape = f"{first.lower()}_{method.removeprefix(first).lower()}"
     request: object = iter([payload]) if first == "Stream" else payload
-    answer = getattr(channel, shape)(f"/test/{method}")(request, timeout=PATIENCE)
+    answer = getattr(channel, shape)(f"/test/{method}")(request, timeout=TIMEOUT)
     return answer if isinstance(answer, bytes) else b"".join(answer)
 
 
 async def acall(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
-    """The same, on the loop."""
+    """The same, in asyncio."""
 
     async def requests() -> Any:
         yield payload
@@ -101,7 +95,7 @@ async def acall(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
     first = "Stream" if method.startswith("Stream") else "Unary"
     end = method.removeprefix(first)
     made = getattr(channel, f"{first.lower()}_{end.lower()}")(f"/test/{method}")(
-        requests() if first == "Stream" else payload, timeout=PATIENCE
+        requests() if first == "Stream" else payload, timeout=TIMEOUT
     )
     if end == "Unary":
         return bytes(await made)
@@ -113,7 +107,7 @@ async def acall(channel: Any, method: str, payload: bytes = PAYLOAD) -> bytes:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_arity(method: str) -> None:
-    """Sync and on a loop, again and again on one channel, and after the server was started anew."""
+    """All arities work, sync and asyncio, repeatedly on one channel, and after the server was restarted."""
     with serving() as (address, _):
         with open_channel(address, None, TOKEN) as channel:
             for _ in range(3):
@@ -126,13 +120,11 @@ async def _thrice(address: str, method: str) -> list[bytes]:
         return [await acall(channel, method) for _ in range(3)]
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_raw_streams(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both kinds, with a session that the server does not know, too."""
-    monkeypatch.setattr(grpc_streams, "_direct", direct)
+def test_streams() -> None:
+    """Streams work, even with a session that the server does not know."""
     with serving() as (address, authenticator), open_channel(address, None, TOKEN) as channel:
         for _ in range(2):
-            stream = open_stream(channel, "/test/StreamStream", ())
+            stream = GrpcStream(channel, "/test/StreamStream", ())
             stream.send(PAYLOAD)
             assert stream.receive() == PAYLOAD
             stream.close()
@@ -141,14 +133,14 @@ def test_raw_streams(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_calls_at_once() -> None:
-    """By many threads on one channel: counters may overtake each other, and none is used twice."""
+    """With many threads on one channel, counters may overtake each other, and none is used twice."""
     with serving() as (address, _), open_channel(address, None, TOKEN) as channel, ThreadPoolExecutor(16) as pool:
         bodies = [str(number).encode() for number in range(200)]
         assert list(pool.map(lambda body: call(channel, "UnaryUnary", body), bodies)) == bodies
 
 
 def test_a_server_that_was_started_anew() -> None:
-    """Knows no session of the one before: the channel makes another handshake, and the call is made."""
+    """It does not know the old sessions: the channel makes another handshake, and the call succeeds."""
     with serving() as (address, _):
         channel = open_channel(address, None, TOKEN)
         assert call(channel, "UnaryUnary") == PAYLOAD
@@ -166,7 +158,7 @@ def _answered(channel: grpc.Channel) -> bool:
 
 
 class Thief(grpc.ServerInterceptor):
-    """Listens on the port of somebody else, takes every call, and remembers all that it is sent."""
+    """Listens on another server's port, accepts every call, and records everything that it is sent."""
 
     def __init__(self, answer: Callable[[grpc.ServicerContext], None]) -> None:
         self.heard: list[bytes] = []
@@ -175,7 +167,7 @@ class Thief(grpc.ServerInterceptor):
         self._answer = answer
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        """Whatever it is."""
+        """Accept it, whatever it is."""
         self.metadata.append(dict(details.invocation_metadata or ()))
 
         def take(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -208,7 +200,7 @@ def _refuses(context: grpc.ServicerContext) -> None:
 @pytest.mark.parametrize("answer", [_proves_at_random, _says_nothing, _knows_no_session, _refuses])
 @pytest.mark.parametrize("kind", ["UnaryUnary", "StreamStream", "raw", "aio"])
 def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None], kind: str) -> None:
-    """Of one channel: it gets no byte of a request, nothing that opens the role, and never the token."""
+    """On an open channel it gets no byte of a request, nothing that opens the role, and never the token."""
     thief = Thief(answer)
     loop = asyncio.new_event_loop()
     peer = PeerAddress("ps", 0, "", token=TOKEN)
@@ -218,7 +210,7 @@ def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None
             return loop.run_until_complete(acall(channel, "UnaryUnary"))
         if kind != "raw":
             return call(channel, kind)
-        stream = open_stream(channel, "/test/StreamStream", ())
+        stream = GrpcStream(channel, "/test/StreamStream", ())
         try:
             stream.send(PAYLOAD)
             return stream.receive()
@@ -245,12 +237,12 @@ def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None
             until(met, "the channel has dialled the thief")
         assert thief.heard == []
         assert TOKEN not in repr(thief.metadata)
-        with serving(address), grpc.insecure_channel(address) as stranger:
+        with serving(address), grpc.insecure_channel(address) as plain_channel:
             for stolen in thief.metadata:
                 shown = tuple((key, stolen[key]) for key in (CALL_METADATA, HANDSHAKE_METADATA) if key in stolen)
-                ways: Any = stranger.stream_stream("/test/StreamStream")
+                ways: Any = plain_channel.stream_stream("/test/StreamStream")
                 with pytest.raises(grpc.RpcError) as refused:
-                    next(ways(iter([PAYLOAD]), metadata=shown, timeout=PATIENCE))
+                    next(ways(iter([PAYLOAD]), metadata=shown, timeout=TIMEOUT))
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     finally:
         if kind == "aio":
@@ -261,17 +253,17 @@ def test_a_thief_between_two_calls(answer: Callable[[grpc.ServicerContext], None
 
 
 def test_a_proof_is_good_once() -> None:
-    """What somebody reads on the way of a call opens nothing: not that method again, and no other."""
+    """A proof read in transit opens nothing: neither that method again, nor another."""
     with serving() as (address, _), grpc.insecure_channel(address) as plain:
         session = AuthenticatedChannel(plain, Secret.of(TOKEN), address).session()
         header, answer = session.next_call("/test/UnaryUnary")
         ways: dict[str, Any] = {name: plain.stream_stream(f"/test/{name}") for name in ("UnaryUnary", "StreamUnary")}
-        wrong: Any = ways["StreamUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        wrong: Any = ways["StreamUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=TIMEOUT)
         assert wrong.code() is grpc.StatusCode.UNAUTHENTICATED
-        used: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        used: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=TIMEOUT)
         assert dict(used.initial_metadata())["pscluster-proof"] == answer
         assert next(used) == PAYLOAD
-        again: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=PATIENCE)
+        again: Any = ways["UnaryUnary"](iter([PAYLOAD]), metadata=((CALL_METADATA, header),), timeout=TIMEOUT)
         assert again.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -285,7 +277,7 @@ def test_a_proof_is_good_once() -> None:
     ids=["empty", "rubbish", "another token"],
 )
 def test_a_handshake_that_is_none(given: bytes, code: grpc.StatusCode) -> None:
-    """It is answered without a word of its message being read."""
+    """It is answered without reading any of its message."""
     with serving() as (address, _), grpc.insecure_channel(address) as plain:
         over = threading.Event()
 
@@ -294,13 +286,13 @@ def test_a_handshake_that_is_none(given: bytes, code: grpc.StatusCode) -> None:
             yield from ()
 
         ways: Any = plain.stream_unary(HANDSHAKE_PATH)
-        asked = ways.future(nothing(), metadata=((HANDSHAKE_METADATA, given),), timeout=PATIENCE)
+        asked = ways.future(nothing(), metadata=((HANDSHAKE_METADATA, given),), timeout=TIMEOUT)
         assert asked.code() is code
         over.set()
 
 
 def test_sides_with_different_tokens() -> None:
-    """The server says what is missing; one without any token is told apart; who is no server of ours is not there."""
+    """The server says what is missing, and tells a caller without a token apart; a foreign server counts as absent."""
     with serving() as (address, _), open_channel(address, None, TOKEN[::-1]) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             call(channel, "UnaryUnary")
@@ -321,7 +313,7 @@ def test_sides_with_different_tokens() -> None:
 
 
 def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
-    """Ends the streams that are open under it; those under another one go on."""
+    """Streams under it are ended; those under another one continue."""
     file, other = tmp_path / "token", TOKEN[::-1]
     file.write_text(f"{TOKEN}\n{other}\n")
     with (
@@ -329,7 +321,7 @@ def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
         open_channel(address, None, TOKEN) as old,
         open_channel(address, None, other) as new,
     ):
-        opened = [open_stream(channel, "/test/StreamStream", ()) for channel in (old, new)]
+        opened = [GrpcStream(channel, "/test/StreamStream", ()) for channel in (old, new)]
         for stream in opened:
             stream.send(PAYLOAD)
             assert stream.receive() == PAYLOAD
@@ -348,7 +340,7 @@ def test_a_token_that_is_taken_out(tmp_path: Path) -> None:
 
 
 def test_unproven_is_said() -> None:
-    """Who answers a handshake without the token is told from who does not answer."""
+    """A server that answers a handshake without the token is distinguished from one that does not answer."""
     thief = Thief(_proves_at_random)
     with (
         serving(interceptors=[thief]) as (address, _),
@@ -381,17 +373,17 @@ UNBELIEVED = {
 
 @pytest.mark.parametrize("answer", UNBELIEVED.values(), ids=UNBELIEVED.keys())
 def test_what_a_thief_says_is_not_believed(answer: Callable[[grpc.ServicerContext], None]) -> None:
-    """Whatever status ends a call before a proof, to who has known the role it is as if nobody were there."""
+    """A status that ends a call before a proof counts, for a client that has known the role, as no answer at all."""
     thief = Thief(answer)
     with serving() as (address, _):
         channel = open_channel(address, None, TOKEN)
         assert call(channel, "UnaryUnary") == PAYLOAD
-        stream = open_stream(channel, "/test/StreamStream", ())
+        stream = GrpcStream(channel, "/test/StreamStream", ())
         stream.close()
     with channel, serving(address, interceptors=[thief]):
         for attempt in (
             lambda: call(channel, "UnaryUnary"),
-            lambda: open_stream(channel, "/test/StreamStream", ()),
+            lambda: GrpcStream(channel, "/test/StreamStream", ()),
             lambda: call(channel, "StreamStream"),
         ):
 
@@ -409,8 +401,8 @@ def test_what_a_thief_says_is_not_believed(answer: Callable[[grpc.ServicerContex
 
 @pytest.mark.parametrize("kind", ["sync", "aio"])
 def test_calls_are_not_passed_on_to_another_role(kind: str) -> None:
-    """Who passes bytes on from the port of one role to another one, which knows the token, too, gets no request: the
-    other says who it is, and is not the one that was looked for."""
+    """An attacker that forwards bytes from one role's port to another role that knows the token gets no request: the
+    other says who it is, and is not the one expected."""
     with serving() as (address, _), Proxy(address) as proxy:
         peer = PeerAddress("ps", 1, proxy.address, token=TOKEN)
         ask = functools.partial(asyncio.run, _once(peer)) if kind == "aio" else functools.partial(_ask, peer)
@@ -429,7 +421,7 @@ async def _once(peer: PeerAddress) -> bytes:
 
 
 def test_the_token_is_shared_with_who_looks_first(tmp_path: Path) -> None:
-    """What serves figures has the same object, and looks at the file, too: what it finds counts here all the same."""
+    """The metrics server has the same object and checks the file, too: what it finds takes effect here."""
     file, other = tmp_path / "token", TOKEN[::-1]
     file.write_text(f"{TOKEN}\n")
     token = Token.of([TOKEN], file)
@@ -437,7 +429,7 @@ def test_the_token_is_shared_with_who_looks_first(tmp_path: Path) -> None:
     file.with_suffix(".draft").write_text(f"{other}\n")
     file.with_suffix(".draft").rename(file)
     until(lambda: token.accepts(other.encode()), "somebody else has looked")
-    authenticator.look()
+    authenticator.check()
     authenticator.open(make_request(Secret.of(other), "x"))
     with pytest.raises(AuthenticationError):
         authenticator.open(make_request(Secret.of(TOKEN), "x"))

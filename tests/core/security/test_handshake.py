@@ -1,4 +1,4 @@
-"""The proofs that both sides know the token: the scheme's test vector, sessions, counters."""
+"""Proofs that both sides know the token: the scheme's test vector, sessions, counters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _fields(*parts: bytes) -> bytes:
 
 
 def test_the_test_vector() -> None:
-    """What the .proto file prints follows from its words alone, and is what this package computes."""
+    """The .proto file's test vector follows from its text alone, and is what this package computes."""
     token, address = TOKEN.encode(), b"ps0.example.com:2222"
     nonces, session, boot_id = (bytes(range(32)), bytes(range(32, 64))), bytes(range(64, 80)), 0x0123456789ABCDEF
     salt = hashlib.sha256(
@@ -89,7 +89,7 @@ def shaken(table: SessionTable, address: str = "a:1", now: float = 0.0) -> Clien
 
 
 def admitted(table: SessionTable, header: str, path: str = PATH, now: float = 0.0) -> bool:
-    """Is a call with this header served?"""
+    """Whether a call with this header is served."""
     parsed = CallHeader.parse(header)
     return parsed is not None and table.admit(parsed, path, now) is not None
 
@@ -110,7 +110,7 @@ def test_a_call_is_good_once_and_for_its_method() -> None:
 
 
 def test_sessions_differ_in_all_that_is_said() -> None:
-    """Another role, index, address, boot or nonce gives other keys: no proof for one is one for the other."""
+    """Another role, index, address, boot or nonce gives other keys: a proof for one is not valid for the other."""
     request = make_request(SECRET, "a:1", bytes(32))
     same = authentication_pb2.HandshakeReply(server_nonce=bytes(32), session=bytes(16), role="ps", index=1, boot_id=5)
     keys = {SessionKeys.of(SECRET.token, request, same)}
@@ -133,7 +133,7 @@ def test_sessions_differ_in_all_that_is_said() -> None:
 
 
 def test_who_does_not_know_the_token() -> None:
-    """A server refuses such a client, and a client such a server, whatever they say otherwise."""
+    """A server refuses such a client, and a client such a server, whatever else they say."""
     table, other = SessionTable("ps", 0, 7), Secret.of(TOKEN[::-1])
     for request in (make_request(other, "a:1"), make_request(SECRET, "a:1"), make_request(SECRET, "a:1")):
         if request.token_id == SECRET.token_id:
@@ -170,7 +170,7 @@ def test_a_request_that_is_none(change: dict[str, object]) -> None:
 
 
 def test_a_copy_of_a_request_opens_nothing_more() -> None:
-    """Somebody who has read a handshake may send it again, and gets the same answer until it is used, and then none."""
+    """A recorded handshake, sent again, gets the same answer until its session is used, and then none."""
     table, request = SessionTable("ps", 0, 7), make_request(SECRET, "a:1")
     reply = table.open([SECRET], request, 0.0).reply
     for _ in range(3):
@@ -183,8 +183,8 @@ def test_a_copy_of_a_request_opens_nothing_more() -> None:
 
 
 def test_sessions_end() -> None:
-    """One that was never used soon, one that is idle later, one with an open call not; the first pending one where
-    there are too many."""
+    """An unused session ends soon, an idle one later, one with an open call never; if there are too many, the oldest
+    pending one."""
     table = SessionTable("ps", 0, 7)
     used, busy = shaken(table), shaken(table)
     shaken(table)
@@ -212,7 +212,7 @@ def test_sessions_end() -> None:
 
 @given(st.lists(st.one_of(st.integers(-3, 60), st.integers(WINDOW - 3, 2 * WINDOW + 3))))
 def test_the_window(counters: list[int]) -> None:
-    """A counter is taken once; one within the window of the highest that has come always, the first time."""
+    """A counter is accepted once; one within the window below the highest is always accepted the first time."""
     window, seen = CounterWindow(), set[int]()
     for counter in counters:
         highest = max(seen, default=0)
@@ -242,7 +242,7 @@ def test_a_header_that_is_none(text: str) -> None:
 
 
 def test_nothing_secret_is_shown() -> None:
-    """Not by the repr of anything that holds it."""
+    """The repr of an object never shows its secret."""
     table = SessionTable("ps", 0, 7)
     session = table.open([SECRET], make_request(SECRET, "a:1"), 0.0)
     shown = repr(SECRET) + repr(session) + repr(session.keys)

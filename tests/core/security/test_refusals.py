@@ -31,19 +31,19 @@ from pscluster.core.security.refusals import (
     ],
 )
 def test_addresses(peer: str, address: str) -> None:
-    """Whoever has many addresses of one kind is one, and no text of a peer reaches the log."""
+    """Many addresses of one kind count as one, and no text of a peer reaches the log."""
     assert address_of(peer) == address
 
 
 def exhausted(address: str = "10.0.0.1") -> Refusals:
-    """With an address that has had all its answers at time 0."""
+    """Refusals with an address that has used up its answers at time 0."""
     refusals = Refusals(True, 0.0)
     assert all(refusals.refused(f"ipv4:{address}:1", 0.0) for _ in range(BURST))
     return refusals
 
 
 def test_beyond_its_answers_a_connection_is_held_and_closed() -> None:
-    """Held for a second, or until it holds many; others' connections and what comes later are answered."""
+    """It is held for a second, or until there are many; other connections, and later calls, are answered."""
     refusals = exhausted()
     assert not refusals.refused("ipv4:10.0.0.1:1", 0.0)
     assert refusals.refused("ipv4:10.0.0.2:1", 0.0)
@@ -59,13 +59,13 @@ def test_beyond_its_answers_a_connection_is_held_and_closed() -> None:
 
 
 def test_all_addresses_together_have_a_bound() -> None:
-    """Many addresses get no more answers than a few do."""
+    """Many addresses together get no more answers than a few."""
     refusals = Refusals(True, 0.0)
     assert sum(refusals.refused(f"ipv4:10.0.{n >> 8}.{n & 255}:1", 0.0) for n in range(2 * ALL_BURST)) == ALL_BURST
 
 
 def test_who_is_accepted_is_not_closed() -> None:
-    """A call that is accepted while another is held keeps the connection."""
+    """A call accepted while another is held keeps the connection open."""
     refusals = exhausted()
     assert not refusals.refused("ipv4:10.0.0.1:1", 0.0)
     refusals.accepted("ipv4:10.0.0.1:1")
@@ -74,7 +74,7 @@ def test_who_is_accepted_is_not_closed() -> None:
 
 
 def test_an_unknown_session_is_told_so_whatever_its_neighbours_do() -> None:
-    """Else the client of a restarted role, at an address that strangers use too, would never begin another one."""
+    """Otherwise a restarted role's client could never begin another one, if other callers share its address."""
     refusals = exhausted()
     told = [refusals.refused("ipv4:10.0.0.1:9", 0.0, unknown_session=True) for _ in range(UNKNOWN_SESSIONS + 1)]
     assert told == [True] * UNKNOWN_SESSIONS + [False]
@@ -93,7 +93,7 @@ def test_where_nothing_can_be_closed_all_is_answered() -> None:
 
 
 def test_reports() -> None:
-    """Once a minute, with the addresses and how many; the count never falls."""
+    """Once a minute the addresses and the number are logged; the count never falls."""
     refusals = exhausted()
     assert refusals.report(0.0) == (
         f"refused {BURST:,} calls without a valid proof of the cluster token: {BURST:,} from 10.0.0.1"

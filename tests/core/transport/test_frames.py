@@ -1,4 +1,4 @@
-"""Frames: what is written by hand is protobuf's wire format, and what is read by hand can be any bytes at all."""
+"""Frames: hand-written encoding matches protobuf's wire format, and hand-written decoding accepts any bytes safely."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ class TestUnpack:
         )
     )
     def test_fields_in_any_order(self, parts: list[bytes]) -> None:
-        """A writer may put the fields in any order: the frame is the same."""
+        """A writer may put the fields in any order, and the frame is the same."""
         read, payload = unpack(b"".join(parts), ps_pb2.Request)
         assert bytes(payload) == b"payload"
         assert (read.id, read.read.job, read.total_bytes, read.last, read.payload) == (42, 5, 7, True, b"")
 
     @given(st.lists(st.sampled_from([b"", b"a", b"bc"]).map(lambda p: chunk(15, p)) | st.just(field(1, 0, b"\x01"))))
     def test_payload_more_than_once(self, parts: list[bytes]) -> None:
-        """As everywhere in protobuf the last one counts."""
+        """As always in protobuf, the last one counts."""
         data = b"".join(parts)
         read, payload = unpack(data, ps_pb2.Request)
         expected = ps_pb2.Request.FromString(data)
@@ -146,7 +146,7 @@ class TestUnpack:
 
     @given(headers(), st.binary(max_size=8))
     def test_unknown_fields_are_passed_over(self, header: Frame, content: bytes) -> None:
-        """Fields of a newer version, of every wire type, do not hinder reading."""
+        """Unknown fields of a newer version, of every wire type, do not prevent reading."""
         unknown = field(9, 0, b"\xff\x01") + field(10, 1, bytes(8)) + field(11, 5, bytes(4)) + chunk(12, content)
         read, payload = unpack(unknown + pack(header, [b"xyz"]), type(header))
         assert bytes(payload) == b"xyz"
@@ -175,7 +175,7 @@ class TestUnpack:
 
     @given(headers(), payloads, st.data())
     def test_truncated(self, header: Frame, buffers: list[bytes], data: st.DataObject) -> None:
-        """A frame that was cut off is refused, or is a frame with another end: never another error."""
+        """A frame that was cut off is refused, or is a frame that ends elsewhere: never another error."""
         whole = pack(header, buffers)
         cut = data.draw(st.integers(0, len(whole)))
         try:
@@ -186,7 +186,7 @@ class TestUnpack:
 
     @given(headers(), payloads, st.data())
     def test_changed(self, header: Frame, buffers: list[bytes], data: st.DataObject) -> None:
-        """A frame in which a byte was changed is refused or read, and no other error comes of it."""
+        """A frame with a changed byte is refused or read, without any other error."""
         whole = bytearray(pack(header, buffers))
         if whole:
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
@@ -194,8 +194,8 @@ class TestUnpack:
             unpack(bytes(whole), type(header))
 
     def test_many_small_fields(self) -> None:
-        """A header over the limit is refused where it exceeds it: what lies behind is not walked, field by field."""
-        fields = b"\x48\x01" * 51 + b"\x0f"  # number 9, 51 times; and at last what is no field
+        """A header over the limit is refused where it exceeds it; what follows is not parsed, field by field."""
+        fields = b"\x48\x01" * 51 + b"\x0f"  # number 9, 51 times, and finally something that is not a field
         with pytest.raises(ProtocolError, match="wire type 7"):
             unpack(fields, ps_pb2.Request, limit=102)
         with pytest.raises(ProtocolError, match="a frame with 102 bytes or more beside its payload, the limit is 100"):
@@ -204,7 +204,7 @@ class TestUnpack:
     @pytest.mark.parametrize("declared", [2**31, 2**32, 2**62, 2**63, 2**64 - 1])
     @pytest.mark.parametrize("tag", [b"\x7a", b"\x6a", b"\x12"])
     def test_declared_length(self, declared: int, tag: bytes) -> None:
-        """A field that declares more bytes than came is refused, and nothing is allocated for it."""
+        """A field that declares more bytes than arrived is refused, and nothing is allocated for it."""
         length, rest = bytearray(), declared
         while rest > 0x7F:
             length.append(rest & 0x7F | 0x80)
@@ -212,7 +212,7 @@ class TestUnpack:
         data = tag + bytes(length) + bytes([rest]) + b"xx"
         tracemalloc.start()
         try:
-            with pytest.raises(ProtocolError, match=rf"declares {declared} bytes where 2 came"):
+            with pytest.raises(ProtocolError, match=rf"declares {declared} bytes, but contains 2"):
                 unpack(data, ps_pb2.Request)
             assert tracemalloc.get_traced_memory()[1] < 1 << 16
         finally:
@@ -230,7 +230,7 @@ class TestPieces:
 
     @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 20))
     def test_copies_nothing(self, sizes: list[int], size: int) -> None:
-        """What comes out are views of what went in."""
+        """The output consists of views of the input."""
         buffers: list[Buffer] = [bytearray(number) for number in sizes]
         for group in pieces(buffers, size):
             for part in group:
@@ -238,7 +238,7 @@ class TestPieces:
                 assert any(part.obj is buffer for buffer in buffers)
 
     def test_is_lazy(self) -> None:
-        """A buffer is asked for when its turn comes: a large read is never whole in memory."""
+        """A buffer is requested only when its turn comes: a large read is never whole in memory."""
         asked = []
 
         def source() -> Any:
@@ -269,7 +269,7 @@ class TestView:
 
 @given(st.integers(0, 10**6))
 def test_padding(size: int) -> None:
-    """What is added reaches the next multiple of 16, and is less than 16."""
+    """Padding reaches the next multiple of 16, and is less than 16."""
     assert 0 <= padding(size) < ALIGNMENT
     assert (size + padding(size)) % ALIGNMENT == 0
 
@@ -282,7 +282,7 @@ def frame(payload: bytes = b"", *, total: int = 0, last: bool = False) -> tuple[
 class TestAssembler:
     @given(st.binary(max_size=100), st.integers(1, 30))
     def test_puts_together(self, data: bytes, size: int) -> None:
-        """Whatever the cuts, the payload is whole with the last frame and not before."""
+        """However it is cut, the payload is complete with the last frame and not before."""
         parts = [data[i : i + size] for i in range(0, len(data), size)] or [b""]
         assembler = Assembler(100)
         for number, part in enumerate(parts, 1):
@@ -293,7 +293,7 @@ class TestAssembler:
         assert b"".join(assembler.chunks) == data
 
     def test_one_frame_is_not_copied(self) -> None:
-        """What came in one frame is given out as it came."""
+        """A payload in one frame is passed on as it came."""
         assembler = Assembler(100)
         head, payload = frame(b"abc", total=3, last=True)
         assembler.add(head, payload)
@@ -306,7 +306,7 @@ class TestAssembler:
             Assembler(100).add(*frame(b"abc", total=declared))
 
     def test_declared_is_not_allocated(self) -> None:
-        """Nothing is allocated for what was only declared, below the limit as well."""
+        """Nothing is allocated for bytes that are only declared, even below the limit."""
         tracemalloc.start()
         try:
             assembler = Assembler(2**63)
@@ -317,14 +317,14 @@ class TestAssembler:
             tracemalloc.stop()
 
     def test_more_than_declared(self) -> None:
-        """Bytes beyond the declared number are refused when they come, not when all have come."""
+        """Bytes beyond the declared number are refused when they arrive, not when all have."""
         assembler = Assembler(100)
         assembler.add(*frame(b"abc", total=4))
-        with pytest.raises(ProtocolError, match="6 bytes came where 4 were declared"):
+        with pytest.raises(ProtocolError, match="received 6 bytes where 4 were declared"):
             assembler.add(*frame(b"abc"))
 
     def test_ended_too_early(self) -> None:
-        """A last frame before the declared number of bytes is refused: the stream was cut and patched up."""
+        """A last frame before the declared number of bytes is refused: the stream was truncated."""
         assembler = Assembler(100)
         assembler.add(*frame(b"abc", total=4))
         with pytest.raises(ProtocolError, match="the message ended after 3 of 4 bytes"):
@@ -332,7 +332,7 @@ class TestAssembler:
         assert not assembler.complete
 
     def test_all_bytes_without_the_last_flag(self) -> None:
-        """A stream that has all its bytes but not its last flag is not whole."""
+        """A stream that has all its bytes but not its last flag is not complete."""
         assembler = Assembler(100)
         assembler.add(*frame(b"abcd", total=4))
         assert not assembler.complete
@@ -346,7 +346,7 @@ class TestAssembler:
 
     @given(st.lists(st.tuples(st.binary(max_size=5), st.integers(0, 12) | uint64, st.booleans()), max_size=6))
     def test_any_sequence_of_frames(self, frames: list[tuple[bytes, int, bool]]) -> None:
-        """Whatever frames come: ProtocolError, or whole exactly when the last flag and the declared count have come."""
+        """Any sequence of frames is a ProtocolError, or complete exactly at the last flag with the declared count."""
         assembler = Assembler(10)
         taken = b""
         for payload, total, last in frames:

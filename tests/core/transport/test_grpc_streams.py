@@ -1,28 +1,28 @@
-"""Both kinds of streams against a real server: what goes over them, how they end, what they leave behind."""
+"""A stream over gRPC against a real server: what it carries, how it ends, what it leaves."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from tests.conftest import grpc_server
+from tests.waiting import until
 
-from pscluster.core.transport import grpc_streams
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
-from pscluster.core.transport.grpc_streams import DirectStream, QueuedStream, Stream, StreamEndedError, open_raw_stream
+from pscluster.core.transport.grpc_streams import GrpcStream
 
 PATH = "/echo/Session"
 TOKEN = (("token", "t"),)
-_CLIENT_THREADS = ("consume_request_iterator", "channel_spin")
 
 
 def session(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    """Echoes, until it is told to do something else."""
+    """Echo, until told to do something else."""
     assert TOKEN[0] in [tuple(pair) for pair in context.invocation_metadata()]
     for request in requests:
         if request == b"end":
@@ -43,7 +43,7 @@ def session(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterato
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Where a server listens."""
+    """The address of a server."""
     handlers: Any = {"Session": grpc.stream_stream_rpc_method_handler(session)}
     with grpc_server(300, options=SERVER_OPTIONS) as running:
         running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", handlers),))
@@ -54,41 +54,31 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def channel(server: str) -> Iterator[grpc.Channel]:
-    """A connection."""
+    """A channel to it."""
     with grpc.insecure_channel(server, options=CHANNEL_OPTIONS) as channel:
         yield channel
 
 
-def direct(channel: grpc.Channel) -> Stream:
-    """Driven by the caller."""
-    return DirectStream(channel, PATH, TOKEN)
+def opened(channel: grpc.Channel) -> GrpcStream:
+    """An open call."""
+    return GrpcStream(channel, PATH, TOKEN)
 
 
-def queued(channel: grpc.Channel) -> Stream:
-    """Of grpc's public parts."""
-    return QueuedStream(channel, PATH, TOKEN)
-
-
-Open = Callable[[grpc.Channel], Stream]
-both = pytest.mark.parametrize("opened", [direct, queued])
-
-
-def ask(stream: Stream, request: bytes) -> bytes:
-    """An exchange."""
+def ask(stream: GrpcStream, request: bytes) -> bytes:
+    """Make an exchange."""
     stream.send(request)
     return stream.receive()
 
 
-def end_of(stream: Stream) -> Any:
-    """What receiving raises."""
+def end_of(stream: GrpcStream) -> Any:
+    """The error that receiving raises."""
     with pytest.raises(grpc.RpcError) as raised:
         stream.receive()
     return raised.value
 
 
-@both
-def test_exchanges(channel: grpc.Channel, opened: Open) -> None:
-    """Small and large, one after the other, on several streams of a channel."""
+def test_exchanges(channel: grpc.Channel) -> None:
+    """Small and large messages are exchanged, one after the other, on several streams of a channel."""
     first, second = opened(channel), opened(channel)
     for size in (0, 1, 1000, 1 << 20, 5 << 20, 7):
         for stream in (first, second):
@@ -98,9 +88,9 @@ def test_exchanges(channel: grpc.Channel, opened: Open) -> None:
     second.close()
 
 
-@both
-def test_the_server_ends_it(channel: grpc.Channel, opened: Open) -> None:
-    """In order, also behind a last reply; or with a status, words and metadata; asked again it says so again."""
+def test_the_server_ends_it(channel: grpc.Channel) -> None:
+    """It ends cleanly, even after a last reply, or with a status, message and metadata, which can be asked for
+    again."""
     for farewell in (b"end", b"last"):
         stream = opened(channel)
         assert ask(stream, b"first") == b"first"
@@ -119,9 +109,8 @@ def test_the_server_ends_it(channel: grpc.Channel, opened: Open) -> None:
     stream.close()
 
 
-@both
-def test_nobody_is_there(opened: Open) -> None:
-    """UNAVAILABLE, as of any call."""
+def test_nobody_is_there() -> None:
+    """The status is UNAVAILABLE, as for any call."""
     with grpc.insecure_channel("127.0.0.1:1", options=CHANNEL_OPTIONS) as channel:
         stream = opened(channel)
         stream.send(b"anybody?")
@@ -129,10 +118,9 @@ def test_nobody_is_there(opened: Open) -> None:
         stream.close()
 
 
-@both
 @pytest.mark.parametrize("how", ["cancel", "channel"])
-def test_another_thread_ends_it(server: str, opened: Open, how: str) -> None:
-    """Who waits learns it at once."""
+def test_another_thread_ends_it(server: str, how: str) -> None:
+    """A waiting thread is told immediately."""
     channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
     stream, errors, waiting = opened(channel), list[Any](), threading.Event()
     assert ask(stream, b"first") == b"first"
@@ -159,9 +147,8 @@ def test_another_thread_ends_it(server: str, opened: Open, how: str) -> None:
     channel.close()
 
 
-@both
-def test_ctrl_c(channel: grpc.Channel, opened: Open) -> None:
-    """Gets through to who waits; the stream has ended then, and others have not."""
+def test_ctrl_c(channel: grpc.Channel) -> None:
+    """Ctrl-C reaches the waiting thread; that stream has ended then, and others have not."""
     other = opened(channel)
     for _ in range(3):
         stream = opened(channel)
@@ -176,13 +163,18 @@ def test_ctrl_c(channel: grpc.Channel, opened: Open) -> None:
     other.close()
 
 
-def test_a_direct_stream_leaves_nothing(channel: grpc.Channel) -> None:
-    """No thread of the client's, no open file, however it ends."""
-    first = direct(channel)
+def threads_of_calls() -> int:
+    """The threads of gRPC's client."""
+    return sum("(_run)" in thread.name for thread in threading.enumerate())
+
+
+def test_a_stream_leaves_nothing(channel: grpc.Channel) -> None:
+    """It leaves no thread and no open file, however it ends."""
+    first = opened(channel)
     assert ask(first, b"x") == b"x"
-    files = len(os.listdir("/proc/self/fd"))
+    files, threads = len(os.listdir("/proc/self/fd")), threads_of_calls()
     for number in range(200):
-        stream = direct(channel)
+        stream = opened(channel)
         assert ask(stream, b"x") == b"x"
         if number % 3 == 0:
             stream.send(b"end")
@@ -191,32 +183,12 @@ def test_a_direct_stream_leaves_nothing(channel: grpc.Channel) -> None:
             stream.send(b"silence")
         stream.close()
         stream.close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if any(part in name for part in _CLIENT_THREADS)]
+    until(lambda: threads_of_calls() <= threads, "the threads of the streams have ended")
     assert len(os.listdir("/proc/self/fd")) <= files + 2
     assert ask(first, b"still") == b"still"
     first.close()
 
 
-def test_where_grpc_is_another(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the parts it needs, sessions are made of the public ones."""
-    usual = open_raw_stream(channel, PATH, TOKEN)
-    assert isinstance(usual, DirectStream)
-    assert ask(usual, b"x") == b"x"
-    usual.close()
-    monkeypatch.setattr(grpc_streams, "_direct", True)
-
-    class Other:
-        """Another grpc's inside."""
-
-    monkeypatch.setattr(grpc_streams, "cygrpc", Other)
-    for _ in range(2):
-        other = open_raw_stream(channel, PATH, TOKEN)
-        assert isinstance(other, QueuedStream)
-        assert ask(other, b"x") == b"x"
-        other.close()
-
-
 def test_an_end_in_words() -> None:
-    """As grpc's own errors show themselves."""
+    """The error is shown like grpc's own."""
     assert str(StreamEndedError(grpc.StatusCode.CANCELLED, "why")) == "CANCELLED: why"

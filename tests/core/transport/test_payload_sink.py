@@ -1,4 +1,4 @@
-"""Payloads that come straight to where they are to be; whole values that take the place of those that there are."""
+"""Payloads received directly into their destination; whole values that replace the current ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.errors import ProtocolError
@@ -29,7 +29,7 @@ CHUNK = SIZE + padding(SIZE)
 
 @given(st.data())
 def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
-    """Cut into frames anywhere, and each received as the network likes; some are torn, and come again in pieces."""
+    """The payload arrives in place, cut into frames anywhere and received in any pieces; torn frames are sent again."""
     targets = [np.zeros(size, np.uint8) for size in data.draw(st.lists(st.integers(0, 40), max_size=4))]
     whole = bytes(range(1, 251))[: sum(len(target) + padding(len(target)) for target in targets)]
     sink = PayloadSink(ps_pb2.Reply, [view(target) for target in targets])
@@ -42,7 +42,7 @@ def test_what_comes_lands_in_its_place(data: st.DataObject) -> None:
             frame = pack(ps_pb2.Reply(again=again, last=end == len(whole)), [values])
             first = data.draw(st.integers(0, len(frame)))
             rooms = sink.take(frame[:first], len(frame))
-            if rooms is None:  # it can't be told from so little
+            if rooms is None:  # too few bytes to tell
                 first, rooms = len(frame), sink.take(frame, len(frame))
             for room in rooms or ():
                 room[:] = frame[first : first + len(room)]
@@ -59,7 +59,7 @@ def test_too_much_and_too_little() -> None:
     sink = PayloadSink(ps_pb2.Request, [view(target)])
     sink.take(frame := pack(ps_pb2.Request(), [bytes(20)]), len(frame))
     assert sink.missing == 12
-    with pytest.raises(ProtocolError, match="8 bytes more came than were asked for"):
+    with pytest.raises(ProtocolError, match="8 bytes more than were requested"):
         sink.take(frame, len(frame))
     sink = PayloadSink(ps_pb2.Request, [view(target)])
     sink.put(ps_pb2.Request(last=True), memoryview(bytes(20)))
@@ -77,13 +77,13 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(params=["data plane", "gRPC"])
 def strategy(request: pytest.FixtureRequest, cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
-    """Requests go one way or the other."""
+    """Requests use one transport or the other."""
     with ParameterServerStrategy(cluster, FixedShardsPartitioner(2)) as strategy:
         (server,) = strategy.client._servers
         if request.param == "gRPC":
             server.peer = PeerAddress("ps", 0, server.peer.address.replace("127.0.0.1", "localhost"))
         server.hello()
-        assert server._data.usable() == (request.param != "gRPC")
+        assert server._transport.usable() == (request.param != "gRPC")
         yield strategy
 
 
@@ -95,7 +95,7 @@ def variable(strategy: ParameterServerStrategy) -> Variable:
 
 
 def test_whole_values(variable: Variable) -> None:
-    """They come, and what follows is applied to them."""
+    """They arrive, and later updates are applied to them."""
     values = np.random.default_rng(0).integers(0, 99, (2, SIZE)).astype(np.uint8)
     for _ in range(3):
         variable.assign(values)
@@ -139,7 +139,7 @@ def test_no_read_is_of_two_values(variable: Variable) -> None:
     finally:
         over.set()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
     assert not failures
 
 
@@ -148,7 +148,7 @@ def request_of(strategy: ParameterServerStrategy, variable: Variable, shards: Se
     client = strategy.client
     items = [
         ps_pb2.UpdateItem(
-            variable=variable.number,
+            variable=variable.id,
             shard=shard,
             nth=nth,
             kind=ps_pb2.ASSIGN,
@@ -171,7 +171,7 @@ BAD: dict[str, list[tuple[int, bool]]] = {
 
 
 def in_frames(head: ps_pb2.Request, payload: bytes, last: bool) -> Iterator[Sequence[Buffer]]:
-    """A payload in frames that gRPC takes, too."""
+    """A payload in frames that gRPC accepts, too."""
     for at in range(0, len(payload), CHUNK_BYTES):
         head.last = last and at + CHUNK_BYTES >= len(payload)
         yield parts_of(head, [payload[at : at + CHUNK_BYTES]])
@@ -182,7 +182,7 @@ def in_frames(head: ps_pb2.Request, payload: bytes, last: bool) -> Iterator[Sequ
 def test_what_does_not_come_whole_changes_nothing(
     strategy: ParameterServerStrategy, variable: Variable, sizes: list[tuple[int, bool]]
 ) -> None:
-    """It is an error."""
+    """An incomplete payload is an error."""
     before = np.full((2, SIZE), 7, np.uint8)
     variable.assign(before)
 
@@ -194,9 +194,9 @@ def test_what_does_not_come_whole_changes_nothing(
 
     (server,) = strategy.client._servers
     with pytest.raises((grpc.RpcError, ProtocolError)):
-        server.push(lambda _: frames(sizes), (), PATIENCE)
+        server.push(lambda _: frames(sizes), (), TIMEOUT)
     np.testing.assert_array_equal(variable.numpy(), before)
-    server.push(lambda _: frames([(CHUNK, False), (CHUNK, True)]), (), PATIENCE)
+    server.push(lambda _: frames([(CHUNK, False), (CHUNK, True)]), (), TIMEOUT)
     assert (variable.numpy() == 9).all()
 
 
@@ -209,5 +209,5 @@ def test_a_shard_that_is_named_twice(strategy: ParameterServerStrategy, variable
             yield from in_frames(ps_pb2.Request(), bytes([value]) * CHUNK, value == 3)
 
     (server,) = strategy.client._servers
-    server.push(lambda _: frames(), (), PATIENCE)
+    server.push(lambda _: frames(), (), TIMEOUT)
     assert variable.numpy()[:, :5].tolist() == [[3] * 5, [2] * 5]

@@ -1,4 +1,4 @@
-"""The data plane against real sockets: what goes over it, how calls end, what strangers and garbage meet."""
+"""The data plane against real sockets: its transfers, how calls end, unauthenticated callers, garbage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.ids import make_identity
@@ -29,7 +29,7 @@ from pscluster.core.security.handshake import Secret, SessionTable, make_request
 from pscluster.core.security.tls import Tls
 from pscluster.core.security.tokens import Token
 from pscluster.core.transport import unix_sockets
-from pscluster.core.transport.grpc_streams import StreamEndedError
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.tcp import client as client_module
 from pscluster.core.transport.tcp import server as server_module
 from pscluster.core.transport.tcp.client import DataPort, DataStream, PromptStream, Where
@@ -53,15 +53,15 @@ LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than a socket holds
 
 
 class Service:
-    """Handlers of all arities, and what they saw."""
+    """Handlers of every arity, and what they saw."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
         self.ended = threading.Event()
-        self.refused: weakref.ref[Any] | None = None  # what a handler had when it refused
+        self.refused: weakref.ref[Any] | None = None  # what a handler held when it refused
 
     def echo(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Each message, until it is told to do something else."""
+        """Echo each message, until told to do something else."""
         for request in requests:
             if request == b"abort":
                 context.set_trailing_metadata(((KIND_METADATA, "stale"),))
@@ -71,22 +71,22 @@ class Service:
             if request == b"wait":
                 assert context.add_callback(self.ended.set)
                 self.began.set()
-                self.ended.wait(PATIENCE)
+                self.ended.wait(TIMEOUT)
                 return
             yield request
 
     def count_down(self, request: bytes, _context: grpc.ServicerContext) -> Iterator[bytes]:
-        """So many messages."""
+        """Send this many messages."""
         for number in reversed(range(int(request))):
             yield str(number).encode() + LARGE
 
     def total(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Bytes of all messages; refuses at the first that begins so, or reads on when it may."""
+        """The number of bytes of all messages; refuses at the first that begins so, or reads on if it may."""
         size = 0
         for request in requests:
             if request == b"wait":
                 self.began.set()
-                self.ended.wait(PATIENCE)
+                self.ended.wait(TIMEOUT)
             if request.startswith(b"no"):
                 refused = np.zeros(1)
                 self.refused = weakref.ref(refused)
@@ -101,19 +101,19 @@ def _same(request: str, _context: grpc.ServicerContext) -> str:
 
 @pytest.fixture
 def service() -> Service:
-    """What is served."""
+    """The service that is served."""
     return Service()
 
 
 @pytest.fixture
 def authenticator() -> Authenticator:
-    """Of a role with the token."""
+    """The authenticator of a role with the token."""
     return Authenticator(TOKEN, make_identity("ps", 0))
 
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """As sockets need: pytest's own are too long."""
+    """A folder short enough for sockets: pytest's own are too long."""
     with tempfile.TemporaryDirectory(prefix="psc-", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -123,7 +123,7 @@ PLAIN = pytest.mark.parametrize("server", ["tcp", "unix"], indirect=True)
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all roles."""
+    """The certificates of all roles."""
     folder = tmp_path_factory.mktemp("tls") / "certificates"
     make_certificates(folder)
     return folder
@@ -133,7 +133,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     request: pytest.FixtureRequest, service: Service, authenticator: Authenticator, short_folder: Path
 ) -> Iterator[DataServer]:
-    """Serves it, to those with the token."""
+    """A server of it, for callers with the token."""
     handlers: dict[str, Any] = {
         "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
         "CountDown": grpc.unary_stream_rpc_method_handler(service.count_down),
@@ -153,18 +153,18 @@ def server(
 
 
 def where(server: DataServer) -> Where:
-    """Where it listens."""
+    """The server's address."""
     found: Where = server._listener.getsockname()
     return found
 
 
 def tls_for(server: DataServer) -> Tls | None:
-    """A worker's, if the server wants to see one."""
+    """A worker's certificate, if the server wants one."""
     return None if server._tls is None else Tls(server._tls.folder.parent / "worker")
 
 
 def port_of(server: DataServer, token: str | None = TOKEN) -> DataPort:
-    """A client's."""
+    """A client's port."""
     made = DataPort("ps 0", token, tls_for(server))
     made.is_at(where(server))
     return made
@@ -172,15 +172,15 @@ def port_of(server: DataServer, token: str | None = TOKEN) -> DataPort:
 
 @pytest.fixture
 def port(server: DataServer) -> Iterator[DataPort]:
-    """Of a client with the token."""
+    """The port of a client with the token."""
     made = port_of(server)
     yield made
     made.drop()
 
 
 def open_stream(port: DataPort, method: str = "Echo", metadata: Any = METADATA) -> DataStream:
-    """A call that the port takes."""
-    stream = port.open(f"/test/{method}", metadata)
+    """A call on that port."""
+    stream = port.connect(f"/test/{method}", metadata)
     assert stream is not None
     return stream
 
@@ -196,7 +196,7 @@ def rest_of(stream: DataStream) -> tuple[list[bytes], StreamEndedError]:
 
 
 def called(port: DataPort, method: str, *requests: bytes) -> tuple[list[bytes], StreamEndedError]:
-    """A whole call, after which the connection is given back."""
+    """Make a whole call, and give its connection back."""
     stream = open_stream(port, method)
     for request in requests:
         stream.send(request)
@@ -210,13 +210,13 @@ def connected(server: DataServer) -> socket.socket:
     """A plain connection."""
     at = where(server)
     made = socket.socket(socket.AF_UNIX if isinstance(at, str) else socket.AF_INET)
-    made.settimeout(PATIENCE)
+    made.settimeout(TIMEOUT)
     made.connect(at)
     return made
 
 
 def packets_over(plain: socket.socket, server: DataServer) -> Connection:
-    """The connection, in TLS if the server wants it so."""
+    """The connection, in TLS if the server wants it."""
     if (tls := tls_for(server)) is None:
         return Connection(plain)
     found = TlsConnection(plain, tls, "127.0.0.1")
@@ -225,13 +225,13 @@ def packets_over(plain: socket.socket, server: DataServer) -> Connection:
 
 
 def send_raw(connection: Connection, data: bytes) -> None:
-    """Send what need not be packets."""
+    """Send bytes that need not be packets."""
     encrypted = connection._encrypted([data]) if isinstance(connection, TlsConnection) else data
     connection._socket.sendall(encrypted)
 
 
 def is_closed(plain: socket.socket) -> bool:
-    """Waits for the server to close it."""
+    """Whether the server closes it in time."""
     try:
         while plain.recv(1 << 16):
             pass
@@ -245,7 +245,7 @@ def test_messages_in_turn(port: DataPort) -> None:
     for message in (b"a", b"", LARGE, b"b" * 4321):
         stream.send(message)
         assert stream.receive() == message
-    stream.send_parts((b"in ", memoryview(b"some "), *[b"parts "] * 100), last=True)
+    stream.send(b"in ", memoryview(b"some "), *[b"parts "] * 100, last=True)
     assert stream.receive() == b"in some " + b"parts " * 100
     assert rest_of(stream)[1].code() is grpc.StatusCode.OK
     stream.close()
@@ -286,25 +286,25 @@ def test_how_calls_end(port: DataPort, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_role_of_another_kind(port: DataPort) -> None:
-    """It has the port by now: what is asked for may be asked for again, of the right one."""
+    """Another role has taken the port: the call may be made again, to the right one."""
     stream = open_stream(port, "Nothing")
-    stream.send_parts([b""], last=True)
+    stream.send(b"", last=True)
     end = rest_of(stream)[1]
     assert (end.code(), end.details()) == (grpc.StatusCode.UNAVAILABLE, "Method not found!")
     assert not port.usable()
     port.give_back(stream)
-    assert port.open("/test/Echo", METADATA) is None
+    assert port.connect("/test/Echo", METADATA) is None
 
 
 def test_refused_while_it_is_sent(port: DataPort) -> None:
     answers, end = called(port, "Total", b"no", *[LARGE] * 5)
     assert not answers
     assert end.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert called(port, "Total", b"12345")[0] == [b"5"]  # nothing of the one before is in it
+    assert called(port, "Total", b"12345")[0] == [b"5"]  # nothing of the previous call is in it
 
 
 def test_nothing_of_a_refused_call_is_kept(port: DataPort, service: Service) -> None:
-    """Not even until the garbage is collected: it may be large."""
+    """It is freed without waiting for garbage collection: it may be large."""
     gc.disable()
     try:
         assert called(port, "Total", b"no")[1].code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -324,47 +324,47 @@ def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port
 
 @pytest.mark.parametrize("method", ["Echo", "CountDown", "Total", "Same"])
 def test_without_the_token(server: DataServer, method: str) -> None:
-    """A call that nothing goes before is refused, with a sentence, and its connection closed."""
+    """A call without a handshake is refused, with a message, and its connection closed."""
     port = port_of(server, None)
     stream = open_stream(port, method)
     stream.send(b"3")
     answers, end = rest_of(stream)
     assert not answers
-    assert end.code() is grpc.StatusCode.UNAVAILABLE  # another cluster's, it seems: over gRPC it will be known
+    assert end.code() is grpc.StatusCode.UNAVAILABLE  # another cluster's, it seems: gRPC will recognise it
     assert "token" in end.details()
     assert not port.usable()
     stream.close()
 
 
 def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The client learns it from the handshake, and has the call go another way."""
+    """The client learns it from the handshake, and sends the call another way."""
     port = port_of(server, TOKEN[::-1])
     with caplog.at_level(logging.INFO, client_module.__name__):
-        assert port.open("/test/Echo", METADATA) is None
+        assert port.connect("/test/Echo", METADATA) is None
     assert "this cluster asks for a token" in caplog.text
     assert not port.usable()
 
 
 @PLAIN
 def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
-    """Who listens there without the token gets a handshake, which is good for nothing, and not a byte of the call."""
+    """A listener without the token gets a handshake, which is useless to it, and not a byte of the call."""
     for answer in (b"", _packet(Kind.HANDSHAKE), _packet(Kind.MESSAGE, b"x"), _of_another_role()):
         with socket.create_server(("127.0.0.1", 0)) as thief, ThreadPoolExecutor(1) as pool:
             port.is_at(("127.0.0.1", thief.getsockname()[1]))
-            opening = pool.submit(port.open, "/test/Echo", METADATA)
+            opening = pool.submit(port.connect, "/test/Echo", METADATA)
             taken, _ = thief.accept()
             with taken:
-                taken.settimeout(PATIENCE)
+                taken.settimeout(TIMEOUT)
                 stolen = taken.recv(1 << 16)
                 taken.sendall(answer)
                 with contextlib.suppress(OSError):  # the client has gone already
                     taken.shutdown(socket.SHUT_WR)
-                assert opening.result(PATIENCE) is None
+                assert opening.result(TIMEOUT) is None
                 assert is_closed(taken)
         assert TOKEN.encode() not in stolen
         assert stolen[4] == Kind.HANDSHAKE
         assert len(stolen) == 8 + int.from_bytes(stolen[:4], "little")
-        # What was stolen opens nothing: the role answers it, and waits for a proof.
+        # The stolen request opens nothing: the role answers it, and waits for a proof.
         with connected(server) as plain:
             plain.sendall(stolen + _packet(Kind.PROOF, bytes(32)) + _packet(Kind.CALL, _call("Same")))
             assert plain.recv(8, socket.MSG_WAITALL)[4] == Kind.HANDSHAKE
@@ -375,7 +375,7 @@ def test_a_thief_on_the_port(server: DataServer, port: DataPort) -> None:
 
 @PLAIN
 def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> None:
-    """Neither while it is open nor later: a session is one connection's."""
+    """It opens none while the connection is open, nor later: a session belongs to one connection."""
     with connected(server) as friend:
         friend_side = Connection(friend)
         recorded: list[bytes] = []
@@ -404,7 +404,7 @@ def test_what_was_recorded_of_a_connection_opens_none(server: DataServer) -> Non
 
 
 def _of_another_role() -> bytes:
-    """A handshake's answer by somebody with another token."""
+    """A handshake's answer from a server with another token."""
     secret = Secret.of(TOKEN[::-1])
     request = make_request(secret, "x")
     return _packet(Kind.HANDSHAKE, SessionTable("ps", 0, 1).open([secret], request, 0.0).reply.SerializeToString())
@@ -412,7 +412,7 @@ def _of_another_role() -> bytes:
 
 @PLAIN
 def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, service: Service) -> None:
-    """Ends the connections of who has proved to know it, in the midst of a call."""
+    """Connections that proved it are ended, even in the middle of a call."""
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n{TOKEN[::-1]}\n")
     authenticator = Authenticator(Token.of([TOKEN, TOKEN[::-1]], file), make_identity("ps", 0))
@@ -425,13 +425,13 @@ def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, servic
         port.is_at(where(running))
         stream = open_stream(port)
         stream.send(b"wait")
-        assert service.began.wait(PATIENCE)
+        assert service.began.wait(TIMEOUT)
         file.with_suffix(".draft").write_text(f"{TOKEN[::-1]}\n")
         file.with_suffix(".draft").rename(file)
-        assert service.ended.wait(PATIENCE)
+        assert service.ended.wait(TIMEOUT)
         assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
         stream.close()
-        assert port.open("/test/Echo", METADATA) is None
+        assert port.connect("/test/Echo", METADATA) is None
     finally:
         authenticator.stop()
         running.stop()
@@ -441,17 +441,18 @@ def test_a_token_that_is_accepted_no_more(port: DataPort, tmp_path: Path, servic
 def test_a_client_that_goes(port: DataPort, service: Service, away: str) -> None:
     stream = open_stream(port)
     stream.send(b"wait")
-    assert service.began.wait(PATIENCE)
+    assert service.began.wait(TIMEOUT)
     getattr(stream, away)()
-    assert service.ended.wait(PATIENCE)  # the call's callback
+    assert service.ended.wait(TIMEOUT)  # the call's callback
     stream.close()
 
 
 def test_who_goes_is_no_error(server: DataServer, port: DataPort, caplog: pytest.LogCaptureFixture) -> None:
-    """However a client goes, amid what is sent in either direction: a line for who looks for it, and no traceback."""
+    """However a client leaves, in the middle of sending in either direction, only a debug line is logged, no
+    traceback."""
 
     def amid_an_answer(stream: DataStream) -> None:
-        stream.send_parts((b"99",), last=True)
+        stream.send(b"99", last=True)
         stream.receive()
 
     def amid_a_message(stream: DataStream) -> None:
@@ -479,11 +480,11 @@ def test_who_goes_is_no_error(server: DataServer, port: DataPort, caplog: pytest
 def test_a_cancelled_call_ends_for_the_thread_that_waits(port: DataPort, service: Service) -> None:
     stream = open_stream(port)
     stream.send(b"wait")
-    assert service.began.wait(PATIENCE)
+    assert service.began.wait(TIMEOUT)
     canceller = threading.Timer(0.05, stream.cancel)
     canceller.start()
     assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
-    canceller.join(PATIENCE)
+    canceller.join(TIMEOUT)
     stream.close()
 
 
@@ -492,13 +493,13 @@ def test_a_server_that_stops(port: DataPort, server: DataServer, service: Servic
     waiting.send(b"wait")
     idle.send(b"x")
     assert idle.receive() == b"x"
-    assert service.began.wait(PATIENCE)
+    assert service.began.wait(TIMEOUT)
     server.stop()
-    assert service.ended.wait(PATIENCE)
+    assert service.ended.wait(TIMEOUT)
     for stream in (waiting, idle):
         assert rest_of(stream)[1].code() is grpc.StatusCode.UNAVAILABLE
         stream.close()
-    assert port.open("/test/Echo", METADATA) is None
+    assert port.connect("/test/Echo", METADATA) is None
 
 
 def test_a_server_that_is_gone_meanwhile(port: DataPort, server: DataServer) -> None:
@@ -513,15 +514,15 @@ def test_a_port_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
         number = taken.getsockname()[1]
     port = DataPort("ps 3")
     assert not port.usable()
-    assert port.open("/test/Echo", METADATA) is None
+    assert port.connect("/test/Echo", METADATA) is None
     port.is_at(("127.0.0.1", number))
     assert port.usable()
     with caplog.at_level(logging.INFO, client_module.__name__):
-        assert port.open("/test/Echo", METADATA) is None
+        assert port.connect("/test/Echo", METADATA) is None
     assert f"ps 3: its data port {number}" in caplog.text
     assert not port.usable()  # for a while
     port.is_at(("127.0.0.1", number))
-    assert not port.usable()  # it is the same
+    assert not port.usable()  # the same
     port.is_at(("127.0.0.1", number + 1))
     assert port.usable()
     port.is_at(None)
@@ -534,16 +535,16 @@ def test_no_place_is_left(port: DataPort, server: DataServer, monkeypatch: pytes
     for stream in streams:
         stream.send(b"x")
         assert stream.receive() == b"x"
-    assert port.open("/test/Echo", METADATA) is None
-    assert not port.usable()  # others go over gRPC from now on
-    assert port.where is None  # it is asked for
+    assert port.connect("/test/Echo", METADATA) is None
+    assert not port.usable()  # calls use gRPC from now on
+    assert port._place is None  # the address is asked for again
     port.is_at(where(server))
-    assert not port.usable()  # that the server can be reached was known
+    assert not port.usable()  # it was known that the server could be reached
     for stream in streams:
         stream.close()
 
 
-def test_strangers_who_say_nothing_are_closed(server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_unauthenticated_connections_are_closed(server: DataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(server) as silent:
         monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 0.0)
         assert is_closed(silent)
@@ -561,7 +562,7 @@ def test_who_was_accepted_may_be_silent(port: DataPort, server: DataServer, monk
     stream.close()
 
 
-def test_of_many_strangers_the_oldest_are_closed(server: DataServer, port: DataPort) -> None:
+def test_of_many_unauthenticated_connections_the_oldest_are_closed(server: DataServer, port: DataPort) -> None:
     crowd = [connected(server) for _ in range(MAX_UNAUTHENTICATED + 3)]
     assert all(is_closed(oldest) for oldest in crowd[:2])
     assert called(port, "Same", b"x")[0] == [b"x"]
@@ -616,7 +617,7 @@ def test_garbage(server: DataServer, port: DataPort, garbage: bytes) -> None:
     ],
 )
 def test_garbage_of_a_friend(server: DataServer, port: DataPort, garbage: bytes) -> None:
-    """Somebody who has the token, and whose packets make no sense, loses the connection, too."""
+    """A caller with the token whose packets make no sense also loses the connection."""
     with connected(server) as plain:
         friend = packets_over(plain, server)
         DataPort._shake_hands(friend, Secret.of(TOKEN), where(server))
@@ -637,7 +638,7 @@ def test_garbage_of_a_friend(server: DataServer, port: DataPort, garbage: bytes)
     ],
 )
 def test_garbage_comes(answer: bytes, code: grpc.StatusCode) -> None:
-    """From a stranger, who has the port by now: it is left alone until the role is elsewhere."""
+    """It comes from another process, which has the port now: that is left alone until the role is elsewhere."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = DataPort("ps 0")
         port.is_at(("127.0.0.1", number := listener.getsockname()[1]))
@@ -679,25 +680,27 @@ def test_a_packet_in_pieces() -> None:
         sender = threading.Thread(target=send)
         sender.start()
         assert reader.receive() == (Kind.MESSAGE, LARGE)
-        sender.join(PATIENCE)
+        sender.join(TIMEOUT)
 
 
 def open_prompt(port: DataPort, method: str = "Echo") -> PromptStream:
     """A call of the other kind."""
-    stream = port.open_prompt(f"/test/{method}", METADATA)
+    stream = port.connect(f"/test/{method}", METADATA, prompt=True)
+    assert isinstance(stream, PromptStream)
     assert stream is not None
     return stream
 
 
 def test_sending_does_not_wait(port: DataPort, service: Service) -> None:
-    """Far more than a socket holds, to a server that does not read; when it does, all comes, in order."""
+    """Far more than a socket holds is sent to a server that does not read; when it does, everything arrives in
+    order."""
     stream = open_prompt(port, "Total")
     stream.send(b"wait")
     sent = [b"wait", *[bytes([number]) * (1 << 20) for number in range(40)]]
     for message in sent[1:]:
         stream.send(message)
     stream.end()
-    assert service.began.wait(PATIENCE)
+    assert service.began.wait(TIMEOUT)
     service.ended.set()
     assert stream.receive() == str(sum(map(len, sent))).encode()
     assert rest_of(stream)[1].code() is grpc.StatusCode.OK
@@ -705,21 +708,21 @@ def test_sending_does_not_wait(port: DataPort, service: Service) -> None:
 
 
 def how_it_sends(connected: socket.socket) -> tuple[int, bytes]:
-    """Bytes of the send buffer, and the congestion control."""
+    """The size of the send buffer, and the congestion control."""
     control = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
     return connected.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), control
 
 
 @pytest.mark.parametrize(("address", "within"), [("127.0.0.1", True), ("127.0.0.2", False)])
 def test_only_within_a_machine_little_lies_between(address: str, within: bool) -> None:
-    """A network gets what the kernel finds that it needs."""
+    """Within a machine little is buffered; for a network the kernel decides."""
     with socket.create_server((address, 0)) as listening:
-        ours = socket.create_connection(listening.getsockname(), PATIENCE, source_address=("127.0.0.1", 0))
+        ours = socket.create_connection(listening.getsockname(), TIMEOUT, source_address=("127.0.0.1", 0))
         theirs, _ = listening.accept()
     for plain in (ours, theirs):
         with plain:
             before, after = how_it_sends(plain), how_it_sends(tuned(plain))
-            # The kernel counts its own share of the buffer, too.
+            # The kernel adds its own share of the buffer.
             assert after == ((2 * _LOOPBACK_SEND_BYTES, _LOOPBACK_CONGESTION) if within else before)
 
 
@@ -739,21 +742,21 @@ def test_closed_with_a_backlog(port: DataPort, service: Service) -> None:
     stream.send(b"wait")
     for _ in range(40):
         stream.send(bytes(1 << 20))
-    assert service.began.wait(PATIENCE)
+    assert service.began.wait(TIMEOUT)
     stream.close()
     stream.send(b"too late")
-    assert service.ended.wait(PATIENCE)
+    assert service.ended.wait(TIMEOUT)
     assert not [thread for thread in threading.enumerate() if thread.name == "data-send"]
 
 
 def test_a_message_that_breaks_half_way_is_the_last_of_its_connection() -> None:
-    """What a handler's context sends past the answers: whoever would send behind it is told, and so is the reader."""
+    """A context's message sent ahead breaks half-way: later senders are told, and so is the reader."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender, reader = Connection(ours), Connection(theirs)
         context = DataContext(sender, "ipv4:127.0.0.1:1", data_plane_pb2.DataCall())
         assert context.send(b"whole")
-        ours.settimeout(0.001)  # what nobody reads does not go out whole
+        ours.settimeout(0.001)  # what is never read is not sent completely
         assert not context.send(LARGE)
         ours.settimeout(None)
         assert not context.send(b"behind it")

@@ -1,4 +1,4 @@
-"""The data plane in TLS: both directions at once, what is renewed and revoked, and who finds it out when."""
+"""The data plane over TLS: both directions at once, renewal and revocation, and who notices them when."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
-from pscluster.core.security import tls as tls_module
+from pscluster.core.security import tokens
 from pscluster.core.security.access import RoleInterceptor
 from pscluster.core.security.certificates import make_certificates, renew_certificates
 from pscluster.core.security.tls import Tls
-from pscluster.core.transport.grpc_streams import StreamEndedError
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.tcp import client as client_module
 from pscluster.core.transport.tcp import encryption
 from pscluster.core.transport.tcp.client import DataPort, DataStream
@@ -35,8 +35,8 @@ PULL, OTHER = "/pscluster.v1.ParameterServer/Pull", "/pscluster.v1.Worker/Steps"
 
 @pytest.fixture
 def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of all roles, looked at whenever somebody connects."""
-    monkeypatch.setattr(tls_module, "LOOK_SECONDS", 0.0)
+    """The certificates of all roles, checked at every connection."""
+    monkeypatch.setattr(tokens, "CHECK_SECONDS", 0.0)
     make_certificates(tmp_path / "certificates")
     return tmp_path / "certificates"
 
@@ -47,7 +47,7 @@ def _echo(requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator
 
 @contextmanager
 def serving(folder: Path) -> Iterator[DataServer]:
-    """A server with the certificate in the folder, which echoes what it is sent by whoever may."""
+    """An echo server with the certificate in the folder, for authorized callers."""
     tls = Tls(folder)
     handler: Any = grpc.stream_stream_rpc_method_handler(_echo)
     services: list[Any] = []
@@ -67,7 +67,7 @@ PortTo = Callable[[DataServer, Path], DataPort]
 
 @pytest.fixture
 def port_to() -> Iterator[PortTo]:
-    """Makes ports of clients with what is in a folder."""
+    """Make ports of clients with the certificate in a folder."""
     made = list[DataPort]()
 
     def make(server: DataServer, folder: Path) -> DataPort:
@@ -81,15 +81,15 @@ def port_to() -> Iterator[PortTo]:
 
 
 def opened(port: DataPort, path: str = PULL) -> DataStream:
-    """A call that was begun."""
-    stream = port.open(path, ())
+    """An open call."""
+    stream = port.connect(path, ())
     assert stream is not None
     stream.send(b"x")
     return stream
 
 
 def ended(port: DataPort, stream: DataStream) -> StreamEndedError:
-    """How a call ends, before any answer. Its connection is given back."""
+    """How a call ends, before any answer; its connection is given back."""
     with pytest.raises(StreamEndedError) as caught:
         stream.receive()
     port.give_back(stream)
@@ -97,7 +97,7 @@ def ended(port: DataPort, stream: DataStream) -> StreamEndedError:
 
 
 def echoed(port: DataPort) -> Connection:
-    """Of a call that went well, and whose connection was given back."""
+    """The answer of a call that succeeded, and whose connection was given back."""
     stream = opened(port)
     assert stream.receive() == b"x"
     stream.end()
@@ -106,19 +106,20 @@ def echoed(port: DataPort) -> Connection:
 
 
 def connected_pair(certificates: Path) -> tuple[TlsConnection, TlsConnection]:
-    """Both sides of a connection whose hands are shaken."""
+    """Both ends of a connection after its handshake."""
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(2) as pool:
         ours = TlsConnection(
             socket.create_connection(listener.getsockname()), Tls(certificates / "worker"), "127.0.0.1"
         )
         theirs = TlsConnection(listener.accept()[0], Tls(certificates / "ps"))
         for shaking in [pool.submit(each.shake_hands) for each in (ours, theirs)]:
-            shaking.result(PATIENCE)
+            shaking.result(TIMEOUT)
     return ours, theirs
 
 
 def test_both_directions_at_once(certificates: Path) -> None:
-    """Four threads on two connections' ends, whose sockets are full most of the time: all arrives, as it was sent."""
+    """Four threads use both ends of two connections, whose sockets are mostly full: everything arrives as it was
+    sent."""
     sizes = [*range(40), 16_383, 16_384, 16_385, 65_536, 3_000_001, *random.Random(1).choices(range(200_000), k=300)]
     noise = random.Random(2).randbytes(max(sizes))
 
@@ -146,7 +147,7 @@ def test_both_directions_at_once(certificates: Path) -> None:
         work += [pool.submit(receive, end, number == 0) for number, end in enumerate(ends)]
         try:
             for each in work:
-                each.result(PATIENCE)
+                each.result(TIMEOUT)
         finally:
             for end in ends:
                 end.shut()
@@ -155,17 +156,17 @@ def test_both_directions_at_once(certificates: Path) -> None:
 
 
 def test_shut_while_both_directions_wait(certificates: Path) -> None:
-    """A reader and a writer that wait for the network hold nothing that the other, or who ends it, would need."""
+    """A reader and a writer that wait for the network hold nothing that the other, or a shutdown, would need."""
     ours, theirs = connected_pair(certificates)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(ours.receive)
         writing = pool.submit(ours.send, (Kind.MESSAGE, (bytes(64 << 20),)))
         theirs.send((Kind.END, ()))
-        assert reading.result(PATIENCE) == (Kind.END, b"")
+        assert reading.result(TIMEOUT) == (Kind.END, b"")
         reading = pool.submit(ours.receive)
         ours.shut()
         for each in (reading, writing):
-            assert isinstance(each.exception(PATIENCE), OSError)
+            assert isinstance(each.exception(TIMEOUT), OSError)
     ours.close()
     theirs.close()
 
@@ -184,7 +185,7 @@ def test_a_role_opens_what_it_opens_over_grpc(certificates: Path, port_to: PortT
 
 
 def test_revoked(certificates: Path, port_to: PortTo, caplog: pytest.LogCaptureFixture) -> None:
-    """Who is at work or idle loses the connection; a new one is refused with a sentence, before any call."""
+    """A revoked client loses its connections, busy or idle; a new one is refused with a message, before any call."""
     pem = (certificates / "worker" / "tls.crt").read_bytes()
     with serving(certificates / "ps") as server, caplog.at_level(logging.INFO, client_module.__name__):
         port = port_to(server, certificates / "worker")
@@ -196,14 +197,14 @@ def test_revoked(certificates: Path, port_to: PortTo, caplog: pytest.LogCaptureF
         assert ended(port, working).code() is grpc.StatusCode.UNAVAILABLE
         until(lambda: not server._peers, "the idle one is closed, too")
         port.is_at(("127.0.0.1", server.port))
-        assert port.open(PULL, ()) is None
+        assert port.connect(PULL, ()) is None
         assert "can't be used (the caller's certificate was revoked: give this process" in caplog.text
         assert not port.usable()
         echoed(port_to(server, certificates / "coordinator"))
 
 
 def test_renewed(certificates: Path, tmp_path: Path, port_to: PortTo) -> None:
-    """Another CA for everybody: connections stay, for the call that they carry; the next one has a new connection."""
+    """When everybody changes to another CA, connections stay for their current call; the next call has a new one."""
     make_certificates(tmp_path / "new")
     with serving(certificates / "ps") as server:
         port = port_to(server, certificates / "worker")
@@ -223,7 +224,7 @@ def test_renewed(certificates: Path, tmp_path: Path, port_to: PortTo) -> None:
         assert ended(port, going_on).code() is grpc.StatusCode.OK
         assert going_on._connection.fileno() == -1
         assert echoed(port) is after
-        assert late.open(PULL, ()) is None, "who still has the old ones finds no trust"
+        assert late.connect(PULL, ()) is None, "who still has the old ones finds no trust"
 
 
 def test_keys_wear_out(certificates: Path, port_to: PortTo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_keys_wear_out(certificates: Path, port_to: PortTo, monkeypatch: pytest.
 
 
 def context_of(folder: Path | None, authorities: Path) -> ssl.SSLContext:
-    """A client's, with what `Tls` would refuse."""
+    """A client's context, even with files that `Tls` would refuse."""
     context = ssl.create_default_context(cafile=str(authorities / "ca.crt"))
     if folder is not None:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
@@ -248,8 +249,8 @@ def context_of(folder: Path | None, authorities: Path) -> ssl.SSLContext:
 def test_who_finds_no_trust(
     certificates: Path, tmp_path: Path, port_to: PortTo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a certificate, with an expired one, one of another CA, by TLS 1.2: not a byte is taken; nor is one sent
-    by a client to a server that is not of its CA."""
+    """From a client without a certificate, with an expired one, one of another CA, or with TLS 1.2 not a byte is
+    accepted; nor does a client send one to a server of another CA."""
     old = shutil.copytree(certificates, tmp_path / "old")
     renew_certificates(old, days=-1)
     make_certificates(tmp_path / "other")
@@ -263,20 +264,20 @@ def test_who_finds_no_trust(
     }
     with serving(certificates / "ps") as server:
         for what, context in contexts.items():
-            plain = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+            plain = socket.create_connection(("127.0.0.1", server.port), TIMEOUT)
             with (
                 plain,
                 pytest.raises(OSError, match=r"alert|ALERT"),
-                context.wrap_socket(plain, server_hostname="127.0.0.1") as stranger,
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as caller,
             ):
-                stranger.recv(1)
+                caller.recv(1)
             until(lambda: not server._peers, what)
         port = port_to(server, tmp_path / "other" / "worker")
         with caplog.at_level(logging.INFO, client_module.__name__):
-            assert port.open(PULL, ()) is None
+            assert port.connect(PULL, ()) is None
         assert "certificate verify failed" in caplog.text
         good = context_of(certificates / "worker", certificates)
-        plain = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+        plain = socket.create_connection(("127.0.0.1", server.port), TIMEOUT)
         with good.wrap_socket(plain, server_hostname="127.0.0.1") as friend:
             assert friend.recv(8)[4] == Kind.READY
             assert friend.version() == "TLSv1.3"

@@ -1,4 +1,4 @@
-"""Unix sockets against a real kernel: whose they are, who has them, and what another user can do with them."""
+"""Unix sockets against a real kernel: who owns them, who holds them, and what another user can do with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.security.refusals import OTHER_USER, address_of
@@ -39,13 +39,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Of this user, and short."""
+    """A short folder of this user's."""
     with tempfile.TemporaryDirectory(prefix="psc-", dir="/tmp") as made:
         yield Path(made)
 
 
 def of_nobody(script: str, *arguments: object) -> list[str]:
-    """The command of a program that is another user's, before it does anything; it imports nothing of ours."""
+    """The beginning of a command for a program of another user; it imports nothing of ours."""
     become = f"import os, socket, sys\nos.setgroups([])\nos.setgid({NOBODY})\nos.setuid({NOBODY})\n"
     return [sys.executable, "-I", "-S", "-c", become + script, *map(str, arguments)]
 
@@ -53,7 +53,7 @@ def of_nobody(script: str, *arguments: object) -> list[str]:
 def as_nobody(script: str, *arguments: object) -> str:
     """What such a program prints."""
     command = of_nobody(script, *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(("given", "is_safe"), [(0o700, True), (0o711, False), (0o750, False), (0o1777, False)])
@@ -71,7 +71,7 @@ def test_a_folder_has_to_be_private(folder: Path, given: int, is_safe: bool) -> 
 
 
 def test_nobody_else_can_put_another_folder_in_its_place(folder: Path) -> None:
-    """Nor may it be a link, or lie where others may write, unless only its owner can rename it there."""
+    """The folder may not be a link, or be where others may write, unless only its owner can rename it there."""
     inner = folder / "inner"
     inner.mkdir(0o700)
     assert not why_unsafe(str(inner))
@@ -85,14 +85,14 @@ def test_nobody_else_can_put_another_folder_in_its_place(folder: Path) -> None:
     link.symlink_to(inner)
     assert "is a link" in why_unsafe(str(link))
     assert not why_unsafe(str(link / "made behind a link of ours"))
-    assert "no folder" in why_unsafe(__file__)
+    assert "not a folder" in why_unsafe(__file__)
 
 
 @as_root
 def test_a_folder_of_another_user(folder: Path) -> None:
     os.chown(folder, NOBODY, NOBODY)
     assert f"belongs to another user (uid {NOBODY}" in why_unsafe(str(folder))
-    assert "who could replace what is in it" in why_unsafe(str(folder / "inner"))
+    assert "who could replace its contents" in why_unsafe(str(folder / "inner"))
 
 
 def test_the_folder_of_a_socket_is_made(folder: Path) -> None:
@@ -114,7 +114,7 @@ sys.stdin.read()
 
 
 def test_two_processes_want_the_same_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one leaves the first one's alone; what a killed one left is removed, other files never are."""
+    """The second process leaves the first one's socket alone; a dead one's is removed, other files never are."""
     monkeypatch.setattr(unix_sockets, "LOCK_SECONDS", 0.2)
     path = f"{folder}/ps-0"
     command = [sys.executable, "-c", _HOLD, path]
@@ -123,10 +123,10 @@ def test_two_processes_want_the_same_socket(folder: Path, monkeypatch: pytest.Mo
         assert first.stdout.readline() == "listening\n"
         with pytest.raises(PsClusterError, match=f"unix:{path}: another process has this socket"):
             SocketLock(path)
-        connect(path, PATIENCE).close()
-        connect(data_path(path), PATIENCE).close()
+        connect(path, TIMEOUT).close()
+        connect(data_path(path), TIMEOUT).close()
         first.kill()
-    monkeypatch.setattr(unix_sockets, "LOCK_SECONDS", PATIENCE)
+    monkeypatch.setattr(unix_sockets, "LOCK_SECONDS", TIMEOUT)
     assert stat.S_ISSOCK(os.stat(path).st_mode)
     lock = SocketLock(path)
     assert sorted(os.listdir(folder)) == ["ps-0.lock"]
@@ -134,24 +134,24 @@ def test_two_processes_want_the_same_socket(folder: Path, monkeypatch: pytest.Mo
         assert {stat.S_IMODE(os.stat(each).st_mode) for each in (path, data_path(path))} == {0o600}
     lock.close()
     (folder / "ps-0.data").write_text("somebody's")
-    with pytest.raises(ConfigurationError, match="it is there, and no socket"):
+    with pytest.raises(ConfigurationError, match="the file is not a socket"):
         SocketLock(path)
     assert (folder / "ps-0.data").read_text() == "somebody's"
 
 
 def test_a_process_that_ends_within_a_moment_is_waited_for(folder: Path) -> None:
-    """As of a role that was killed just now, and is started again."""
+    """For example a role that has just been killed, and is restarted."""
     path = f"{folder}/ps-0"
     first = SocketLock(path)
     closer = threading.Timer(0.2, first.close)
     closer.start()
     SocketLock(path).close()
-    closer.join(PATIENCE)
+    closer.join(TIMEOUT)
 
 
 def test_both_sides_are_told_the_user(folder: Path) -> None:
     path = f"{folder}/ps-0"
-    with listen(path) as listener, connect(path, PATIENCE) as ours:
+    with listen(path) as listener, connect(path, TIMEOUT) as ours:
         theirs, _ = listener.accept()
         with theirs:
             assert peer_uid(ours) == peer_uid(theirs) == os.geteuid()
@@ -179,13 +179,13 @@ def test_another_user_can_neither_open_nor_replace_a_socket(folder: Path) -> Non
     path = f"{folder}/ps-0"
     with listen(path):
         assert as_nobody(_TRY, path).split() == ["PermissionError"] * 5
-        folder.chmod(0o755)  # by somebody who wanted to look: the socket's own mode still stands
+        folder.chmod(0o755)  # by a user who wanted to look: the socket's own mode still protects it
         assert as_nobody(_TRY, path).split() == ["done", *["PermissionError"] * 4]
 
 
 @as_root
 def test_another_user_is_refused_by_the_uid(folder: Path) -> None:
-    """Even where every mode is open: whoever calls, and whoever listens."""
+    """This holds even if all modes are open, for callers and for listeners."""
     path = f"{folder}/ps-0.data"
     refused: list[str] = []
 
@@ -211,7 +211,7 @@ def test_another_user_is_refused_by_the_uid(folder: Path) -> None:
         assert process.stdout.readline() == b"ready\n"
         port = DataPort("ps 0", "the token")
         port.is_at(path)
-        assert port.open("/test/Echo", ()) is None
+        assert port.connect("/test/Echo", ()) is None
         assert not port.usable()
         assert process.stdout.readline() == b"b''\n", "not a byte"
 
@@ -240,11 +240,11 @@ def test_folders_for_sockets_are_short_whatever_tmpdir_is(monkeypatch: pytest.Mo
 
 
 def test_a_socket_that_takes_no_more_connections(folder: Path) -> None:
-    """A client waits for its turn, though not for ever."""
+    """A client waits for its turn, but not forever."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(f"{folder}/full")
         listener.listen(0)
-        stack.enter_context(connect(f"{folder}/full", PATIENCE))
+        stack.enter_context(connect(f"{folder}/full", TIMEOUT))
         with pytest.raises(BlockingIOError):
             stack.enter_context(connect(f"{folder}/full", 0.1))

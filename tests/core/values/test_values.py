@@ -1,4 +1,4 @@
-"""Values: what goes in comes out, what can't be sent is named, and nothing that comes is believed."""
+"""Values: they arrive unchanged, what can't be sent is named, and nothing received is trusted."""
 
 from __future__ import annotations
 
@@ -22,15 +22,8 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
-from pscluster.core.values import (
-    MAX_DEPTH,
-    decode,
-    decode_call,
-    encode,
-    encode_call,
-    map_structure,
-    splice,
-)
+from pscluster.core.values import decode, decode_call, encode, encode_call, map_structure, splice
+from pscluster.core.values.encoding import MAX_DEPTH
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import value_pb2
 
@@ -62,7 +55,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """A frozen one with slots, good as a key."""
+    """A frozen one with slots, usable as a key."""
 
     x: int
     y: int
@@ -83,7 +76,7 @@ class Colour(enum.IntEnum):
 
 @dataclasses.dataclass
 class Area:
-    """A dataclass with a cached property, which is no field and need not travel."""
+    """A dataclass with a cached property, which is not a field and need not be sent."""
 
     side: int
 
@@ -95,14 +88,14 @@ class Area:
 
 @dataclasses.dataclass
 class Kept(dict):  # type: ignore[type-arg]
-    """A dataclass that is also a dict: its fields are not all of it."""
+    """A dataclass that is also a dict, so that its fields are not all of it."""
 
     x: int = 0
 
 
 @dataclasses.dataclass(eq=False)
 class Prickly:
-    """Its hash raises whatever it likes."""
+    """A class whose hash raises any error."""
 
     x: int
 
@@ -111,14 +104,14 @@ class Prickly:
 
 
 def travelled(obj: Any, limit: int = 64 << 10, **how: Any) -> Any:
-    """The object after a journey over the wire, attachments in fresh writable memory."""
+    """The object after being sent, with attachments in new writable memory."""
     attachments: list[memoryview] = []
     sent = encode(obj, attachments=attachments, inline_limit=limit).SerializeToString()
     return decode(Value.FromString(sent), attachments=[bytearray(part) for part in attachments], **how)
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal, and of equal types all through; NaN equals NaN."""
+    """Whether they are equal, and of equal types throughout; NaN equals NaN."""
     if type(left) is not type(right):
         return False
     if isinstance(left, np.ndarray):
@@ -161,7 +154,7 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4), (2, 0, 3), (1, 2, 3, 4)], ids=repr)
 @pytest.mark.parametrize("limit", [0, 64 << 10], ids=["beside", "inline"])
 def test_arrays_come_back(name: str, shape: tuple[int, ...], limit: int) -> None:
-    """Arrays of every element type and rank come back equal, writable and in C order, inline or beside."""
+    """Arrays of every element type and rank come back equal, writable and in C order, inline or attached."""
     dtype = np.dtype(name)
     raw = np.random.default_rng(0).integers(0, 2, (*shape, max(dtype.itemsize, 1)), np.uint8)
     if dtype.kind == "U":
@@ -193,7 +186,7 @@ def test_layout_in_memory_does_not_matter(limit: int) -> None:
 
 
 def test_text_in_big_endian_order() -> None:
-    """Arrays of text of the other byte order arrive readable."""
+    """Arrays of text in the other byte order arrive readable."""
     assert list(travelled(np.array(["ab", "ü"], ">U2"))) == ["ab", "ü"]
 
 
@@ -206,7 +199,7 @@ SCALARS: list[Any] = [
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=repr)
 def test_numpy_scalars_come_back(scalar: Any) -> None:
-    """NumPy's scalars stay NumPy's scalars, of the same type."""
+    """NumPy's scalars stay NumPy scalars of the same type."""
     assert same(travelled(scalar), scalar)
 
 
@@ -230,7 +223,7 @@ def test_large_arrays_travel_beside_without_a_copy() -> None:
 
 
 def test_large_text_and_bytes_travel_beside() -> None:
-    """Python's own text and bytes above the limit are attachments too."""
+    """Python's str and bytes above the limit are attachments, too."""
     obj = ["é" * 100, b"\xff" * 200, "\ud800" * 100, bytearray(300), memoryview(b"m" * 150)]
     attachments: list[memoryview] = []
     encode(obj, attachments=attachments, inline_limit=99)
@@ -239,7 +232,7 @@ def test_large_text_and_bytes_travel_beside() -> None:
 
 
 def test_many_small_arrays_do_not_make_a_huge_message() -> None:
-    """Once a megabyte is inline, arrays above a kilobyte go beside though they are below the limit."""
+    """Once a megabyte is inline, arrays above a kilobyte are attached even if they are below the limit."""
     attachments: list[memoryview] = []
     arrays = [np.full(5000, n, np.float64) for n in range(200)]
     value = encode(arrays, attachments=attachments)
@@ -249,13 +242,13 @@ def test_many_small_arrays_do_not_make_a_huge_message() -> None:
 
 
 def test_without_attachments_everything_is_inline() -> None:
-    """No list for attachments: one message holds all."""
+    """Without a list for attachments one message holds everything."""
     array = np.arange(100_000)
     assert np.array_equal(decode(encode(array)), array)
 
 
 def test_subclasses_arrive_as_the_plain_type() -> None:
-    """An OrderedDict, a defaultdict and a tuple with a name arrive as dict and tuple."""
+    """An OrderedDict, a defaultdict and a subclass of tuple arrive as dict and tuple."""
     ordered = collections.OrderedDict(a=1)
     counts = collections.defaultdict(list, b=[2])
     size = type("Size", (tuple,), {})([3, 4])
@@ -263,7 +256,7 @@ def test_subclasses_arrive_as_the_plain_type() -> None:
 
 
 def test_whatever_offers_an_array_is_sent_as_one() -> None:
-    """Tensors of other libraries go by `__array__`; one that refuses says why."""
+    """Tensors of other libraries are sent by `__array__`; one that refuses says why."""
 
     class Tensor:
         dtype, shape = "float32", (2,)
@@ -282,7 +275,7 @@ def test_whatever_offers_an_array_is_sent_as_one() -> None:
 
 
 def test_extension_dtypes_need_their_library() -> None:
-    """bfloat16 works where ml_dtypes is installed, and names it where it is not."""
+    """bfloat16 works if ml_dtypes is installed, and is an error that names it otherwise."""
     value = Value(array=value_pb2.Array(dtype="bfloat16", shape=[1], data=b"\x80\x3f"))
     try:
         import ml_dtypes  # type: ignore[import-not-found,unused-ignore]
@@ -296,7 +289,7 @@ def test_extension_dtypes_need_their_library() -> None:
 
 
 class Model:
-    """No plain data."""
+    """A class that is not plain data."""
 
     def __init__(self) -> None:
         self.layers = [Layer("a"), Layer("b", {"lock": threading.Event()})]
@@ -324,11 +317,11 @@ class Model:
         (range(3), r"^value is a range, "),
         (np.ndarray, r"^value is a type, "),
         (Layer, r"^value is a type, "),
-        (Kept(), r"^value is a .*Kept, which is a dict too, so its fields are not all of it"),
+        (Kept(), r"^value is a .*Kept, which is also a dict, so its fields are not all of it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sent_is_named(obj: Any, message: str) -> None:
-    """The error names the path, the type and the mend."""
+    """The error names the path, the type and the remedy."""
     with pytest.raises(TypeError, match=message):
         encode(obj)
 
@@ -342,7 +335,7 @@ def test_paths_of_a_call() -> None:
 
 
 def test_cycles_end() -> None:
-    """A structure that contains itself is refused with that guess; one as deep as may be arrives."""
+    """A structure that contains itself is refused with that suspicion; the deepest allowed one arrives."""
     loop: list[Any] = []
     loop.append({"again": loop})
     with pytest.raises(TypeError, match=r"^value\[0\].*\.\.\. is nested more than .* contain itself\?"):
@@ -380,7 +373,7 @@ def test_handles_travel_by_name() -> None:
 
 
 def test_handles_are_not_pickled_and_copies_are_the_same() -> None:
-    """A handle names something on the cluster: pickling is refused with the mend, a copy is itself."""
+    """A handle names something on the cluster: pickling is refused with the remedy, and a copy is the handle itself."""
     thing = Thing("w")
     with pytest.raises(TypeError, match=r"thing 'w' lives on the cluster .*: pass it as an argument"):
         pickle.dumps([thing])
@@ -388,7 +381,7 @@ def test_handles_are_not_pickled_and_copies_are_the_same() -> None:
 
 
 def test_records_are_made_without_their_constructor() -> None:
-    """Fields are set as they are: neither `__init__` nor `__post_init__` runs."""
+    """Fields are set directly: neither `__init__` nor `__post_init__` runs."""
     layer = Layer("x", np.arange(3))
     layer.name = "never made by its constructor"
     back = travelled(layer)
@@ -398,7 +391,7 @@ def test_records_are_made_without_their_constructor() -> None:
 
 
 def test_what_is_no_field_is_not_lost_silently() -> None:
-    """An attribute beside the fields is refused, a cached property left behind, a missing field named."""
+    """An extra attribute is refused, a cached property is not sent, and a missing field is named."""
     layer = Layer("x")
     layer.cache = {}  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"value is a .*Layer, which has the attribute 'cache', which"):
@@ -425,7 +418,7 @@ def _edited(obj: Any, edit: Callable[[value_pb2.Record], Any]) -> value_pb2.Valu
         (lambda r: setattr(r, "qualname", "Nothing"), "no such class"),
         (lambda r: setattr(r, "qualname", "Thing"), "neither a dataclass nor a named tuple"),
         (lambda r: setattr(r, "qualname", "Point.x.y"), "no such class"),
-        (lambda r: setattr(r, "qualname", "Kept"), "is a dict too"),
+        (lambda r: setattr(r, "qualname", "Kept"), "is also a dict"),
         (lambda r: setattr(r, "qualname", ""), "no such class"),
         (lambda r: setattr(r, "module", ""), "not imported"),
         (lambda r: r.fields.append("z"), "2 values"),
@@ -441,7 +434,7 @@ def test_records_that_do_not_fit_are_refused(edit: Callable[[value_pb2.Record], 
 
 
 def test_fields_may_come_in_another_order() -> None:
-    """Names count, not places."""
+    """Fields are matched by name, not by position."""
     for obj in (Point(1, 2), Pair(1, 2)):
         value = encode(obj)
         value.record.fields[:] = value.record.fields[::-1]
@@ -478,7 +471,7 @@ def test_a_module_may_be_known_by_another_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_remote_values_are_spliced_in() -> None:
-    """What `remote` returns for an object takes its place, with its attachments numbered anew."""
+    """What `remote` returns for an object replaces it, with its attachments renumbered."""
 
     class Future:
         pass
@@ -506,7 +499,7 @@ def test_remote_values_are_spliced_in() -> None:
 
 
 def test_splicing_checks_and_defines() -> None:
-    """A value with attachments it has not got is refused; records get definitions; depth adds up."""
+    """A value that lacks its attachments is refused; records get definitions; depth adds up."""
     with pytest.raises(ProtocolError, match="attachment 1 of 0"):
         splice(encode(np.ones(3), attachments=[], inline_limit=0), [], [])
     spliced = splice(encode([Point(1, 2)]), [], None, define=lambda cls: f"digest of {cls.__name__}")
@@ -525,7 +518,7 @@ def test_splicing_checks_and_defines() -> None:
 
 
 def test_the_arguments_of_a_call_are_checked() -> None:
-    """What is no (args, kwargs) is refused."""
+    """Arguments other than (args, kwargs) are refused."""
     assert decode_call(encode_call((1, "a"), {"b": None})) == ((1, "a"), {"b": None})
     wrongs: list[Any] = [None, (), ((), {1: 2}), ([], {}), ((), {}, 1), [(), {}]]
     for wrong in wrongs:
@@ -572,7 +565,7 @@ def _array(**fields: Any) -> value_pb2.Value:
     ],
 )  # fmt: skip
 def test_malformed_values_are_refused(value: value_pb2.Value, message: str | None) -> None:
-    """Each way of making no sense is a ProtocolError, or harmless."""
+    """Each malformed value is a ProtocolError, or harmless."""
     if message is None:
         decode(value)
         return
@@ -584,12 +577,12 @@ def test_an_attachment_belongs_to_one_array() -> None:
     """Two arrays in one attachment would share their memory."""
     value = encode([np.ones(3), np.ones(3)], attachments=[], inline_limit=0)
     value.list.items[1].array.attachment = 1
-    with pytest.raises(ProtocolError, match="another one is there too"):
+    with pytest.raises(ProtocolError, match="shares it with another one"):
         decode(value, attachments=[bytearray(24), bytearray(24)])
 
 
 def test_structures_are_mapped() -> None:
-    """Every leaf is replaced; containers, also those of the user's classes, keep their type."""
+    """Every leaf is replaced; containers, including those of the user's classes, keep their type."""
 
     def double(leaf: Any) -> Any:
         return leaf * 2
@@ -639,7 +632,7 @@ data = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(data, st.sampled_from([0, 8, 64 << 10]))
 def test_any_data_comes_back(obj: Any, limit: int) -> None:
-    """Whatever is built of what can be sent comes back the same, whether arrays travel inline or beside."""
+    """Any combination of sendable data comes back the same, whether arrays are sent inline or attached."""
     native = map_structure(_native, obj)
     assert _alike(travelled(obj, limit), native)
 
@@ -659,7 +652,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _outcome(sent: bytes, attachments: list[bytearray]) -> None:
-    """Decode, or ProtocolError: nothing else."""
+    """Decode, or raise ProtocolError and nothing else."""
     try:
         value = Value.FromString(sent)
     except DecodeError:
@@ -668,7 +661,7 @@ def _outcome(sent: bytes, attachments: list[bytearray]) -> None:
         got = decode(value, attachments=attachments, resolve_handle=lambda kind, key: Thing(key))
     except ProtocolError:
         return
-    # What was accepted is sound: it can be looked at, and sent again.
+    # An accepted value is sound: it can be shown, and sent again.
     repr(got)
     encode(got)
 
@@ -676,7 +669,7 @@ def _outcome(sent: bytes, attachments: list[bytearray]) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_or_decoded(sent: bytes) -> None:
-    """No bytes make anything but a value or a ProtocolError."""
+    """Any bytes decode to a value or are a ProtocolError."""
     _outcome(sent, [bytearray(8)])
 
 

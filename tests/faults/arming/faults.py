@@ -1,10 +1,10 @@
-"""Faults that are armed: what they are, when they strike, and the interceptor that lets them strike at calls.
+"""Armed faults: what they are, when they strike, and the interceptor that makes them strike at calls.
 
-The folder of this module in PYTHONPATH arms, in every Python process, what its environment names (`environment`):
+With the folder of this module in PYTHONPATH, every Python process arms what its environment names (`environment`):
 
     PSCLUSTER_FAULTS="ps.log.after=kill@3;worker/rpc:/pscluster.v1.Node/Attach=lose_response@1"
 
-A fault is `[ROLE/]TARGET=ACTION[:SECONDS][@N]`; several are parted by semicolons.
+A fault is `[ROLE/]TARGET=ACTION[:SECONDS][@N]`; several are separated by semicolons.
 
     TARGET                      ACTION
     a point of `fault_points`   kill (SIGKILL of itself), stop (SIGSTOP), delay, abort (UnavailableError)
@@ -12,22 +12,22 @@ A fault is `[ROLE/]TARGET=ACTION[:SECONDS][@N]`; several are parted by semicolon
     message:/SERVICE/METHOD     one message of a stream that lasts (a session, the stream of functions): the same
 
 `@N`: the N-th time only, counted by each process. With PSCLUSTER_FAULTS_DIR such a fault strikes once among all
-processes that share the directory, so that a role which is started again does not die again: whoever makes the file of
-that name first has it. The directory also holds the file `armed`, with faults that count beside those of the
-environment; it is looked at whenever a point is reached, so that a test can arm them one after the other in a cluster
-that runs. Each fault that strikes leaves `struck-...`; one whose call went on, `ended-...` with how.
+processes that share the directory, so that a restarted role does not die again: the process that first creates the file
+of that name claims it. The directory also holds the file `armed`, with faults in addition to those of the environment;
+it is read whenever a point is reached, so that a test can arm them one after the other in a running cluster. Each fault
+that strikes leaves `struck-...`; one whose call continued leaves `ended-...`, which says how it ended.
 
-Of calls, all is done on the server, where both of grpc's clients, and our own streams, come together:
+Faults at calls happen on the server, where both of grpc's clients and our own streams come together:
 
     lose_request    the handler is never called; the caller sees UNAVAILABLE
     lose_response   the handler has run to its end; the caller sees UNAVAILABLE
-    duplicate       the call is answered; later a copy of it comes, from a caller that has gone
+    duplicate       the call is answered; later a copy of it arrives, from a caller that has gone
     twice           a copy runs to its end first
-    at_once         a copy runs beside it
-    delay           it comes late
+    at_once         a copy runs at the same time
+    delay           it arrives late
 
-Streams that last have no end of their own: for them the first message, or with `message:` the N-th, stands for the
-call, and is lost together with the stream.
+Lasting streams do not end by themselves: for them the first message, or with `message:` the N-th, stands for the call,
+and is lost together with the stream.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from grpc_health.v1 import health_pb2
 from pscluster.core import fault_points
 from pscluster.core.errors import ConfigurationError, UnavailableError
 from pscluster.core.fault_points import POINTS
-from pscluster.core.transport.server_call import server_call
+from pscluster.core.transport.base import server_call
 from pscluster.core.transport.tcp.server import DataServer
 from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 
@@ -67,7 +67,7 @@ CALL_KINDS = ("lose_request", "lose_response", "duplicate", "delay", "twice", "a
 _FAULT = re.compile(
     r"(?:(ps|worker|chief)/)?([^=/]+|(?:rpc|message):/[^=]+)=([a-z_]+)(?::([0-9.]+))?(?:@([1-9][0-9]*))?"
 )
-_SECONDS = 0.05  # of a delay, and behind which a duplicate comes
+_SECONDS = 0.05  # of a delay, and before a duplicate
 _ARMED = "armed"
 
 METHODS = {
@@ -85,23 +85,23 @@ LASTING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is armed."""
+    """A fault that is armed."""
 
     text: str
-    role: str  # "": any
+    role: str  # "": any role
     target: str
     action: str
     seconds: float
-    nth: int  # 0: each time
+    nth: int  # 0: every time
 
     @property
     def name(self) -> str:
-        """Of the files it leaves."""
+        """The name in the names of its files."""
         return re.sub(r"[^A-Za-z0-9_.@=-]+", "-", self.text)
 
 
 def parse(text: str, source: str = VARIABLE) -> list[Fault]:
-    """The faults of a text. ConfigurationError if there is anything else in it."""
+    """Parse the faults in a text. ConfigurationError if it holds anything else."""
     found = []
     for part in filter(None, map(str.strip, text.split(";"))):
         match = _FAULT.fullmatch(part)
@@ -135,7 +135,7 @@ def parse(text: str, source: str = VARIABLE) -> list[Fault]:
 
 
 class Faults:
-    """What is armed in this process. Thread-safe."""
+    """The faults armed in this process. Thread-safe."""
 
     def __init__(self, role: str, text: str, folder: str) -> None:
         self._role = role
@@ -150,7 +150,7 @@ class Faults:
             raise ConfigurationError(f"PSCLUSTER_FAULTS_DIR is {folder!r}, which is no directory: make it first")
 
     def _all(self) -> list[Fault]:
-        """Under the lock."""
+        """All faults; call under the lock."""
         if self._folder is not None:
             path = self._folder / _ARMED
             try:
@@ -164,7 +164,7 @@ class Faults:
         return [*self._fixed, *self._of_file]
 
     def due(self, target: str) -> Fault | None:
-        """The fault that strikes here and now. What is asked for is counted."""
+        """Return the fault that strikes here and now; the call is counted."""
         with self._lock:
             found = None
             for fault in self._all():
@@ -178,7 +178,7 @@ class Faults:
             return found
 
     def _is_first(self, fault: Fault) -> bool:
-        """Under the lock: nobody has had it yet."""
+        """Whether no process has claimed it before; call under the lock."""
         if fault in self._struck or (self._folder is None and self._counts[fault] > fault.nth):
             return False
         self._struck.add(fault)
@@ -188,20 +188,20 @@ class Faults:
         assert self._folder is not None
         try:
             number = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except OSError:  # it is there; or the directory has gone with the test that made it
+        except OSError:  # it exists; or the directory was removed with its test
             return False
         os.write(number, text.encode())
         os.close(number)
         return True
 
     def ended(self, fault: Fault, how: str) -> None:
-        """All that it brings about has happened."""
+        """Record that everything the fault causes has happened."""
         logger.warning("FAULT: %s has ended: %s", fault.text, how)
         if self._folder is not None:
             self._leave(f"ended-{fault.name}", how)
 
     def reach(self, point: str) -> None:
-        """Strike at a point, see `fault_points.on_reach`. UnavailableError where that is the fault."""
+        """Strike at a point, see `fault_points.on_reach`. UnavailableError if that is the fault."""
         assert point in POINTS, f"the fault point {point!r} is not in the table"
         fault = self.due(point)
         if fault is None:
@@ -213,28 +213,29 @@ class Faults:
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             if fault.action == "kill":
-                signal.pause()  # it comes at the end of the system call, or a moment later
+                signal.pause()  # the signal arrives at the end of the system call, or a moment later
 
 
 def environment(folder: Path | None = None, text: str = "") -> dict[str, str]:
-    """Return the variables of a process in which these faults are armed: of the text, and of a file in the folder."""
+    """Return the environment variables that arm these faults in a process: those in the text and in a file in the
+    folder."""
     here = Path(__file__).resolve().parent
     path = [str(here), str(here.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {VARIABLE: text, FOLDER_VARIABLE: str(folder or ""), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """Arm what the environment names, if it names anything, in this process, whose role TF_CONFIG tells.
+    """Arm in this process, whose role is in TF_CONFIG, the faults that the environment names, if any.
 
     Raises:
-        ConfigurationError: what it says is no fault, or names a point or a call that does not exist.
+        ConfigurationError: it holds something that is not a fault, or names a point or a call that does not exist.
     """
     if VARIABLE not in environ and FOLDER_VARIABLE not in environ:
         return
     task = json.loads(environ.get("TF_CONFIG") or "{}").get("task") or {}
     faults = Faults(task.get("type", "chief"), environ.get(VARIABLE, ""), environ.get(FOLDER_VARIABLE, ""))
     fault_points.on_reach = faults.reach
-    # Last on every server that is made: what is lost is a request of the method's own, and not one that was refused.
+    # Last on every server that is made: it loses requests that reached the method, not ones that were refused.
     make: Any = grpc.server
     begin = DataServer.__init__
 
@@ -252,11 +253,11 @@ def arm(environ: Mapping[str, str] = os.environ) -> None:
 
 
 class _AbortedError(Exception):
-    """What a copy was answered with."""
+    """How a copy was answered."""
 
 
 class _GoneCaller:
-    """The context of a copy: of a caller whom no answer reaches."""
+    """The context of a copy, from a caller that no answer reaches."""
 
     def __init__(self, of: grpc.ServicerContext) -> None:
         self._of = of
@@ -285,7 +286,7 @@ class _GoneCaller:
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         raise _AbortedError(f"{code.name}: {details}")
 
-    def __getattr__(self, name: str) -> Any:  # metadata, peer and the like; what is set has no reader
+    def __getattr__(self, name: str) -> Any:  # metadata, peer and the like; values that are set are never read
         return getattr(self._of, name) if not name.startswith("set_") else lambda *_: None
 
 
@@ -297,7 +298,7 @@ def _lost(context: grpc.ServicerContext) -> NoReturn:
 def _deliver_copy(
     faults: Faults, fault: Fault, context: grpc.ServicerContext, deliver: Callable[[_GoneCaller], None]
 ) -> None:
-    """Let a copy come from a caller that has gone, and note how it was answered."""
+    """Deliver a copy from a caller that has gone, and record how it was answered."""
     gone, how = _GoneCaller(context), "answered"
     try:
         deliver(gone)
@@ -309,7 +310,7 @@ def _deliver_copy(
 
 
 class FaultInterceptor(grpc.ServerInterceptor):
-    """Lets armed faults strike at calls."""
+    """Makes armed faults strike at calls."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -319,7 +320,7 @@ class FaultInterceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler as it is, unless a fault strikes, or may strike within the stream."""
+        """Return the handler unchanged, unless a fault strikes, or may strike within the stream."""
         found = continuation(details)
         if found is None:
             return None
@@ -341,7 +342,7 @@ class FaultInterceptor(grpc.ServerInterceptor):
 
 
 class _Struck:
-    """One call that a fault strikes; of all arities but streams both ways."""
+    """One call that a fault strikes; of every arity but bidirectional streams."""
 
     def __init__(self, faults: Faults, path: str, handler: Any, fault: Fault) -> None:
         self._faults, self._fault = faults, fault
@@ -352,7 +353,7 @@ class _Struck:
         self.serve = self._stream if self._streams else self._unary
 
     def _begin(self, request: Any, context: grpc.ServicerContext) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """What gives the request, again and again; and what to do when it was answered."""
+        """Return a function that yields the request repeatedly, and one to call once it was answered."""
         kind, copy = self._fault.action, None
         if kind == "lose_request":
             self._faults.ended(self._fault, "not delivered")
@@ -382,7 +383,7 @@ class _Struck:
         return give, answered
 
     def _copy(self, give: Callable[[], Any], context: grpc.ServicerContext) -> None:
-        """The request comes once more, and nobody has the answer."""
+        """Send the request once more, and discard the answer."""
 
         def deliver(gone: Any) -> None:
             answer = self._call(give(), gone)
@@ -400,7 +401,7 @@ class _Struck:
         give, answered = self._begin(request, context)
         try:
             answer = self._call(give(), context)
-        except BaseException as error:  # of an attachment that is over, by another fault
+        except BaseException as error:  # of an attachment that is over, because of another fault
             self._faults.ended(self._fault, f"the call itself was refused: {error!r}")
             raise
         answered()
@@ -428,19 +429,19 @@ class _Struck:
 
 
 class _Messages:
-    """A stream of messages both ways, one of which a fault may strike."""
+    """A bidirectional stream of messages, one of which a fault may strike."""
 
     def __init__(self, faults: Faults, path: str, call: Callable[..., Any], first: Fault | None) -> None:
         self._faults, self._path, self._call = faults, path, call
         self._first = first  # the fault that strikes the first message
         self._broken = False
-        self._dropping = 0  # answers that nobody is to have
-        self._losing: Fault | None = None  # with the next answer the stream is lost
-        self._over = False  # requests that came before are read all the same, by a thread of the handler's
+        self._dropping = 0  # answers to be dropped
+        self._losing: Fault | None = None  # the stream is lost with the next answer
+        self._over = False  # a handler's thread still reads requests that came before
         self._in_turn = path.endswith("/Session")  # each request has one answer, in order
 
     def serve(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """The handler, behind the fault."""
+        """Run the handler with the fault applied."""
         if (send := server_call(context).sender()) is not None:
             past: Any = context
             past.send = lambda message: not (self._broken or self._losing or self._dropping) and send(message)
@@ -464,7 +465,7 @@ class _Messages:
             _lost(context)
 
     def _lose_none(self) -> None:
-        """No answer comes that could be lost."""
+        """No answer is left to lose."""
         if self._losing is not None and not self._broken:
             self._faults.ended(self._losing, "the stream ended, and no answer came before")
 
@@ -479,7 +480,7 @@ class _Messages:
                     return
                 if kind == "lose_response":
                     self._losing = fault
-                    if self._over:  # looked at behind that, as `serve` does the reverse: one of both sees it
+                    if self._over:  # checked after that, as `serve` does the reverse: one of them sees it
                         self._lose_none()
                 elif kind == "delay":
                     time.sleep(fault.seconds)
@@ -496,7 +497,7 @@ class _Messages:
             yield request
 
     def _copy(self, fault: Fault, request: Any, context: grpc.ServicerContext) -> None:
-        """The message comes once more, on a stream of its own."""
+        """Send the message once more, on a separate stream."""
 
         def deliver(gone: Any) -> None:
             with contextlib.closing(self._call(iter([request]), gone)) as answers:

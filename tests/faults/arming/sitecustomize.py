@@ -1,4 +1,4 @@
-"""Imported by Python itself as it starts, where this folder is in PYTHONPATH: arm the faults of the environment."""
+"""Imported by Python when it starts, if this folder is in PYTHONPATH: arms the faults named by the environment."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from pscluster.core.errors import ConfigurationError
 
 try:
     arm()
-except ConfigurationError as error:  # of other errors Python says a line, and goes on
+except ConfigurationError as error:  # for other errors Python prints a line, and continues
     sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""The client of the parameter servers when things go wrong in the middle: interrupts, long transfers, late copies."""
+"""The parameter servers' client when things go wrong in the middle: interrupts, long transfers, late copies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import grpc
 import numpy as np
 import pytest
 from tests.conftest import OpenCall
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import PSUnavailableError, UnavailableError
 from pscluster.core.ids import make_identity
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack
-from pscluster.core.transport.grpc_streams import QueuedStream
+from pscluster.core.transport.grpc_streams import GrpcStream
+from pscluster.core.transport.watchdog import Liveness
 from pscluster.ps.client import exchanges
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Server, Session
-from pscluster.ps.client.watchdog import Liveness
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
@@ -33,9 +33,7 @@ RETRY_SECONDS = 10.0
 
 
 class Clock:
-    """In the place of the module `time`: stands still until it is moved on."""
-
-    sleep = staticmethod(time.sleep)  # the watchdog's
+    """Replaces the module `time`: stands still until it is advanced."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,15 +44,16 @@ class Clock:
 
 
 class FakeServer:
-    """A server whose process is there or not, as the test says."""
+    """A server whose process is up or down, as the test says."""
 
     def __init__(self) -> None:
         self.peer = PeerAddress("ps", 0, "127.0.0.1:1")
+        self.lost: PSUnavailableError | None = None
         self.asked = 0
         self.hello: Callable[[], None] = lambda: None
 
-    def check_holding(self, timeout: float = 0.0) -> None:
-        """Answers as the test says."""
+    def check_store_id(self, timeout: float = 0.0) -> None:
+        """Answer as the test says."""
         self.asked += 1
         self.hello()
 
@@ -64,7 +63,7 @@ class FakeServer:
 
 @pytest.fixture
 def client() -> Iterator[PsClient]:
-    """A client that has no servers of its own."""
+    """A client without servers."""
     client = PsClient([], make_identity("chief", 0), job=JOB, incarnation=1, retry_seconds=RETRY_SECONDS)
     yield client
     client.close()
@@ -79,12 +78,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def retry(client: PsClient, server: FakeServer, attempt: Callable[[], Any]) -> Any:
-    """What the client does with an attempt."""
-    return client._exchanges.retrying(cast(Server, server), attempt)
+    """Run an attempt as the client does."""
+    return client.exchanges.retrying(cast(Server, server), attempt)
 
 
 def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Clock) -> None:
-    """The patience with a server begins when it fails, not when the transfer began that went well for so long."""
+    """The time allowed for a server begins when it fails, not when the long transfer that went well began."""
     server, attempts = FakeServer(), list[float]()
 
     def attempt() -> str:
@@ -99,7 +98,7 @@ def test_a_long_transfer_that_breaks_off_is_repeated(client: PsClient, clock: Cl
 
 
 def test_patience_with_a_failing_server_ends(client: PsClient, clock: Clock) -> None:
-    """What fails again and again is given up `retry_seconds` behind the first failure."""
+    """A request that keeps failing is given up `retry_seconds` after the first failure."""
     attempts = []
 
     def attempt() -> None:
@@ -113,7 +112,7 @@ def test_patience_with_a_failing_server_ends(client: PsClient, clock: Clock) -> 
 
 
 def test_a_hung_server_costs_one_attempt(client: PsClient, clock: Clock) -> None:
-    """An attempt may take a minute to find nobody: after the first one the server is asked whether it is there."""
+    """An attempt may take a minute to find no server: after the first one the server is probed."""
     server, attempts = FakeServer(), []
 
     def nobody() -> None:
@@ -136,40 +135,40 @@ def test_a_session_that_has_ended_at_once_leaves_no_thread() -> None:
     taken: list[Iterator[bytes]] = []
 
     class EndedCall:
-        """A call that is over before anybody could ask to be told."""
+        """A call that is over before a callback could be added."""
 
         def add_callback(self, callback: Callable[[], None]) -> bool:
-            """Too late."""
+            """Refuse: too late."""
             del callback
             return False
 
         def cancel(self) -> None:
-            """It is over."""
+            """Do nothing: it is over."""
 
     def call(requests: Iterator[bytes], metadata: object) -> EndedCall:
-        """A session."""
+        """Return the call of a session."""
         del metadata
         taken.append(requests)
         return EndedCall()
 
     class Channel:
-        """Nobody is at its other end."""
+        """A channel with no server at its other end."""
 
         def stream_stream(self, path: str) -> Callable[..., EndedCall]:
-            """Takes the requests."""
+            """Take the requests."""
             del path
             return call
 
-    stream = QueuedStream(cast(grpc.Channel, Channel()), "", ())
+    stream = GrpcStream(cast(grpc.Channel, Channel()), "", ())
     session = Session(stream, Liveness(lambda _seconds: True, RETRY_SECONDS))
     ended: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(list(taken[0])), daemon=True).start()
-    assert ended.get(timeout=PATIENCE) == []
+    assert ended.get(timeout=TIMEOUT) == []
     session.close()
 
 
 def test_an_interrupt_between_requests_leaves_no_reply_behind(sharding_strategy: ParameterServerStrategy) -> None:
-    """Ctrl-C while requests go out: no later request is answered with what was asked before."""
+    """After Ctrl-C while requests are sent, no later request gets the answer to an earlier one."""
     with sharding_strategy.scope():
         first = Variable(np.arange(6, dtype=np.float32), name="first")
         second = Variable(np.arange(6, dtype=np.float32) + 100, name="second")
@@ -198,7 +197,7 @@ def test_an_interrupt_between_requests_leaves_no_reply_behind(sharding_strategy:
 
 
 def test_an_error_is_raised_when_all_servers_are_done(client: PsClient) -> None:
-    """A function that has failed sends nothing any more: its transfers to other servers have ended by then."""
+    """A function that has failed sends nothing more: its transfers to other servers have ended by then."""
     failed, ended = threading.Event(), list[str]()
 
     def fail() -> None:
@@ -206,18 +205,18 @@ def test_an_error_is_raised_when_all_servers_are_done(client: PsClient) -> None:
         raise ValueError("the first server's")
 
     def go_on() -> None:
-        assert failed.wait(PATIENCE)
+        assert failed.wait(TIMEOUT)
         for _ in range(1000):
             time.sleep(0)
         ended.append("the second server's")
 
     with pytest.raises(ValueError, match="the first server's"):
-        client._exchanges.on_each({0: fail, 1: go_on})
+        client.exchanges.on_each([fail, go_on])
     assert ended == ["the second server's"]
 
 
 def test_a_late_copy_of_a_creation_changes_nothing(strategy: ParameterServerStrategy) -> None:
-    """A variable that is trained already is not born again."""
+    """A variable that has been trained is not created again."""
     zeros = np.zeros(4, np.float32)
     with strategy.scope():
         variable = Variable(zeros, name="w")
@@ -227,7 +226,7 @@ def test_a_late_copy_of_a_creation_changes_nothing(strategy: ParameterServerStra
 
 
 def test_a_server_that_worked_for_another_job_shows_it() -> None:
-    """The same process, the same job: but what it held for the job is gone, and the number it works under another."""
+    """The process and job are the same, but what it held for the job is lost, and so the job's number is another."""
     role = ParameterServerRole(0)
 
     def attach(job: int, fresh: bool) -> int:
@@ -244,7 +243,7 @@ def test_a_server_that_worked_for_another_job_shows_it() -> None:
 
 
 def test_a_pull_that_is_given_up_holds_nothing() -> None:
-    """The snapshot of a shard ends with the call that reads it, however far that came."""
+    """The snapshot of a shard ends with the call that reads it, however far that got."""
     role = ParameterServerRole(0)
     role.job_began(node_pb2.AttachRequest(job=JOB))
     service = ParameterServerService(role)

@@ -1,4 +1,4 @@
-"""Copies of variables: as the source was when the request first came, however often it comes; on disk by value."""
+"""Copies of variables: as the source was at the first request, however often it is repeated; saved by value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def copying(held: Store, source: int, number: int, *optimizers: int, **changes: 
     """The request for a copy."""
     spec = next(each.spec for each in held.held()[0] if each.spec.id == source)
     request = ps_pb2.CreateRequest(job=held.job, variable=spec)
-    request.variable.id, request.variable.name = number, f"copies/{number}"
+    request.variable.id, request.variable.name, request.variable.evaluation = number, f"copies/{number}", 1
     for name, value in changes.items():
         if name == "ends":
             request.variable.splits[0].ClearField("ends")
@@ -59,7 +59,7 @@ def copying(held: Store, source: int, number: int, *optimizers: int, **changes: 
 
 
 def make(held: Store, request: ps_pb2.CreateRequest) -> None:
-    """As the service does."""
+    """Create it, like the service."""
     assert creation.expected_bytes(held, request) is None
     creation.create(held, request, Payload([memoryview(b"")]))
 
@@ -74,12 +74,12 @@ def held() -> Store:
 
 @pytest.fixture
 def client(held: Store) -> Client:
-    """Without a disk."""
+    """A client without a disk."""
     return Client(StateManager(DurabilityOptions()), held)
 
 
 def test_the_first_values_stay(held: Store, client: Client) -> None:
-    """The same request again, when the source has changed, copies nothing; neither follows the other."""
+    """The same request again, after the source has changed, copies nothing; neither follows the other."""
     request = copying(held, 1, 5)
     make(held, request)
     client.update(rows(ps_pb2.ASSIGN, [0, 3], np.full((2, 2), 99.0)))
@@ -92,7 +92,7 @@ def test_the_first_values_stay(held: Store, client: Client) -> None:
 
 
 def test_what_optimizers_keep(held: Store, client: Client) -> None:
-    """Of those that are named, slots, steps and averages; of others nothing."""
+    """Slots, steps and averages of the named optimizers are copied; of others nothing."""
     declare_rule(held, 2, "sgd", learning_rate=1.0, momentum=0.5, ema=0.5)
     declare_rule(held, 3, "adagrad", learning_rate=1.0)
     for optimizer in (2, 3):
@@ -121,7 +121,7 @@ def test_what_optimizers_keep(held: Store, client: Client) -> None:
     ],
 )
 def test_another_cut(held: Store, changes: dict[str, Any], error: type[Exception], said: str) -> None:
-    """A copy is as its source is: else it is refused, and nothing is entered."""
+    """A copy with another cut than its source is refused, and nothing is created."""
     before = facts(held)
     with pytest.raises(error, match=said):
         make(held, copying(held, 1, 5, **changes))
@@ -129,7 +129,7 @@ def test_another_cut(held: Store, changes: dict[str, Any], error: type[Exception
 
 
 def test_of_nothing(held: Store) -> None:
-    """A source that is not there, or is not said."""
+    """A source that does not exist, or is not given, is refused."""
     request = copying(held, 1, 5)
     for numbers, error, said in (
         (
@@ -137,10 +137,10 @@ def test_of_nothing(held: Store) -> None:
             UnknownVariableError,
             "'copies/5' can't be a copy of variable 9, which is",
         ),
-        ('{"variable": 1}', ProtocolError, "a copy of nothing: KeyError"),
-        ("[]", ProtocolError, "a copy of nothing"),
-        ("", ProtocolError, "a copy of nothing"),
-        ('{"variable": "x", "optimizers": []}', ProtocolError, "a copy of nothing"),
+        ('{"variable": 1}', ProtocolError, "a copy of no variable: KeyError"),
+        ("[]", ProtocolError, "a copy of no variable"),
+        ("", ProtocolError, "a copy of no variable"),
+        ('{"variable": "x", "optimizers": []}', ProtocolError, "a copy of no variable"),
     ):
         request.initializer.numbers = numbers
         with pytest.raises(error, match=said):
@@ -149,25 +149,25 @@ def test_of_nothing(held: Store) -> None:
 
 
 def test_deleted_together(held: Store) -> None:
-    """All whose names begin so, and no others; a late copy of a request makes none of them again."""
-    requests = [copying(held, 1, number, name=f"copies/{number // 6}/{number}") for number in (5, 6, 7)]
+    """All copies of one evaluation are deleted, and no others; a late creation request makes none of them again."""
+    requests = [copying(held, 1, number, evaluation=number // 6 + 1) for number in (5, 6, 7)]
     for request in requests:
         make(held, request)
-    held.delete("", prefix="copies/1/")
-    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/0/5"]
+    held.delete("", evaluation=2)
+    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/5"]
     for request in requests[1:]:
         with pytest.raises(StaleError, match="was deleted, with all others"):
             make(held, request)
-    held.delete("", prefix="copies/1/")
+    held.delete("", evaluation=2)
     held.take_over(JOB + 1)
     requests[1].job = JOB + 1
     make(held, requests[1])
-    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/0/5", "copies/1/6"]
+    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/5", "copies/6"]
 
 
 @both
 def test_on_disk_is_the_value(tmp_path: Path, kind: Durability) -> None:
-    """Not what it was made of: the source has changed since, and so has the copy."""
+    """The saved value is not that of the source: the source has changed since, and so has the copy."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
         client = Client(manager, held)
@@ -181,14 +181,14 @@ def test_on_disk_is_the_value(tmp_path: Path, kind: Durability) -> None:
         np.testing.assert_array_equal(values_of(found, 5, 0), np.arange(8.0).reshape(4, 2) + 1)
         np.testing.assert_array_equal(values_of(found, 5, 1), np.arange(8.0, 12.0).reshape(2, 2))
         np.testing.assert_array_equal(values_of(found, 1, 0), np.arange(8.0).reshape(4, 2) + 2)
-        held.delete("", prefix="copies/")
+        held.delete("", evaluation=1)
         manager.save()
         assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
 
 
 @both
 def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) -> None:
-    """A copy is answered for at once, while no function runs; it is on disk when `Describe(saved)` has its answer."""
+    """A copy is acknowledged at once, while no function runs; it is on disk when `Describe(saved)` is answered."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
         manager.save()
@@ -203,7 +203,7 @@ def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) ->
         assert service.describe(describe, context).variables[0].id == 5  # type: ignore[arg-type]
         found = found_in(killed(tmp_path / "s"), kind)
         np.testing.assert_array_equal(values_of(found, 5, 0), np.arange(8.0).reshape(4, 2))
-        service.delete(ps_pb2.DeleteRequest(job=JOB, prefix="copies/"), context)  # type: ignore[arg-type]
+        service.delete(ps_pb2.DeleteRequest(job=JOB, evaluation=1), context)  # type: ignore[arg-type]
         assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
         with pytest.raises(UnknownVariableError, match="there is no variable 'copies/5'"):
             service.describe(describe, context)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which way requests go: the data plane where it can be reached, gRPC elsewhere; and back again."""
+"""Which way requests are sent: the data plane if it can be reached, gRPC otherwise; and back again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -27,25 +27,31 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.role.options import DATA_PORT_VARIABLE, data_port_of
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.transport.grpc_streams import DirectStream, StreamEndedError
+from pscluster.core.transport.grpc_streams import GrpcStream
 from pscluster.core.transport.tcp import client as data_client
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Session
 
-LARGE = 3 << 20  # elements: more than goes over a session
+LARGE = 3 << 20  # elements: too many for a session
 
 
 def session_of(client: PsClient, server: int = 0) -> Session:
-    """One that is idle, or new."""
+    """An idle session, or a new one."""
     session = client._servers[server].take_session()
     client._servers[server].give_back(session)
     return session
 
 
+def is_direct(session: Session) -> bool:
+    """Whether it uses the data plane."""
+    return isinstance(session.stream, data_client.DataStream)
+
+
 def idle_connections(client: PsClient) -> int:
-    """Of the data plane, to server 0, that large requests have left."""
-    return len(client._servers[0]._data._idle)
+    """The number of idle data-plane connections to server 0 that large requests have left."""
+    return len(client._servers[0]._transport._idle)
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ def large(strategy: ParameterServerStrategy) -> Variable:
 
 
 def check(variable: Variable) -> None:
-    """Reads and updates of it do what they should, small ones and large ones."""
+    """Check that small and large reads and updates of it work."""
     np.testing.assert_array_equal(variable[5:9], np.arange(5, 9))
     before = variable.numpy()
     variable.assign_add(np.ones(LARGE, np.float32))
@@ -67,21 +73,21 @@ def check(variable: Variable) -> None:
 
 def test_requests_go_over_the_data_plane(strategy: ParameterServerStrategy, large: Variable) -> None:
     check(large)
-    assert session_of(strategy.client).direct
-    assert idle_connections(strategy.client) >= 1  # used, and used again
+    assert is_direct(session_of(strategy.client))
+    assert idle_connections(strategy.client) >= 1  # used repeatedly
 
 
 def test_functions_go_over_the_data_plane(cluster: LocalCluster, strategy: ParameterServerStrategy) -> None:
     with ParameterServerStrategy(cluster, take_over=True) as mine:
         coordinator = ClusterCoordinator(mine)
-        assert coordinator.schedule(os.getpid).fetch(PATIENCE) in cluster.pids.values()
-        links = coordinator._dispatcher._workers
+        assert coordinator.schedule(os.getpid).fetch(TIMEOUT) in cluster.pids.values()
+        links = coordinator._dispatcher.state.workers
         until(lambda: all(link.connection and link.connection._stream for link in links), "all workers are connected")
         assert {type(link.connection._stream) for link in links if link.connection} == {data_client.PromptStream}
 
 
 def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServerStrategy, large: Variable) -> None:
-    """As of a proxy: what is dialled there must not go past it."""
+    """A client that dials a proxy's address, for example, must not bypass the proxy."""
     for server in strategy.client._servers:
         path = Path(server.peer.address.removeprefix("unix:"))
         with contextlib.suppress(FileExistsError):
@@ -91,8 +97,8 @@ def test_another_address_of_the_server_stays_on_its_way(strategy: ParameterServe
         server.drop_sessions()
     check(large)
     session = session_of(strategy.client)
-    assert not session.direct
-    assert isinstance(session._stream, DirectStream)
+    assert not is_direct(session)
+    assert isinstance(session.stream, GrpcStream)
     assert idle_connections(strategy.client) == 0
 
 
@@ -105,41 +111,41 @@ def test_a_port_that_is_blocked(
         for server in strategy.client._servers:
             server.drop_sessions()
         check(large)
-        assert not session_of(strategy.client).direct
+        assert not is_direct(session_of(strategy.client))
         for server in strategy.client._servers:
-            server._data._avoid_until = 0.0  # the minute is over
+            server._transport._avoid_until = 0.0  # the minute is over
         check(large)
-        assert not session_of(strategy.client).direct
+        assert not is_direct(session_of(strategy.client))
     for server in strategy.client._servers:
         server.hello()  # as after any failure: it could be reached before, and now the server can be, again
     check(large)
-    assert session_of(strategy.client).direct
+    assert is_direct(session_of(strategy.client))
 
 
 def test_a_port_that_could_never_be_reached(
     strategy: ParameterServerStrategy, large: Variable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reaches the server otherwise says nothing about it."""
+    """Other ways to reach the server say nothing about its port."""
     server = strategy.client._servers[0]
-    place = server._data._place
+    place = server._transport._place
     assert place is not None
     with monkeypatch.context() as patch:
         patch.setattr(data_client, "_connected", blocked)
-        server._data.is_at(("127.0.0.1", 1))
-        server._data.is_at(*place)  # as if it had just begun
+        server._transport.is_at(("127.0.0.1", 1))
+        server._transport.is_at(*place)  # as if it had just begun
         server.drop_sessions()
         check(large)
     for _ in range(2):
         server.hello()
         check(large)
-        assert not session_of(strategy.client).direct
-    server._data._avoid_until = 0.0  # the minute is over
+        assert not is_direct(session_of(strategy.client))
+    server._transport._avoid_until = 0.0  # the minute is over
     check(large)
-    assert session_of(strategy.client).direct
+    assert is_direct(session_of(strategy.client))
 
 
 def blocked(*_: object, **__: object) -> None:
-    """In the place of what dials."""
+    """Replaces the function that dials."""
     raise TimeoutError("timed out")
 
 
@@ -151,21 +157,21 @@ def job() -> Iterator[tuple[LocalCluster, ParameterServerStrategy]]:
 
 
 def test_a_server_that_is_started_again(job: tuple[LocalCluster, ParameterServerStrategy]) -> None:
-    """Its next process has the same socket, and other sessions."""
+    """Its next process has the same socket, and new sessions."""
     cluster, strategy = job
     with strategy.scope():
         variable = Variable(np.zeros(3, np.float32), name="v")
     variable.assign_add(np.ones(3, np.float32))
     server = strategy.client._servers[0]
-    before = server._data._place
+    before = server._transport._place
     strategy.client.check_saved(["v"])
-    cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=PATIENCE)
+    cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=TIMEOUT)
     variable.assign_add(np.ones(3, np.float32))
-    assert session_of(strategy.client).direct
+    assert is_direct(session_of(strategy.client))
     assert before is not None
-    assert server._data._place is not None
-    assert server._data._place[0] == before[0]
-    assert server._data._place[1] != before[1]
+    assert server._transport._place is not None
+    assert server._transport._place[0] == before[0]
+    assert server._transport._place[1] != before[1]
 
 
 _TAKE = """
@@ -186,7 +192,7 @@ for port in sys.argv[1:]:
 
 
 def test_a_thief_of_the_port_of_a_server_that_died() -> None:
-    """Over TCP: another user gets neither port; somebody of this user, who may, gets a handshake, and is forgotten."""
+    """Over TCP another user gets neither port; a process of this user gets a handshake, and is forgotten."""
     with (
         LocalCluster(1, 1, transport="tcp", restart=False, log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -194,7 +200,7 @@ def test_a_thief_of_the_port_of_a_server_that_died() -> None:
         with strategy.scope():
             large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
         server = strategy.client._servers[0]
-        before = server._data._place
+        before = server._transport._place
         assert before
         where = before[0]
         assert isinstance(where, tuple)
@@ -207,44 +213,45 @@ def test_a_thief_of_the_port_of_a_server_that_died() -> None:
         with socket.create_server(where, reuse_port=True) as thief:
             taken = list[bytes]()
 
-            def greet() -> None:
-                greeted, _ = thief.accept()
-                with greeted:
-                    taken.append(greeted.recv(1 << 16))
-                    greeted.sendall(bytes(64))
+            def answer() -> None:
+                connection, _ = thief.accept()
+                with connection:
+                    taken.append(connection.recv(1 << 16))
+                    connection.sendall(bytes(64))
 
-            greeter = threading.Thread(target=greet)
-            greeter.start()
-            server._data.is_at(("127.0.0.1", 1))
-            server._data.is_at(*before)  # as if it had not been noticed yet that the server is dead
-            assert server._data.open("/test", ()) is None
-            greeter.join(PATIENCE)
-        assert not greeter.is_alive(), "nobody came"
+            answering = threading.Thread(target=answer)
+            answering.start()
+            server._transport.is_at(("127.0.0.1", 1))
+            server._transport.is_at(*before)  # as if the server's death had not been noticed yet
+            assert server._transport.connect("/test", ()) is None
+            answering.join(TIMEOUT)
+        assert not answering.is_alive(), "nobody came"
         assert cluster.token.encode() not in taken[0]
-        assert server._data._forgotten
-        cluster.restart("ps", 0, timeout=PATIENCE)
+        assert server._transport._forgotten
+        cluster.restart("ps", 0, timeout=TIMEOUT)
         check(large)
-        assert server._data.where == where
-        assert session_of(strategy.client).direct
+        assert server._transport._place is not None
+        assert server._transport._place[0] == where
+        assert is_direct(session_of(strategy.client))
 
 
 def test_what_was_forgotten_is_asked_for(strategy: ParameterServerStrategy, large: Variable) -> None:
-    """A connection that breaks, while the server lives, takes what was known along; who comes later asks anew."""
+    """If a connection breaks while the server lives, what was known is dropped; the next request asks again."""
     check(large)
     server = strategy.client._servers[0]
-    before = server._data._place
+    before = server._transport._place
     session = server.take_session()
-    server._data.drop()
-    session._stream._connection._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # not by `cancel`
+    server._transport.drop()
+    session.stream._connection._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # not by `cancel`
     with pytest.raises(StreamEndedError):
-        session._stream.receive()
+        session.stream.receive()
     session.close()
-    assert server._data._forgotten
+    assert server._transport._forgotten
     server.drop_sessions()
-    assert not session_of(strategy.client).direct, "not at once"
-    server._data._avoid_until = 0.0  # a second later
-    assert session_of(strategy.client).direct
-    assert server._data._place == before
+    assert not is_direct(session_of(strategy.client)), "not at once"
+    server._transport._avoid_until = 0.0  # a second later
+    assert is_direct(session_of(strategy.client))
+    assert server._transport._place == before
 
 
 def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,20 +260,20 @@ def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
         with strategy.scope():
             large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
         coordinator = ClusterCoordinator(strategy)
-        assert coordinator.schedule(lambda: float(large[3])).fetch(PATIENCE) == 3.0
+        assert coordinator.schedule(lambda: float(large[3])).fetch(TIMEOUT) == 3.0
         check(large)
-        assert not session_of(strategy.client).direct
-        (link,) = coordinator._dispatcher._workers
+        assert not is_direct(session_of(strategy.client))
+        (link,) = coordinator._dispatcher.state.workers
         assert link.connection is not None
         assert not isinstance(link.connection._stream, data_client.DataStream)
 
 
 def test_an_interrupted_update_over_grpc_leaves_no_call_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a server takes nothing: gRPC's threads end, and the next update is taken."""
+    """After Ctrl-C while a server accepts nothing gRPC's threads end, and the next update is accepted."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, "off")
     main, before = threading.main_thread(), set(threading.enumerate())
 
-    def waits_for_an_answer() -> bool:  # gRPC itself leaves a call behind that it is interrupted in making
+    def waits_for_an_answer() -> bool:  # gRPC itself leaves a call open if it is interrupted while making it
         frames = traceback.walk_stack(sys._current_frames()[main.ident or 0])
         return {"push", "wait"} <= {frame.f_code.co_name for frame, _ in frames}
 
@@ -291,7 +298,7 @@ def test_an_interrupted_update_over_grpc_leaves_no_call_open(monkeypatch: pytest
             until(lambda: not threads_of_calls(), "gRPC's threads have ended", lambda: str(threads_of_calls()))
             assert kept.tb
         finally:
-            interrupter.join(PATIENCE)
+            interrupter.join(TIMEOUT)
             os.kill(cluster.pids["ps", 0], signal.SIGCONT)
         large.assign(np.full(large.shape, 7, np.float32))
         assert (large.numpy() == 7).all()
@@ -304,15 +311,15 @@ def test_ports_that_are_none(text: str) -> None:
 
 
 def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP each server has its own; over Unix sockets none has one."""
+    """Over TCP each server has its own; over Unix sockets there are none."""
     monkeypatch.setenv(DATA_PORT_VARIABLE, "47123")
     for transport, kind in (("tcp", tuple), ("unix", str)):
         with (
             LocalCluster(2, 1, transport=transport, log_level="ERROR") as cluster,
             ParameterServerStrategy(cluster) as strategy,
         ):
-            assert all(session_of(strategy.client, server).direct for server in range(2))
-            found = {server._data.where for server in strategy.client._servers}
+            assert all(is_direct(session_of(strategy.client, server)) for server in range(2))
+            found = {place[0] for server in strategy.client._servers if (place := server._transport._place)}
             assert len(found) == 2
             assert {type(where) for where in found} == {kind}
             assert ("127.0.0.1", 47123) not in found

@@ -1,4 +1,4 @@
-"""Large shards that nobody changes are not sent again; those that somebody changes always are."""
+"""Large shards that have not changed are not sent again; those that have always are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 
 
 def pulled(strategy: ParameterServerStrategy, variable: Variable) -> tuple[float, int]:
-    """The value, the same everywhere, and how many bytes it took to read it."""
+    """The value, the same everywhere, and the number of bytes read for it."""
     before = strategy.traffic().pulled
     value = variable.numpy()
     assert value.min() == value.max()
@@ -37,27 +37,27 @@ def pulled(strategy: ParameterServerStrategy, variable: Variable) -> tuple[float
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_nobody_changes_is_not_sent_again(strategy: ParameterServerStrategy, shards: int) -> None:
-    """The third read moves versions only; every change is seen by the next read."""
+    """The third read transfers only versions; every change is seen by the next read."""
     with strategy.scope():
         v = Variable(np.zeros((shards, SIZE // 4), np.float32), partitioner=FixedShardsPartitioner(shards))
     for value in range(5):
         for _ in range(2):
             assert pulled(strategy, v)[1] >= shards * SIZE
-        for _ in range(30):  # it may have to grow patient first
+        for _ in range(30):  # the cache may have to become more willing first
             seen, moved = pulled(strategy, v)
             assert seen == value
             if moved < 1000:
                 break
         assert moved == 8 * shards
         copy = v.numpy()
-        copy += 1  # what a read gives is the reader's own
+        copy += 1  # the result of a read belongs to the reader
         assert pulled(strategy, v) == (value, 8 * shards)
         v.assign_add(1)
         assert pulled(strategy, v)[0] == value + 1
 
 
 def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
-    """Whoever reads what it has updated itself sees it, whoever else reads sees values rise."""
+    """A reader sees its own updates, and other readers see values rise."""
     with strategy.scope():
         v = Variable(np.zeros(SIZE // 4, np.float32))
     over, wrong = threading.Event(), list[str]()
@@ -84,7 +84,7 @@ def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
 
 
 def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the environment."""
+    """The environment turns it off."""
     monkeypatch.setenv("PSCLUSTER_KEEP_MIB", "0")
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as without:
         with without.scope():
@@ -94,12 +94,12 @@ def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: py
 
 
 def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
-    """And to have been seen twice."""
+    """It must also have been seen twice."""
     cache = ReadCache(100)
     assert cache.asks(KEY, 10)
     assert cache.decide(KEY, 7) == (CacheDecision.READ, b"")
     assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
-    cache.keep(KEY, 8, memoryview(b"new"))  # it has changed meanwhile
+    cache.keep(KEY, 8, memoryview(b"new"))  # it has changed in the meantime
     assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
     cache.keep(KEY, 7, memoryview(b"old"))
     assert cache.decide(KEY, 7) == (CacheDecision.COPY, b"old")
@@ -108,7 +108,7 @@ def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
 
 
 def test_what_changes_all_the_time_is_asked_about_seldom() -> None:
-    """Once in sixteen reads, in the end."""
+    """Once in sixteen reads, finally."""
     cache, asked = ReadCache(100), 0
     for read in range(1000):
         if cache.asks(KEY, 10):
@@ -118,7 +118,7 @@ def test_what_changes_all_the_time_is_asked_about_seldom() -> None:
 
 
 def test_room() -> None:
-    """What was not used for longest makes room; what is larger than all is not asked about."""
+    """What has been unused for longest makes room; what is larger than the whole cache is not asked about."""
     cache = ReadCache(10)
     assert not cache.asks(KEY, 11)
     for key in (KEY, OTHER):
@@ -132,7 +132,7 @@ def test_room() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))
 def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
-    """In whatever order reads and changes come, also in the middle of a read."""
+    """This holds in any order of reads and changes, even in the middle of a read."""
     cache, now = ReadCache(12), {KEY: 100, OTHER: 200}
     for key, event in events:
         if event == "change":
@@ -155,10 +155,10 @@ def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
 
 @dataclass(eq=False)
 class Read:
-    """A read of a shard, under way."""
+    """A read of a shard, in progress."""
 
     key: Key
-    begun: int  # with so many values before it
+    begun: int  # the number of values before it
     version: int | None = None
     decision: CacheDecision = CacheDecision.READ
     got: bytes | None = None
@@ -167,7 +167,7 @@ class Read:
 
 
 class KeptMachine(RuleBasedStateMachine):
-    """Several reads of two shards at once, cut where a client's goes over the network, between updates and restarts.
+    """Several reads of two shards at once, interrupted where a client's use the network, between updates and restarts.
 
     Each shard is a real one. A read takes the steps that the client takes: ask for the version, read or take the copy,
     ask again. What it gives is a value that the shard had between its beginning and its end.
@@ -179,12 +179,12 @@ class KeptMachine(RuleBasedStateMachine):
         super().__init__()
         self.cache = ReadCache(12)  # room for one copy of the two
         self.shards = {key: Shard(np.zeros(1, np.int64)) for key in (KEY, OTHER)}
-        self.values: dict[Key, list[int]] = {KEY: [0], OTHER: [0]}  # all that the shard has had
+        self.values: dict[Key, list[int]] = {KEY: [0], OTHER: [0]}  # all values that the shard has had
         self.reads: list[Read] = []
 
     @rule(key=keys, amount=st.integers(1, 3))
     def update(self, key: Key, amount: int) -> None:
-        """Acknowledged: what is read from now on has it."""
+        """Acknowledge an update: later reads must have it."""
         shard = self.shards[key]
         with shard.lock:
             shard.changes += 1
@@ -195,14 +195,14 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule(key=keys, lost=st.integers(0, 2))
     def restart(self, key: Key, lost: int) -> None:
-        """The server comes back, without the last updates: then the same number of other ones may come."""
+        """Restart the server without the last updates: the same number of other ones may follow."""
         values = self.values[key]
         self.values[key] = [*values, values[max(len(values) - 1 - lost, 0)]]
         self.shards[key] = Shard(np.array([self.values[key][-1]]), self.shards[key].updates - lost)
 
     @rule(key=keys)
     def begin(self, key: Key) -> None:
-        """A read begins; it asks for the version, or reads at once."""
+        """Begin a read, which asks for the version, or reads immediately."""
         read = Read(key, len(self.values[key]) - 1)
         if self.cache.asks(key, 8):
             read.version = self.shards[key].version
@@ -211,7 +211,7 @@ class KeptMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.reads) < 9)
     @rule(key=keys, times=st.integers(1, 3))
     def read(self, key: Key, times: int) -> None:
-        """Whole reads, beside those that are under way."""
+        """Do whole reads beside those in progress."""
         for _ in range(times):
             self.begin(key)
             mine = self.reads[-1]
@@ -221,7 +221,7 @@ class KeptMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads)
     @rule(which=st.integers(0, 9))
     def go_on(self, which: int) -> None:
-        """With the next of its steps."""
+        """Continue a read with its next step."""
         read = self.reads[which % len(self.reads)]
         if read.got is None:
             if read.version is not None:
@@ -245,11 +245,11 @@ class KeptMachine(RuleBasedStateMachine):
 
     @invariant()
     def room_is_kept(self) -> None:
-        """No more than was allowed, whatever is dropped and kept again."""
+        """The cache stays within its limit, whatever is dropped and stored again."""
         assert 0 <= self.cache.used <= 12
 
     def teardown(self) -> None:
-        """Left alone, a shard is soon read from its copy, whatever went before."""
+        """Left alone, a shard is soon read from its copy, whatever happened before."""
         while self.reads:
             self.go_on(0)
         self.read(KEY, 40)

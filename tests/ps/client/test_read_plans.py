@@ -1,4 +1,4 @@
-"""Reads that are prepared: they are what they would be without, whoever changes, deletes or begins anew meanwhile."""
+"""Prepared reads give what ordinary ones would, whatever is changed, deleted or recreated in the meantime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import until
 from pscluster.coordinator import ParameterServerStrategy, Variable
 from pscluster.core.errors import StaleError
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps.client.read_plans import MAX_PLANS
+from pscluster.ps.client.reads import MAX_PLANS
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
@@ -33,7 +33,7 @@ def spec_of(name: str, number: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2
 
 
 def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
-    """Make it on a server, as its service does."""
+    """Create it on a server, like its service."""
     request = ps_pb2.CreateRequest(job=store.job, variable=spec)
     size = creation.expected_bytes(store, request)
     assert size is not None
@@ -41,7 +41,7 @@ def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
 
 
 def read_request(job: int = 1, rows: ps_pb2.Rows | None = None, number: int = 0) -> ps_pb2.Request:
-    """All of variable 1."""
+    """A read of all of variable 1."""
     item = ps_pb2.ReadItem(variable=1, shard=0, rows=rows or ps_pb2.Rows(all=True))
     return ps_pb2.Request(id=number, read=ps_pb2.ReadRequest(job=job, items=[item]), last=True)
 
@@ -56,7 +56,8 @@ def service() -> ParameterServerService:
 
 
 def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -> None:
-    """Whole and cut, scalars and empty ones, twice in a list; each result is an array of its own."""
+    """Whole and cut variables, scalars and empty ones, even twice in a list, are read; each result is a separate
+    array."""
     shapes: list[tuple[int, ...]] = [(), (3,), (0, 2), (5, 2), (2, 3, 2)]
     with strategy.scope():
         made = [
@@ -75,7 +76,7 @@ def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -
 
 
 def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None:
-    """A prepared read gives what there is now."""
+    """A prepared read returns the current values."""
     store, data = service._role.store, pack(read_request())
     for _ in range(3):
         (reply,) = service.session(iter([data]), CONTEXT)
@@ -87,7 +88,7 @@ def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None
 
 
 def test_a_server_that_stops_refuses_prepared_reads_too(service: ParameterServerService) -> None:
-    """As it refuses all others."""
+    """It refuses them like all others."""
     data = pack(read_request())
     list(service.session(iter([data, data]), CONTEXT))
     assert service.drain.close(0)
@@ -96,7 +97,7 @@ def test_a_server_that_stops_refuses_prepared_reads_too(service: ParameterServer
 
 
 def test_another_job_s_requests_are_refused(service: ParameterServerService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the job changed while one of them was answered."""
+    """This holds even if the job changed while one of them was answered."""
     answer, data = service._answer, pack(read_request())
 
     def and_then_the_next_job_begins(*arguments: Any) -> Any:
@@ -112,7 +113,7 @@ def test_another_job_s_requests_are_refused(service: ParameterServerService, mon
 
 @pytest.mark.parametrize("rows", [ps_pb2.Rows(all=True), ps_pb2.Rows(ids=3)])
 def test_a_pull_of_nothing_has_a_frame(rows: ps_pb2.Rows) -> None:
-    """The last one."""
+    """It has one frame, the last."""
     role = ParameterServerRole(0)
     role.store = Store(0, 1)
     create(role.store, spec_of("w", shape=(5, 0)))
@@ -122,7 +123,7 @@ def test_a_pull_of_nothing_has_a_frame(rows: ps_pb2.Rows) -> None:
 
 
 def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> None:
-    """More of them than are kept, at once."""
+    """Several threads read more lists at once than are stored."""
     with strategy.scope():
         variables = [Variable(float(number)) for number in range(10)]
     failures = list[BaseException]()
@@ -133,7 +134,7 @@ def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> Non
             for _ in range(MAX_PLANS):
                 chosen = rng.permutation(10)[: rng.integers(1, 10)].tolist()
                 assert [float(v) for v in strategy.read([variables[i] for i in chosen])] == [*map(float, chosen)]
-        except BaseException as error:  # for the main thread to see
+        except BaseException as error:  # the main thread raises it
             failures.append(error)
 
     interval = sys.getswitchinterval()
@@ -150,7 +151,7 @@ def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> Non
 
 
 def test_a_variable_deleted_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not there afterwards, and another one of its name is."""
+    """It does not exist afterwards, and another one with its name does."""
     store, made, go_on = Store(0, 1), creation.make_variable, threading.Event()
 
     def slowly(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> Any:

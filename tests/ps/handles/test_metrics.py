@@ -1,4 +1,4 @@
-"""Metrics: their formulas, from one process and from several, and once each under retries."""
+"""Metrics: their formulas, from one process and from several, and counting once despite retries."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pscluster.ps.handles.scope import creating_with
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Two servers and two workers, one of which is killed now and then."""
+    """Two servers and two workers, one of which is killed occasionally."""
     with LocalCluster(2, 2, log_level="ERROR") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
-    """One for all tests."""
+    """One strategy for all tests."""
     with ParameterServerStrategy(cluster) as strategy:
         yield strategy
 
 
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """All tests make metrics."""
+    """Make metrics in the strategy's scope."""
     with strategy.scope():
         yield
 
 
 def test_mean() -> None:
-    """Of all values of all updates, whatever their shapes; 0 of none."""
+    """The mean of all values of all updates, whatever their shapes; 0 of none."""
     mean = metrics.Mean("mean of some")
     assert mean.result() == 0.0
     mean.update_state(3.0)
@@ -49,7 +49,7 @@ def test_mean() -> None:
 
 
 def test_sum() -> None:
-    """Of all values."""
+    """The sum of all values."""
     total = metrics.Sum("sum of some")
     assert total.result() == 0.0
     total.update_state([1.5, 2.5])
@@ -68,7 +68,7 @@ def test_accuracy() -> None:
 
 
 def test_sparse_categorical_accuracy() -> None:
-    """The largest score of each row; labels with or without an axis of their own."""
+    """The prediction is the largest score in each row; labels may have an axis for it."""
     metric = metrics.SparseCategoricalAccuracy("by rows")
     scores = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.0, 0.1, 0.9]])
     metric.update_state([1, 0, 0], scores)
@@ -81,7 +81,7 @@ def test_sparse_categorical_accuracy() -> None:
 
 
 def test_mean_squared_error() -> None:
-    """Of all elements."""
+    """The mean over all elements."""
     metric = metrics.MeanSquaredError("squares")
     metric.update_state([[1.0, 2.0]], [[2.0, 4.0]])
     assert metric.result() == 2.5
@@ -90,7 +90,7 @@ def test_mean_squared_error() -> None:
 
 
 def test_precision_and_recall() -> None:
-    """Above the threshold, which itself is not; weighted; 0 of none."""
+    """A prediction is positive above the threshold, not at it; weights count; both are 0 of none."""
     labels, scores = np.array([1, 1, 0, 0, 1]), np.array([0.9, 0.5, 0.8, 0.1, 0.6])
     precision, recall = metrics.Precision("p"), metrics.Recall("r")
     assert (precision.result(), recall.result()) == (0.0, 0.0)
@@ -108,7 +108,8 @@ def test_precision_and_recall() -> None:
 
 
 def test_auc() -> None:
-    """Near the exact area, which counts the pairs that stand in the right order; exactly the thresholds' trapezoids."""
+    """It is close to the exact area, from the correctly ordered pairs, and exactly the trapezoids' for its
+    thresholds."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 5000)
     scores = np.clip(0.5 * labels + rng.normal(0.25, 0.3, 5000), 0, 1)
@@ -131,7 +132,7 @@ def test_auc() -> None:
 
 
 def test_states_that_travel() -> None:
-    """Without side effects, and in any portions, they come to what the servers' states do."""
+    """Without side effects, and in any portions, they give what the servers' states give."""
     labels, scores = np.array([1, 0, 1, 1, 0]), np.array([0.9, 0.4, 0.3, 0.8, 0.6])
     classes: list[Any] = [metrics.Precision, metrics.Recall, metrics.AUC, metrics.MeanSquaredError]
     for number, cls in enumerate(classes):
@@ -147,7 +148,7 @@ def test_states_that_travel() -> None:
 
 
 def test_weights() -> None:
-    """Values count by their weights: one for all, one a row, one each."""
+    """Values count by their weights: one for all, one per row, or one each."""
     mean, total, accuracy = metrics.Mean("weighted mean"), metrics.Sum("weighted sum"), metrics.Accuracy("weighted")
     values = np.arange(6.0).reshape(3, 2)
     for weights in (2.0, [1.0, 0.0, 3.0], np.arange(6.0).reshape(3, 2)):
@@ -165,7 +166,7 @@ def test_weights() -> None:
 
 
 def test_reset() -> None:
-    """`reset_states`, or Keras' newer name, begins anew."""
+    """`reset_states`, or Keras' newer name, starts again."""
     mean = metrics.Mean("mean that is reset")
     mean.update_state(8.0)
     mean.reset_states()
@@ -177,7 +178,7 @@ def test_reset() -> None:
 
 
 def test_large_counts_stay_exact() -> None:
-    """The states are float64: a count beyond 2**24 goes on counting."""
+    """The states are float64: a count beyond 2**24 still increases."""
     total = metrics.Sum("many")
     total.update_state(float(1 << 30))
     for _ in range(3):
@@ -186,7 +187,7 @@ def test_large_counts_stay_exact() -> None:
 
 
 def test_what_they_are() -> None:
-    """A name, made of the class's unless given, unique; states that no training looks at."""
+    """A metric has a unique name, from its class by default, and states that are not trainable."""
     mean = metrics.Mean("described")
     assert mean.name == "described"
     assert repr(mean) == "<Mean 'described'>"
@@ -198,7 +199,7 @@ def test_what_they_are() -> None:
 
 @pytest.mark.parametrize("bad", [(np.ones(3), np.ones(2)), ([1, 2], [[1], [2]])], ids=["lengths", "ranks"])
 def test_labels_and_predictions_that_do_not_fit(bad: tuple[Any, Any]) -> None:
-    """Refused with both shapes; nothing is counted."""
+    """They are refused with both shapes, and nothing is counted."""
     accuracy = metrics.Accuracy(f"picky {np.ndim(bad[1])}")
     with pytest.raises(errors.MisuseError, match=r"y_true has shape .*, y_pred"):
         accuracy.update_state(*bad)
@@ -208,7 +209,7 @@ def test_labels_and_predictions_that_do_not_fit(bad: tuple[Any, Any]) -> None:
 
 
 def test_outside_of_a_scope() -> None:
-    """A metric keeps nothing there: what is to be kept on the servers is refused, with both ways out."""
+    """A metric keeps nothing there: states on the servers are refused, with both remedies."""
     with creating_with(None):  # type: ignore[arg-type]
         mean = metrics.Mean("homeless")
     for call in (lambda: mean.update_state(1.0), mean.result, mean.reset_states):
@@ -217,13 +218,13 @@ def test_outside_of_a_scope() -> None:
 
 
 def test_a_class_derived_from_a_metric() -> None:
-    """Workers would not know it: that is said where it is written, with what to write instead."""
+    """Workers would not know it: the error where it is defined says so, and what to write instead."""
     with pytest.raises(TypeError, match=r"Twice can't be a subclass of .* and the methods initial, update, merge"):
         type("Twice", (metrics.Mean,), {})
 
 
 def test_from_functions(strategy: ParameterServerStrategy) -> None:
-    """Steps on all workers update the metrics they captured, or were given; the coordinator reads them."""
+    """Steps on all workers update metrics that they captured, or were given; the coordinator reads them."""
     coordinator = ClusterCoordinator(strategy)
     mean, accuracy = metrics.Mean("mean of steps"), metrics.Accuracy("accuracy of steps")
 
@@ -240,7 +241,7 @@ def test_from_functions(strategy: ParameterServerStrategy) -> None:
 
 
 def test_once_under_a_killed_worker(cluster: LocalCluster, strategy: ParameterServerStrategy, tmp_path: Path) -> None:
-    """A worker dies behind an update that was applied; its function runs again elsewhere and counts once."""
+    """A worker dies after an update was applied; its function runs again elsewhere and counts once."""
     coordinator = ClusterCoordinator(strategy)
     total, mean = metrics.Sum("sum under a kill"), metrics.Mean("mean under a kill")
     with strategy.scope():

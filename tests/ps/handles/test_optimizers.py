@@ -1,6 +1,5 @@
-"""Optimizers on the servers against the same rules, run here on the whole variable; clipping, NaN and averages
-against their formulas.
-"""
+"""Optimizers on the servers against the same rules, run here on the whole variable; clipping, NaN and averages against
+their formulas."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from pscluster.coordinator import (
 )
 from pscluster.core import errors
 from pscluster.core.values import decode, encode
-from pscluster.ps import optim
-from pscluster.ps.optim import schedules
+from pscluster.ps.optim import rules, schedules
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, new_slots
 
 Array = npt.NDArray[Any]
 Gradient = Array | IndexedSlices
@@ -47,40 +46,40 @@ def strategy() -> Iterator[ParameterServerStrategy]:
 
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """All tests make variables and optimizers."""
+    """Make variables and optimizers in the strategy's scope."""
     with strategy.scope():
         yield
 
 
 def make(value: npt.ArrayLike, cut: str = "rows", name: str | None = None) -> Variable:
-    """A variable of that value, cut so."""
+    """A variable with that value and cut."""
     return Variable(np.asarray(value), name=name, partitioner=lambda shape, dtype: CUTS[cut][: len(shape)])
 
 
 class Pure:
     """A rule, run here on the whole parameter."""
 
-    def __init__(self, rule: optim.UpdateRule, start: Array) -> None:
+    def __init__(self, rule: rules.UpdateRule, start: Array) -> None:
         self.rule = rule
         self.value = start.copy()
-        self.slots = optim.new_slots(rule, start.shape, start.dtype)
+        self.slots = new_slots(rule, start.shape, start.dtype)
         self.steps = 0
 
     def apply(self, gradient: Gradient) -> None:
-        """One step."""
+        """Make one step."""
         self.steps += 1
         if isinstance(gradient, IndexedSlices):
             flat = {name: slot.reshape(len(slot), -1) for name, slot in self.slots.items()}
             ids = np.asarray(gradient.indices, np.int64).reshape(-1)
             rows = np.asarray(gradient.values, self.value.dtype).reshape(len(ids), math.prod(self.value.shape[1:]))
-            optim.apply_rows(self.rule, self.value.reshape(len(self.value), -1), ids, rows, flat, self.steps)
+            apply_rows(self.rule, self.value.reshape(len(self.value), -1), ids, rows, flat, self.steps)
         else:
             gradient = np.asarray(gradient, self.value.dtype, order="C")
-            optim.apply_dense(self.rule, self.value, gradient, self.slots, self.steps)
+            apply_dense(self.rule, self.value, gradient, self.slots, self.steps)
 
 
 def gradients(seed: int, steps: int, dtype: npt.DTypeLike = np.float32) -> Iterator[Gradient]:
-    """Dense and sparse ones in turn, the sparse ones with duplicates, rows in any order, and once none."""
+    """Dense and sparse gradients in turn; the sparse ones have duplicates, rows in any order, and once none."""
     rng = np.random.default_rng(seed)
     for step in range(steps):
         if step % 2:
@@ -90,28 +89,28 @@ def gradients(seed: int, steps: int, dtype: npt.DTypeLike = np.float32) -> Itera
             yield rng.normal(size=SHAPE).astype(dtype)
 
 
-RULES: dict[str, tuple[Callable[[], optimizers.Optimizer], optim.UpdateRule]] = {
-    "sgd": (lambda: optimizers.SGD(0.1), optim.SGD(0.1)),
-    "momentum": (lambda: optimizers.SGD(0.1, momentum=0.9), optim.SGD(0.1, momentum=0.9)),
-    "nesterov": (lambda: optimizers.SGD(0.1, 0.8, True), optim.SGD(0.1, momentum=0.8, nesterov=True)),
-    "decayed": (lambda: optimizers.SGD(0.1, weight_decay=0.1), optim.SGD(0.1, weight_decay=0.1)),
+RULES: dict[str, tuple[Callable[[], optimizers.Optimizer], rules.UpdateRule]] = {
+    "sgd": (lambda: optimizers.SGD(0.1), rules.SGD(0.1)),
+    "momentum": (lambda: optimizers.SGD(0.1, momentum=0.9), rules.SGD(0.1, momentum=0.9)),
+    "nesterov": (lambda: optimizers.SGD(0.1, 0.8, True), rules.SGD(0.1, momentum=0.8, nesterov=True)),
+    "decayed": (lambda: optimizers.SGD(0.1, weight_decay=0.1), rules.SGD(0.1, weight_decay=0.1)),
     "adagrad": (
         lambda: optimizers.Adagrad(0.1, 0.2, 1e-5),
-        optim.Adagrad(0.1, initial_accumulator_value=0.2, epsilon=1e-5),
+        rules.Adagrad(0.1, initial_accumulator_value=0.2, epsilon=1e-5),
     ),
-    "adam": (lambda: optimizers.Adam(0.1, 0.8, 0.9, 1e-5), optim.Adam(0.1, beta_1=0.8, beta_2=0.9, epsilon=1e-5)),
-    "amsgrad": (lambda: optimizers.Adam(amsgrad=True), optim.Adam(amsgrad=True)),
-    "adamw": (lambda: optimizers.AdamW(0.1), optim.AdamW(0.1)),
-    "adamw own decay": (lambda: optimizers.AdamW(0.1, weight_decay=0.3), optim.AdamW(0.1, weight_decay=0.3)),
-    "rmsprop": (lambda: optimizers.RMSprop(0.01, rho=0.8), optim.RMSprop(0.01, rho=0.8)),
+    "adam": (lambda: optimizers.Adam(0.1, 0.8, 0.9, 1e-5), rules.Adam(0.1, beta_1=0.8, beta_2=0.9, epsilon=1e-5)),
+    "amsgrad": (lambda: optimizers.Adam(amsgrad=True), rules.Adam(amsgrad=True)),
+    "adamw": (lambda: optimizers.AdamW(0.1), rules.AdamW(0.1)),
+    "adamw own decay": (lambda: optimizers.AdamW(0.1, weight_decay=0.3), rules.AdamW(0.1, weight_decay=0.3)),
+    "rmsprop": (lambda: optimizers.RMSprop(0.01, rho=0.8), rules.RMSprop(0.01, rho=0.8)),
     "centered": (
         lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-        optim.RMSprop(0.01, momentum=0.5, centered=True),
+        rules.RMSprop(0.01, momentum=0.5, centered=True),
     ),
-    "ftrl": (lambda: optimizers.Ftrl(0.1), optim.Ftrl(0.1)),
+    "ftrl": (lambda: optimizers.Ftrl(0.1), rules.Ftrl(0.1)),
     "ftrl regularized": (
         lambda: optimizers.Ftrl(0.1, -0.4, 0.2, 0.01, 0.02, 0.03, 0.04),
-        optim.Ftrl(
+        rules.Ftrl(
             0.1,
             learning_rate_power=-0.4,
             initial_accumulator_value=0.2,
@@ -121,8 +120,8 @@ RULES: dict[str, tuple[Callable[[], optimizers.Optimizer], optim.UpdateRule]] = 
             beta=0.04,
         ),
     ),
-    "adadelta": (lambda: optimizers.Adadelta(1.0, 0.9, 1e-6), optim.Adadelta(1.0, rho=0.9, epsilon=1e-6)),
-    "lion": (lambda: optimizers.Lion(0.01, 0.8, 0.9), optim.Lion(0.01, beta_1=0.8, beta_2=0.9)),
+    "adadelta": (lambda: optimizers.Adadelta(1.0, 0.9, 1e-6), rules.Adadelta(1.0, rho=0.9, epsilon=1e-6)),
+    "lion": (lambda: optimizers.Lion(0.01, 0.8, 0.9), rules.Lion(0.01, beta_1=0.8, beta_2=0.9)),
 }
 
 
@@ -132,7 +131,7 @@ class TestRules:
     @pytest.mark.parametrize("cut", CUTS)
     @pytest.mark.parametrize("name", RULES)
     def test_like_the_pure_rule(self, name: str, cut: str) -> None:
-        """However the variable is cut, values and slots are, bit for bit, those of the rule on the whole."""
+        """However the variable is cut, values and slots equal those of the rule on the whole, bit for bit."""
         handle, rule = RULES[name]
         optimizer = handle()
         start = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -148,7 +147,7 @@ class TestRules:
     @pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
     @pytest.mark.parametrize("name", ["adam", "ftrl", "momentum"])
     def test_other_floats(self, name: str, dtype: str) -> None:
-        """Variables of other floating types; the slots of half types are float32."""
+        """Variables of other floating types work; the slots of half types are float32."""
         if dtype == "bfloat16":
             pytest.importorskip("ml_dtypes")
         handle, rule = RULES[name]
@@ -166,9 +165,9 @@ class TestRules:
 
     @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (0, 3)])
     def test_any_rank(self, shape: tuple[int, ...]) -> None:
-        """Scalars, vectors, empty variables and those of three axes."""
+        """Scalars, vectors, empty variables and those with three axes work."""
         start = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-        variable, optimizer, pure = make(start, "blocks"), optimizers.Adam(0.1), Pure(optim.Adam(0.1), np.array(start))
+        variable, optimizer, pure = make(start, "blocks"), optimizers.Adam(0.1), Pure(rules.Adam(0.1), np.array(start))
         for seed in range(3):
             gradient = np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
             optimizer.apply_gradients([(gradient, variable)])
@@ -177,9 +176,9 @@ class TestRules:
         assert optimizer.iterations == 3, "also where there is no element"
 
     def test_large_gradients_in_pieces(self) -> None:
-        """A gradient that is streamed gives what it gives at once."""
+        """A streamed gradient gives the same as one sent at once."""
         start = np.random.default_rng(0).normal(size=(3500, 1000)).astype(np.float32)
-        variable, optimizer, pure = make(start), optimizers.Adam(0.1), Pure(optim.Adam(0.1), start)
+        variable, optimizer, pure = make(start), optimizers.Adam(0.1), Pure(rules.Adam(0.1), start)
         gradient = np.random.default_rng(1).normal(size=start.shape).astype(np.float32)
         ids = np.random.default_rng(2).integers(0, 3500, 3700)
         for each in (gradient, IndexedSlices(np.concatenate((gradient, gradient[:200])), ids)):
@@ -188,7 +187,7 @@ class TestRules:
             np.testing.assert_array_equal(variable.numpy(), pure.value)
 
     def test_several_variables_in_a_call(self) -> None:
-        """Each gets its own gradient; pairs without one are passed over and do not count."""
+        """Each gets its gradient; pairs without one are skipped and do not count."""
         optimizer = optimizers.SGD(1.0)
         a, b, c = make(np.zeros(4), "rows"), make(np.zeros((2, 2)), "whole"), make(0.0)
         optimizer.apply_gradients([(np.arange(4), a), (None, b), (2.0, c)])
@@ -206,8 +205,8 @@ class TestRules:
         assert (optimizer.iterations, v.numpy().tolist()) == (0, [1.0])
 
     def test_a_step_counts_on_all_shards(self) -> None:
-        """Rows that a sparse gradient does not touch have had the step too: Adam's correction says so."""
-        v, optimizer, pure = make(np.zeros(SHAPE)), optimizers.Adam(0.1), Pure(optim.Adam(0.1), np.zeros(SHAPE))
+        """The step counts for rows that a sparse gradient does not touch, too, as Adam's correction shows."""
+        v, optimizer, pure = make(np.zeros(SHAPE)), optimizers.Adam(0.1), Pure(rules.Adam(0.1), np.zeros(SHAPE))
         first = IndexedSlices(np.ones((1, 3)), [0])
         later = IndexedSlices(np.ones((1, 3)), [6])
         for gradient in [first] * 9 + [later]:
@@ -216,7 +215,7 @@ class TestRules:
         np.testing.assert_array_equal(v.numpy(), pure.value)
 
     def test_two_optimizers_of_one_variable(self) -> None:
-        """Each has its own slots and its own count."""
+        """Each has separate slots and a separate count."""
         v = make(np.zeros(3))
         one, two = optimizers.Adam(0.1), optimizers.Adam(0.1)
         one.apply_gradients([(np.ones(3), v)])
@@ -257,7 +256,7 @@ SCHEDULES: list[schedules.LearningRateSchedule] = [
 
 
 class TestLearningRate:
-    """A number, a schedule of the shard's own count, or set between steps."""
+    """The rate is a number, a schedule of the shard's own count, or set between steps."""
 
     @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
     def test_schedules(self, schedule: schedules.LearningRateSchedule) -> None:
@@ -275,22 +274,22 @@ class TestLearningRate:
             np.testing.assert_allclose(v.numpy(), expected, rtol=1e-12)
 
     def test_set_between_steps(self) -> None:
-        """To a number, to a schedule, which sees the steps so far, and back; slots and count stay."""
+        """It is set to a number, to a schedule, which sees the steps so far, and back; slots and count stay."""
         optimizer, v = optimizers.SGD(1.0, momentum=0.5), make([0.0, 0.0], "rows")
-        pure = Pure(optim.SGD(1.0, momentum=0.5), np.zeros(2))
+        pure = Pure(rules.SGD(1.0, momentum=0.5), np.zeros(2))
         schedule = schedules.PiecewiseConstantDecay((1, 2), (100.0, 10.0, 5.0))
         for rate, expected in ((None, 1.0), (0.5, 0.5), (schedule, 10.0), (None, 5.0), (0.25, 0.25)):
             if rate is not None:
                 optimizer.learning_rate = rate
                 assert optimizer.learning_rate == rate
             optimizer.apply_gradients([(np.ones(2), v)])
-            pure.rule = optim.SGD(expected, momentum=0.5)
+            pure.rule = rules.SGD(expected, momentum=0.5)
             pure.apply(np.ones(2))
             np.testing.assert_allclose(v.numpy(), pure.value, rtol=1e-12)
         assert optimizer.iterations == 5
 
     def test_set_in_a_function(self, strategy: ParameterServerStrategy) -> None:
-        """A step sets it for everybody."""
+        """A rate set by a step applies everywhere."""
         coordinator, optimizer, v = ClusterCoordinator(strategy), optimizers.SGD(1.0), make([0.0])
 
         def step() -> None:
@@ -304,7 +303,7 @@ class TestLearningRate:
 
     @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "fast", None, [0.1]], ids=repr)
     def test_rates_that_are_none(self, rate: Any) -> None:
-        """Refused by the constructor and by the setter with the value; the rate stays."""
+        """The constructor and the setter refuse them with the value, and the rate stays."""
         optimizer = optimizers.SGD(0.5)
         with pytest.raises(ValueError, match="learning_rate is"):
             optimizer.learning_rate = rate
@@ -313,7 +312,7 @@ class TestLearningRate:
             optimizers.SGD(rate)
 
     def test_a_rate_of_zero_under_ftrl(self) -> None:
-        """A warm-up from 0, by which Ftrl would divide: the step says so, and changes no value."""
+        """In a warm-up from 0, by which Ftrl would divide, the step says so and changes no value."""
         optimizer = optimizers.Ftrl(schedules.WarmUp(0.1, 3), name="warm")
         v = make(np.ones(3), name="warmed")
         with pytest.raises(
@@ -338,60 +337,60 @@ class TestLearningRate:
         ],
     )
     def test_bad_hyperparameters(self, strategy: ParameterServerStrategy, make_one: Callable[[], object]) -> None:
-        """A ValueError with the value; no such optimizer is made."""
+        """A ValueError has the value, and no such optimizer is made."""
         with pytest.raises(ValueError, match=r"must be|give one of|decay_steps"):
             make_one()
         with pytest.raises(errors.UnknownVariableError, match="'refused'"):
             strategy.client.describe_optimizer("refused")
 
     def test_misspelt_arguments(self) -> None:
-        """An argument that there is not is no silent default: a misspelt clipnorm would clip nothing."""
+        """An unknown argument is an error, since a misspelt clipnorm would clip nothing."""
         with pytest.raises(TypeError, match="SGD has no argument 'clipnrom'"):
             optimizers.SGD(0.1, clipnrom=1.0)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="weight_decay belongs to the rule"):
-            optimizers.Optimizer(optim.SGD(0.1), weight_decay=0.1)
+            optimizers.Optimizer(rules.SGD(0.1), weight_decay=0.1)
 
 
 def clipped_by_norm(arrays: Sequence[Array], limit: float) -> list[Array]:
-    """The formula: scaled so that the norm of all together is the limit, if it is above."""
+    """The formula: if the norm of all together is above the limit, they are scaled to it."""
     norm = math.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in arrays))
     return [array * min(1.0, limit / norm) if norm else array for array in arrays]
 
 
 class TestTreatment:
-    """What is done with gradients before they are sent: scaling, clipping, the look for NaN."""
+    """What is done to gradients before they are sent: scaling, clipping, the check for NaN."""
 
     dense = np.array([[3.0, -4.0], [0.5, 0.0], [-12.0, 0.25]])
     sparse = IndexedSlices(np.array([[3.0, 0.0], [1.0, -2.0], [-1.0, 0.0]]), [2, 0, 2])  # rows 0: 1 -2, 2: 2 0
     summed = np.array([[1.0, -2.0], [0.0, 0.0], [2.0, 0.0]])
 
     def sent(self, dtype: npt.DTypeLike = np.float64, **treatment: Any) -> tuple[Array, Array]:
-        """What a dense and a sparse gradient, of a call together, have become: SGD with rate 1 shows them."""
+        """What becomes of a dense and a sparse gradient in one call: SGD with rate 1 shows it."""
         v, w = make(np.zeros((3, 2), dtype)), make(np.zeros((3, 2), dtype))
         rows = IndexedSlices(np.asarray(self.sparse.values, dtype), self.sparse.indices)
         optimizers.SGD(1.0, **treatment).apply_gradients([(self.dense.astype(dtype), v), (rows, w)])
         return -v.numpy(), -w.numpy()
 
     def test_plain(self) -> None:
-        """As given; rows of equal ids are summed."""
+        """They are sent as given; rows with equal ids are summed."""
         for got, expected in zip(self.sent(), (self.dense, self.summed), strict=True):
             np.testing.assert_array_equal(got, expected)
 
     @pytest.mark.parametrize("limit", [0.75, 3.0, 100.0])
     def test_by_value(self, limit: float) -> None:
-        """Every element of the summed gradient is cut."""
+        """Every element of the summed gradient is clipped."""
         for got, whole in zip(self.sent(clipvalue=limit), (self.dense, self.summed), strict=True):
             np.testing.assert_allclose(got, np.clip(whole, -limit, limit), rtol=1e-12)
 
     @pytest.mark.parametrize("limit", [0.5, 2.5, 100.0])
     def test_by_norm(self, limit: float) -> None:
-        """Each variable's gradient, of sparse ones that of the sums, has this norm at most."""
+        """This limits the norm of each variable's gradient, which for a sparse one is that of the sums."""
         for got, whole in zip(self.sent(clipnorm=limit), (self.dense, self.summed), strict=True):
             np.testing.assert_allclose(got, clipped_by_norm([whole], limit)[0], rtol=1e-12)
 
     @pytest.mark.parametrize("limit", [0.5, 2.5, 100.0])
     def test_by_global_norm(self, limit: float) -> None:
-        """All gradients of a call together have."""
+        """This limits the norm of all gradients in a call together."""
         expected = clipped_by_norm([self.dense, self.summed], limit)
         for got, whole in zip(self.sent(global_clipnorm=limit), expected, strict=True):
             np.testing.assert_allclose(got, whole, rtol=1e-12)
@@ -404,14 +403,14 @@ class TestTreatment:
 
     @pytest.mark.parametrize("treatment", [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"loss_scale_factor": 65536.0}])
     def test_half_types(self, treatment: Mapping[str, float]) -> None:
-        """In float32 on the way: neither a scale beyond float16 nor the squares of large values overflow."""
+        """It is done in float32: neither a scale beyond float16 nor the squares of large values overflow."""
         v = make(np.zeros((2, 2), np.float16))
         optimizers.SGD(1.0, **treatment).apply_gradients([(np.full((2, 2), 400.0, np.float16), v)])  # type: ignore[arg-type]
         expected = 400 / 65536 if "loss_scale_factor" in treatment else 0.5
         np.testing.assert_allclose(-v.numpy(), np.full((2, 2), expected), rtol=1e-3)
 
     def test_empty_and_integer_gradients(self) -> None:
-        """No rows at all, and whole numbers, are clipped too."""
+        """Gradients without rows, and integers, are clipped too."""
         v = make(np.zeros((3, 2)))
         optimizer = optimizers.SGD(1.0, clipnorm=1.0)
         optimizer.apply_gradients([(IndexedSlices(np.zeros((0, 2)), []), v)])
@@ -426,7 +425,7 @@ class TestTreatment:
     @pytest.mark.parametrize("kind", ["dense", "sparse"])
     @pytest.mark.parametrize("policy", ["apply", "count", "skip", "refuse"])
     def test_nonfinite(self, policy: str, kind: str, bad: float) -> None:
-        """Not looked for, applied and counted, counted only, or refused with the variable's name."""
+        """They are not checked for, applied and counted, only counted, or refused with the variable's name."""
         v, w = make(np.zeros(3)), make(np.zeros(3), name=f"bad{policy}{kind}{bad}")
         optimizer = optimizers.SGD(1.0, nonfinite=policy)  # type: ignore[arg-type]
         gradient: Gradient = np.array([1.0, bad, 1.0]) if kind == "dense" else IndexedSlices([1.0, bad], [0, 1])
@@ -446,7 +445,7 @@ class TestTreatment:
         assert optimizer.nonfinite_count == (0 if policy == "apply" else 1)
 
     def test_nonfinite_in_functions(self, strategy: ParameterServerStrategy) -> None:
-        """Counted from all workers together."""
+        """They are counted over all workers."""
         coordinator, v = ClusterCoordinator(strategy), make(np.zeros(2))
         optimizer = optimizers.SGD(1.0, nonfinite="skip", clipnorm=5.0)
 
@@ -465,7 +464,7 @@ class TestAverages:
 
     @pytest.mark.parametrize("cut", CUTS)
     def test_the_formula(self, cut: str) -> None:
-        """The first is the values themselves; each step moves it, a sparse one its rows."""
+        """The first average is the values themselves; each step moves it, a sparse one only its rows."""
         start = np.random.default_rng(0).normal(size=SHAPE)
         v, optimizer = make(start, cut), optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
         average = optimizer.average(v)
@@ -487,7 +486,7 @@ class TestAverages:
         np.testing.assert_array_equal(average.gather([6, 0]), average.numpy()[[6, 0]])
 
     def test_of_half_types(self) -> None:
-        """Kept in float32, where a share of 0.001 is not lost."""
+        """It is stored in float32, in which a share of 0.001 is not lost."""
         v, optimizer = make(np.zeros(2, np.float16)), optimizers.SGD(1.0, use_ema=True, ema_momentum=0.999)
         average = optimizer.average(v)
         assert average.dtype == np.float32
@@ -497,17 +496,18 @@ class TestAverages:
         np.testing.assert_allclose(average.numpy(), np.full(2, 1000.001), rtol=1e-7)
 
     def test_without(self) -> None:
-        """There is none unless it was asked for."""
+        """There is none by default."""
         v, optimizer = make([1.0]), optimizers.SGD(name="averageless")
         with pytest.raises(errors.MisuseError, match="optimizer 'averageless' keeps no averages: make it with use_ema"):
             optimizer.average(v)
 
 
 class TestSlots:
-    """Slots are read like variables, and only read."""
+    """Slots are read like variables, and are read-only."""
 
     def test_what_they_are(self) -> None:
-        """Named after variable, optimizer and slot; of the variable's shape and places; filled from the start."""
+        """They are named after variable, optimizer and slot, have the variable's shape and placement, and are
+        filled."""
         v, optimizer = make(np.ones(SHAPE), "blocks", name="slotted"), optimizers.Adagrad(0.1, 0.5, name="ada")
         slot = optimizer.slot(v, "accumulator")
         assert slot.name == "slotted/ada/accumulator"
@@ -537,14 +537,14 @@ class TestSlots:
                 call()
 
     def test_one_that_there_is_not(self) -> None:
-        """Its name is in the error."""
+        """The error has its name."""
         v, optimizer = make(np.ones(2), name="unslotted"), optimizers.SGD()
-        with pytest.raises(KeyError, match="keeps no slot 'momentum' for 'unslotted'"):
+        with pytest.raises(KeyError, match="has no slot 'momentum' for 'unslotted'"):
             optimizer.slot(v, "momentum").numpy()
 
 
 class TestBadGradients:
-    """What does not fit is refused with the variable's name, and nothing changes on any variable of the call."""
+    """Gradients that do not fit are refused with the variable's name, and no variable of the call changes."""
 
     @pytest.mark.parametrize("treatment", [{}, {"clipnorm": 1.0}, {"nonfinite": "refuse"}], ids=str)
     @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ class TestBadGradients:
         ids=lambda value: "" if isinstance(value, str) else None,
     )
     def test_refused(self, gradient: Any, message: str, treatment: Mapping[str, Any]) -> None:
-        """Shape, type and ids, with and without treatment."""
+        """Shape, type and ids are checked, with and without treatment."""
         good, bad = make(np.zeros(3, np.float32)), make(np.zeros((4, 2), np.float32))
         optimizer = optimizers.SGD(1.0, **treatment)
         with pytest.raises(errors.InvalidUpdateError, match=message) as caught:
@@ -575,7 +575,7 @@ class TestBadGradients:
         assert optimizer.iterations == 0
 
     def test_other_floats_are_converted(self) -> None:
-        """A gradient of another floating type, or of integers, becomes one of the variable's."""
+        """A gradient of another floating type, or of integers, is converted to the variable's."""
         v = make(np.zeros(2, np.float32))
         optimizer = optimizers.SGD(1.0)
         for gradient in (np.ones(2, np.float64), np.ones(2, np.float16), np.ones(2, np.int64), [1.0, 1.0]):
@@ -589,7 +589,7 @@ class TestBadGradients:
             optimizers.SGD().apply_gradients([(np.ones(2), v)])
 
     def test_pairs(self) -> None:
-        """A variable given twice, pairs the wrong way round, no pairs."""
+        """A variable given twice, pairs in the wrong order, and no pairs are refused."""
         v, optimizer = make(np.zeros(2), name="twice"), optimizers.SGD(1.0)
         with pytest.raises(errors.MisuseError, match="'twice' is given twice"):
             optimizer.apply_gradients([(np.ones(2), v), (np.ones(2), v)])
@@ -598,7 +598,7 @@ class TestBadGradients:
         assert not v.numpy().any()
 
     def test_names(self) -> None:
-        """Made up where there is none; unique; free again after a refusal."""
+        """A name is generated if none is given, is unique, and is free again after a refusal."""
         first, second = optimizers.Lion(), optimizers.Lion()
         assert first.name != second.name
         optimizers.SGD(name="only one")
@@ -606,9 +606,9 @@ class TestBadGradients:
             optimizers.Adam(name="only one")
 
 
-@pytest.mark.parametrize("rule", optim.RULES.values(), ids=str)
-def test_the_arguments_of_optimizers_are_the_hyperparameters_of_their_rules(rule: type[optim.UpdateRule]) -> None:
-    """Each handle takes what its rule has, by position, in its order and with its defaults."""
+@pytest.mark.parametrize("rule", rules.RULES.values(), ids=str)
+def test_the_arguments_of_optimizers_are_the_hyperparameters_of_their_rules(rule: type[rules.UpdateRule]) -> None:
+    """Each handle accepts its rule's hyperparameters, by position, in the rule's order and with its defaults."""
     handle = next(
         each for name, each in vars(optimizers).items() if name.lower() == rule.name and isinstance(each, type)
     )
@@ -619,8 +619,8 @@ def test_the_arguments_of_optimizers_are_the_hyperparameters_of_their_rules(rule
 
 
 @dataclass(frozen=True)
-class SignSGD(optim.UpdateRule):
-    """A rule of one's own, in a module: steps of equal length, with a count of the steps an element has had."""
+class SignSGD(rules.UpdateRule):
+    """A user-defined rule, in a module: steps of equal length, with a count of the steps of each element."""
 
     name: ClassVar[str] = "sign_sgd"
     slots: ClassVar[Mapping[str, float]] = {"steps": 10.0}
@@ -647,7 +647,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pscluster.ps.optim import UpdateRule
+from pscluster.ps.optim.rules import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -672,7 +672,7 @@ from pscluster.coordinator import (
     ClusterCoordinator, FixedShardsPartitioner, IndexedSlices, ParameterServerStrategy, TFConfigClusterResolver,
     Variable, optimizers,
 )
-from pscluster.ps.optim import UpdateRule
+from pscluster.ps.optim.rules import UpdateRule
 
 
 @dataclass(frozen=True)
@@ -710,11 +710,11 @@ if __name__ == "__main__":
 
 
 class TestOwnRules:
-    """A user's own optimizer."""
+    """User-defined optimizers."""
 
     @pytest.mark.parametrize("cut", CUTS)
     def test_of_a_module(self, cut: str) -> None:
-        """Dense and sparse, with slots, a schedule and the common options, as the built-in ones."""
+        """It works densely and sparsely, with slots, a schedule and the common options, like the built-in ones."""
         start = np.random.default_rng(0).normal(size=SHAPE)
         v, pure = make(start, cut), Pure(SignSGD(0.5), start)
         optimizer = optimizers.Optimizer(SignSGD(0.5), use_ema=True)
@@ -727,7 +727,7 @@ class TestOwnRules:
         assert optimizer.average(v).shape == SHAPE
 
     def test_of_a_function(self) -> None:
-        """A class that is no module's goes by value."""
+        """A class that is not in a module is sent by value."""
 
         @dataclass(frozen=True)
         class Local(SignSGD):
@@ -739,7 +739,7 @@ class TestOwnRules:
         assert v.numpy().tolist() == [-2, -2, -2]
 
     def test_of_the_script(self, tmp_path: Path) -> None:
-        """One of `__main__` and one of a module beside it, on servers that `pscluster run` starts."""
+        """One in `__main__` and one in a module beside it work on servers that `pscluster run` starts."""
         (tmp_path / "halving.py").write_text(MODULE)
         (tmp_path / "script.py").write_text(SCRIPT)
         environ = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
@@ -752,7 +752,7 @@ class TestOwnRules:
         assert done.returncode == 0
 
     def test_one_that_raises(self) -> None:
-        """The error names optimizer, variable, shard and server, and what the rule said."""
+        """The error names the optimizer, variable, shard and server, and has the rule's message."""
 
         @dataclass(frozen=True)
         class Broken(SignSGD):
@@ -770,7 +770,7 @@ class TestOwnRules:
 
     @pytest.mark.parametrize("rule", [3, SignSGD, "sgd", None], ids=repr)
     def test_what_is_no_rule(self, rule: Any) -> None:
-        """Refused here."""
+        """It is refused on the coordinator."""
         with pytest.raises(TypeError, match="an Optimizer needs an UpdateRule"):
             optimizers.Optimizer(rule)
 
@@ -779,7 +779,7 @@ class TestOwnRules:
 
 
 class Tensor:
-    """Speaks as torch's do: NumPy takes it only once it is detached, in memory, dense and of a type that it knows."""
+    """Behaves like torch's: NumPy accepts it only detached, in memory, dense and of a type that it knows."""
 
     def __init__(self, array: Array, *, hindrances: Sequence[str] = (), dtype: str = "torch.float32") -> None:
         self._array, self._hindrances, self.dtype = array, tuple(hindrances), dtype
@@ -797,33 +797,33 @@ class Tensor:
         return self._array if dtype is None else self._array.astype(dtype)
 
     def detach(self) -> Tensor:
-        """Without its graph."""
+        """Return it without its graph."""
         return self._without("graph")
 
     def cpu(self) -> Tensor:
-        """From its device."""
+        """Return it in memory."""
         return self._without("device")
 
     def float(self) -> Tensor:
-        """Of 32 bits."""
+        """Return it in 32 bits."""
         return self._without("bfloat16", "torch.float32")
 
     def to_dense(self) -> Tensor:
-        """All of it."""
+        """Return all of it."""
         return self._without("sparse")
 
-    # Of a sparse one, as of an embedding: two of its rows, the last one twice.
+    # Of a sparse one, as for an embedding: two of its rows, the last one twice.
 
     def coalesce(self) -> Tensor:
-        """Each row once."""
+        """Return each row once."""
         return self
 
     def sparse_dim(self) -> int:
-        """Axes that are indexed."""
+        """The number of indexed axes."""
         return 1
 
     def indices(self) -> Tensor:
-        """Of shape (1, rows)."""
+        """The indices, of shape (1, rows)."""
         return Tensor(np.flatnonzero(self._array.any(1))[None])
 
     def values(self) -> Tensor:
@@ -838,7 +838,8 @@ EVERYTHING = ["graph", "device", "bfloat16"]
     "hindrances", [["graph"], ["device"], EVERYTHING, ["sparse"], [*EVERYTHING[:2], "sparse"]], ids=str
 )
 def test_tensors_of_other_frameworks(strategy: ParameterServerStrategy, hindrances: list[str]) -> None:
-    """As gradients, values, initial values, metrics and results: with a graph, on a device, sparse or of bfloat16."""
+    """They work as gradients, values, initial values, metrics and results: with a graph, on a device, sparse or
+    bfloat16."""
     rows = np.zeros(SHAPE, np.float32)
     rows[[1, 4]] = [[1, 2, 3], [4, 5, 6]]
     kind = "torch.bfloat16" if "bfloat16" in hindrances else "torch.float32"
@@ -861,6 +862,8 @@ def test_tensors_of_other_frameworks(strategy: ParameterServerStrategy, hindranc
 
 
 def test_tensors_that_give_no_array(strategy: ParameterServerStrategy) -> None:
-    """The variable is named, and why."""
-    with pytest.raises(errors.InvalidUpdateError, match="variable 'no array': the value is no array: can't convert"):
+    """The error names the variable and the reason."""
+    with pytest.raises(
+        errors.InvalidUpdateError, match="variable 'no array': the value is not an array: can't convert"
+    ):
         make(np.ones(SHAPE), name="no array").assign(Tensor(np.ones(SHAPE), hindrances=["quantized"]))

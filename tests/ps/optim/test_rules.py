@@ -1,4 +1,4 @@
-"""Update rules against their formulas in float64, against torch and Keras, their drivers against NumPy."""
+"""Update rules against their formulas in float64, torch and Keras; their drivers against NumPy."""
 
 from __future__ import annotations
 
@@ -18,25 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.ps.optim import (
-    RULES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    AdamW,
-    Ftrl,
-    Lion,
-    RMSprop,
-    UpdateRule,
-    apply_dense,
-    apply_rows,
-    compute_dtype,
-    deduplicate,
-    kernels,
-    new_slots,
-    number,
-)
+from pscluster.ps.optim import kernels
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
+from pscluster.ps.optim.rules import RULES, SGD, Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, RMSprop, UpdateRule, number
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
@@ -47,13 +31,13 @@ STEPS = 100
 
 @contextlib.contextmanager
 def blocks_of(elements: int, few: int = 32) -> Iterator[None]:
-    """Drivers with small blocks, so that small arrays have many, and whole ones and a rest."""
+    """Drivers with small blocks, so that small arrays have several, both full ones and a remainder."""
     with mock.patch.multiple(kernels, _BLOCK=elements, _ROW_BLOCK=elements, _FEW=few):
         yield
 
 
-# The formulas, written as the papers have them: new p from p, g, the state and t. No code is shared with the
-# rules, nor their way of rearranging.
+# The formulas as in the papers: new p from p, g, the state and t. They share neither code nor rearrangements with
+# the rules.
 
 
 def sgd(rate: float, mu: float = 0.0, nesterov: bool = False) -> Formula:
@@ -186,7 +170,7 @@ def reference(formula: Formula, p: Array, grads: Sequence[Array]) -> tuple[Array
 def assert_same(rule: UpdateRule, param: Array, slots: State, expected: tuple[Array, State]) -> None:
     p, state = expected
     rtol = 1e-5 if param.dtype == np.float32 else 1e-11
-    # Where a value has crossed 0, what counts is its error relative to its usual size.
+    # Where a value has crossed 0, its error counts relative to its usual size.
     np.testing.assert_allclose(param, p, rtol, rtol * float(np.abs(p).mean()))
     assert set(slots) == set(rule.slots)
     for name, slot in slots.items():
@@ -196,7 +180,7 @@ def assert_same(rule: UpdateRule, param: Array, slots: State, expected: tuple[Ar
 @each_case
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_dense_follows_the_formula(rule: UpdateRule, formula: Formula, dtype: str) -> None:
-    """After 100 steps a dense parameter and its slots are those of the formula in float64."""
+    """After 100 steps a dense parameter and its slots equal those of the formula in float64."""
     grads, begin = gradients((700,)), start((700,))
     param, slots = begin.astype(dtype), new_slots(rule, (700,), dtype)
     with blocks_of(64):
@@ -207,7 +191,7 @@ def test_dense_follows_the_formula(rule: UpdateRule, formula: Formula, dtype: st
 
 @each_case
 def test_two_shards_follow_the_formula(rule: UpdateRule, formula: Formula) -> None:
-    """A parameter cut in two shards of different sizes, slots beside them, learns as the whole one."""
+    """A parameter cut in two shards of different sizes, with slots beside them, learns like the whole one."""
     grads, begin = gradients((31, 9)), start((31, 9))
     cuts = [slice(0, 20), slice(20, 31)]
     params = [begin[cut].astype(np.float32) for cut in cuts]
@@ -344,7 +328,7 @@ def golden_gradient(t: int) -> Array:
 @pytest.mark.parametrize(("rule", "expected"), GOLDEN.values(), ids=GOLDEN.keys())
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_golden_values_of_torch_and_keras(rule: UpdateRule, expected: list[float], dtype: str) -> None:
-    """100 steps end where torch and Keras end."""
+    """100 steps end at torch's and Keras' values."""
     param, slots = np.array(GOLDEN_START, dtype), new_slots(rule, (4,), dtype)
     for step in range(1, STEPS + 1):
         apply_dense(rule, param, golden_gradient(step).astype(dtype), slots, step)
@@ -354,7 +338,7 @@ def test_golden_values_of_torch_and_keras(rule: UpdateRule, expected: list[float
 
 @pytest.mark.parametrize("rule", [case[0] for case in CASES.values()], ids=CASES.keys())
 def test_everything_happens_in_place(rule: UpdateRule) -> None:
-    """Views into larger arrays are updated where they lie, and nothing beside them changes."""
+    """Views into larger arrays are updated in place, and nothing beside them changes."""
     whole = np.ones(30, np.float32)
     whole_slots = {name: np.full(30, 0.0625, np.float32) for name in rule.slots}
     slots: Mapping[str, Array] = {name: array[10:20] for name, array in whole_slots.items()}
@@ -404,7 +388,7 @@ def half_types() -> list[Any]:
 @pytest.mark.parametrize("half", half_types(), ids=lambda half: np.dtype(half).name)
 @pytest.mark.parametrize("rule", [SGD(0.1, momentum=0.5), Adam(0.1)], ids=["sgd", "adam"])
 def test_half_types_are_computed_in_single_precision(rule: UpdateRule, half: Any) -> None:
-    """A half-precision parameter is the float32 result rounded once a step; its slots are float32."""
+    """A half-precision parameter is the float32 result rounded once per step; its slots are float32."""
     exact, param = np.ones((10, 5), np.float32), np.ones((10, 5), half)
     slots, exact_slots = (new_slots(rule, (10, 5), dtype) for dtype in (half, np.float32))
     ids = np.array([3, 9, 3, 0, 1])
@@ -425,7 +409,7 @@ def test_half_types_are_computed_in_single_precision(rule: UpdateRule, half: Any
 
 
 def test_slots_may_be_of_the_half_type() -> None:
-    """Slots in the parameter's half type work too, rounded once a step."""
+    """Slots in the parameter's half type work too, rounded once per step."""
     param, slots = np.ones(5, np.float16), {"momentum": np.ones(5, np.float16)}
     apply_dense(SGD(0.5, momentum=0.5), param, np.full(5, 1.0, np.float32), slots, 1)
     assert slots["momentum"].tolist() == [0.0] * 5
@@ -433,7 +417,7 @@ def test_slots_may_be_of_the_half_type() -> None:
 
 
 def test_compute_dtype() -> None:
-    """Single and double precision compute in themselves, half in single; anything else is refused."""
+    """Single and double precision are computed in themselves, half in single; anything else is refused."""
     assert compute_dtype("float16") == compute_dtype(np.float32) == np.float32
     assert compute_dtype(np.float64) == np.float64
     for dtype in (np.complex64, np.int32, np.bool_):
@@ -441,7 +425,7 @@ def test_compute_dtype() -> None:
             compute_dtype(dtype)
 
 
-# ids within a few, or anywhere in int64: these don't fit beside a position, and are sorted otherwise
+# ids within a few, or anywhere in int64: these don't fit beside a position, and are sorted differently
 id_lists = st.one_of(
     st.lists(st.integers(0, 12), max_size=120),
     st.lists(st.integers(0, 2**40), unique=True, max_size=40),
@@ -460,7 +444,7 @@ id_lists = st.one_of(
     seed=st.integers(0, 2**32),
 )
 def test_deduplicate_is_add_at(ids: list[int], width: int, dtype: str, block: int, few: int, seed: int) -> None:
-    """Sums of equal ids are, to the bit, those of additions one by one in the order of the rows."""
+    """Sums for equal ids are, to the bit, those of adding the rows one by one in order."""
     given_ids = np.array(ids, np.int64)
     rows = (np.random.default_rng(seed).standard_normal((len(ids), width)) * 100).astype(dtype)
     with blocks_of(block, few):
@@ -522,7 +506,7 @@ def test_apply_rows_is_add_at_then_the_rule(
 
 
 def test_large_gradients_in_real_blocks() -> None:
-    """Blocks of the real size: a dense parameter of several, and rows by a power law with many layers."""
+    """Blocks of the real size work: a dense parameter with several, and rows by a power law with many layers."""
     draw = np.random.default_rng(11)
     rule = Adam(0.1)
     param, slots = np.ones(150_000, np.float32), new_slots(rule, (150_000,), np.float32)
@@ -572,7 +556,7 @@ def test_zero_gradients_are_harmless(rule: UpdateRule) -> None:
 
 @pytest.mark.parametrize("rule", [case[0] for case in CASES.values()], ids=CASES.keys())
 def test_infinite_gradients_do_not_warn(rule: UpdateRule) -> None:
-    """NaN and Inf spoil their own elements and no others, and raise nothing in the middle of an update."""
+    """NaN and Inf affect only their own elements, and no error is raised in the middle of an update."""
     param, slots = np.ones(10, np.float32), new_slots(rule, (10,), np.float32)
     grad = np.ones(10, np.float32)
     grad[2:5] = np.nan, np.inf, 3e38
@@ -582,7 +566,7 @@ def test_infinite_gradients_do_not_warn(rule: UpdateRule) -> None:
 
 
 def test_centered_rmsprop_under_a_constant_gradient() -> None:
-    """Where the variance is 0 but rounding would make it negative, there is no root of a negative number."""
+    """If the variance is 0 but rounding would make it negative, no root of a negative number is taken."""
     rule = RMSprop(centered=True, epsilon=1e-12)
     param, slots = np.ones(1000, np.float32), new_slots(rule, (1000,), np.float32)
     grad = np.linspace(1, 1000, 1000, dtype=np.float32)
@@ -593,7 +577,7 @@ def test_centered_rmsprop_under_a_constant_gradient() -> None:
 
 @pytest.mark.parametrize("power", [-0.5, -0.7])
 def test_ftrl_with_a_large_accumulator(power: float) -> None:
-    """The growth of the accumulator's power is right where a difference in float32 would lose its digits."""
+    """The growth of the accumulator's power is right even if a difference in float32 would lose its digits."""
     rule = Ftrl(0.1, learning_rate_power=power, initial_accumulator_value=1e8)
     formula = ftrl(0.1, power, 1e8, 0, 0, 0, 0)
     grads, begin = gradients((100,), 20), start((100,))
@@ -615,7 +599,7 @@ def test_ftrl_from_an_empty_accumulator() -> None:
 
 
 def test_sgd_without_momentum_has_no_slots() -> None:
-    """Slots cost memory, so they exist only where a hyperparameter asks for them."""
+    """Slots cost memory, so they exist only if a hyperparameter needs them."""
     assert SGD().slots == {}
     assert SGD(momentum=0.1).slots == {"momentum": 0.0}
     assert Adam().slots == {"m": 0.0, "v": 0.0}
@@ -637,7 +621,7 @@ def test_rules_by_name() -> None:
 
 @pytest.mark.parametrize("rule", [case[0] for case in CASES.values()], ids=CASES.keys())
 def test_spec_round_trip(rule: UpdateRule) -> None:
-    """Numbers and flags by name are the whole rule; missing ones are defaults."""
+    """Numbers and flags by name determine the rule; missing ones have defaults."""
     numbers, flags = rule.to_spec()
     assert {type(value) for value in numbers.values()} == {float}
     assert {type(value) for value in flags.values()} <= {bool}
@@ -649,7 +633,7 @@ def test_spec_round_trip(rule: UpdateRule) -> None:
 
 
 def test_numbers_become_floats() -> None:
-    """Integers and NumPy numbers are taken, and are plain floats and bools afterwards."""
+    """Integers and NumPy numbers are accepted, and become plain floats and bools."""
     rule = Adam(1, beta_1=np.float32(0.5), amsgrad=np.bool_(True))  # type: ignore[arg-type]
     numbers, flags = rule.to_spec()
     assert numbers["learning_rate"] == 1.0
@@ -693,21 +677,21 @@ def test_numbers_become_floats() -> None:
         ),
         (
             lambda: Lion.from_spec({"beta": 1.0}, {}),
-            "lion has no hyperparameter 'beta': it has learning_rate, weight_decay, beta_1, beta_2",
+            "lion has no parameter 'beta': it has learning_rate, weight_decay, beta_1, beta_2",
         ),
-        (lambda: Adam.from_spec({"amsgrad": 1.0}, {}), "adam: amsgrad is a flag, but was given as a number"),
-        (lambda: Adam.from_spec({}, {"beta_1": True}), "adam: beta_1 is a number, but was given as a flag"),
+        (lambda: Adam.from_spec({"amsgrad": 1.0}, {}), "adam: amsgrad is 1.0; it must be True or False"),
+        (lambda: Adam.from_spec({}, {"beta_1": True}), "adam: beta_1 is True; it must be a number"),
         (lambda: Adam().scalars(0), "step 0 is below 1: steps count from 1"),
     ],
 )
 def test_bad_hyperparameters(make: Callable[[], object], message: str) -> None:
-    """A hyperparameter out of its limits is refused with its value, the limits, and a value that works."""
+    """A hyperparameter outside its limits is refused with its value, the limits, and a value that works."""
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
 def test_rules_are_frozen() -> None:
-    """A rule in use can't be changed, only replaced, and a replaced one is checked too."""
+    """A rule in use can't be changed, only replaced, and a new one is checked too."""
     rule = SGD(0.1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.learning_rate = 0.2  # type: ignore[misc]
@@ -717,7 +701,7 @@ def test_rules_are_frozen() -> None:
 
 
 def test_drivers_refuse_what_does_not_fit() -> None:
-    """What does not fit is refused in a sentence before anything has changed."""
+    """What does not fit is refused with a message before anything has changed."""
     rule = Adam()
     param, grad = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
     slots = new_slots(rule, (4, 3), np.float32)
@@ -764,7 +748,7 @@ def test_drivers_refuse_what_does_not_fit() -> None:
 
 
 def test_nothing_is_a_gradient_too() -> None:
-    """Empty parameters, empty gradients and rows without elements are left as they are."""
+    """Empty parameters, empty gradients and rows without elements are left unchanged."""
     rule = Adam()
     for shape in ((0,), (0, 3), (3, 0)):
         param, slots = np.ones(shape, np.float32), new_slots(rule, shape, np.float32)
@@ -786,7 +770,7 @@ def test_a_scalar_has_slots_too() -> None:
 
 @dataclass(frozen=True)
 class SignDescent(UpdateRule):
-    """A user's rule: steps of a size that halves every few steps, along the signs of the gradient."""
+    """A user-defined rule: steps of a size that halves every few steps, along the signs of the gradient."""
 
     name: ClassVar[str] = "sign-descent"
     half_life: float = number(2.0, above=0)
@@ -815,7 +799,7 @@ class SignDescent(UpdateRule):
 
 
 def test_a_rule_of_ones_own() -> None:
-    """A user's rule with a schedule is a few lines, and has checks, specs, blocks and rows for nothing."""
+    """A user-defined rule with a schedule takes a few lines, and gets checks, specs, blocks and rows for free."""
     rule = SignDescent(0.8)
     param, slots = np.zeros((3, 2), np.float16), new_slots(rule, (3, 2), np.float16)
     grad = np.array([[1.0, -3.0]], np.float32)

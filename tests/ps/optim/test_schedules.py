@@ -1,4 +1,4 @@
-"""Learning-rate schedules against Keras 3, at their edges, and on the wire."""
+"""Learning-rate schedules against Keras 3, at their extremes, and when sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pscluster.ps.optim.schedules import (
 )
 
 # Step and learning rate, computed by Keras 3.15.1 (JAX backend, 64 bits enabled) with the same parameters, the
-# rates given as float64 arrays. Keras takes its cosines in float32 all the same.
+# rates given as float64 arrays. Keras still computes its cosines in float32.
 KERAS: list[tuple[LearningRateSchedule, dict[int, float]]] = [
     (
         ExponentialDecay(0.1, 100, 0.96),
@@ -153,7 +153,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("schedule", "rates"), KERAS, ids=repr)
 def test_rates_are_keras(schedule: LearningRateSchedule, rates: dict[int, float]) -> None:
-    """Every schedule gives Keras' learning rate at its beginning, its end, its jumps and between."""
+    """Every schedule gives Keras' learning rate at its beginning, its end, its jumps and in between."""
     cosine = isinstance(schedule, CosineDecay | CosineDecayRestarts)
     relative, absolute = (1e-6, 1e-8) if cosine else (1e-12, 0.0)
     assert {step: schedule(step) for step in rates} == pytest.approx(rates, rel=relative, abs=absolute)
@@ -172,7 +172,7 @@ def test_rates_are_keras(schedule: LearningRateSchedule, rates: dict[int, float]
     ],
 )
 def test_defaults_are_keras(kind: type[LearningRateSchedule], defaults: dict[str, Any]) -> None:
-    """The parameters with a default are those that Keras gives one, and it is the same."""
+    """The same parameters as in Keras have defaults, with the same values."""
     required = 2 if kind in (PiecewiseConstantDecay, PolynomialDecay, CosineDecay, CosineDecayRestarts, WarmUp) else 3
     optional = fields(kind)[required:]
     assert {item.name: item.default for item in optional} == defaults
@@ -189,7 +189,7 @@ def test_rates_are_plain_floats(schedule: LearningRateSchedule) -> None:
 
 
 def test_steps_that_make_no_sense_are_refused() -> None:
-    """A negative step is refused with the convention, a fraction of a step as no integer."""
+    """A negative step is refused with the convention, and a fraction because it is not an integer."""
     schedule = ExponentialDecay(0.1, 10, 0.5)
     with pytest.raises(ValueError, match="step -1 is below 0: a schedule takes the number of updates applied"):
         schedule(-1)
@@ -201,20 +201,20 @@ def test_steps_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_growing_rate_ends_at_infinity() -> None:
-    """Growth beyond all floats is infinity, as in Keras, and not an error."""
+    """Growth beyond all floats is infinity, as in Keras, not an error."""
     assert ExponentialDecay(0.1, 1, 2.0)(5000) == math.inf
     assert ExponentialDecay(0.1, 1, 2.0, staircase=True)(5000) == math.inf
     assert ExponentialDecay(0.1, 1, 0.5)(5000) == 0.0
 
 
 def test_piecewise_without_boundaries_is_constant() -> None:
-    """No boundary and one value is that value at all steps."""
+    """Without boundaries its one value is the rate at all steps."""
     schedule = PiecewiseConstantDecay((), (0.25,))
     assert [schedule(step) for step in (0, 1, 1000)] == [0.25] * 3
 
 
 def test_polynomial_cycles() -> None:
-    """With cycle the rate jumps up behind each multiple of decay_steps, and reaches the end at each."""
+    """With cycle the rate jumps up after each multiple of decay_steps, and reaches the end at each."""
     schedule = PolynomialDecay(1.0, 4, 0.0, cycle=True)
     rates = [schedule(step) for step in range(13)]
     assert rates == pytest.approx([1, 3 / 4, 1 / 2, 1 / 4, 0, 3 / 8, 1 / 4, 1 / 8, 0, 1 / 4, 1 / 6, 1 / 12, 0])
@@ -223,7 +223,7 @@ def test_polynomial_cycles() -> None:
 @pytest.mark.parametrize("t_mul", [1.0, 1.001, 1.01, 1.1, 1.2, 1.25, 1.3, 1.5, 1.7, 2.0, 2.3, 3.0, 7.0, 10.0])
 @pytest.mark.parametrize("first", [5, 7, 100, 1000, 123_456, 1_000_000])
 def test_restarts_happen_at_their_own_step(t_mul: float, first: int) -> None:
-    """A restart's own step has the full rate, and the one before next to none: rounding does not decide."""
+    """A restart's own step has the full rate, and the one before almost none: rounding does not decide."""
     schedule = CosineDecayRestarts(1.0, first, t_mul=t_mul)
     growth, start = Fraction(str(t_mul)), Fraction(0)
     for period in range(200):
@@ -231,21 +231,21 @@ def test_restarts_happen_at_their_own_step(t_mul: float, first: int) -> None:
         if start > 10**9:
             break
         assert schedule(math.ceil(start)) > 0.75
-        if not 0 < start % 1 < 0.01:  # else the step before is as good as the restart's own
+        if not 0 < start % 1 < 0.01:  # otherwise the step before is as good as the restart's own
             assert schedule(math.ceil(start) - 1) < 0.15
         if start.denominator == 1:
             assert schedule(int(start)) > 1 - 1e-9
 
 
 def test_restarts_multiply_the_peak() -> None:
-    """Each restart begins at m_mul times the last peak, above the share alpha that always stays."""
+    """Each restart begins at m_mul times the last peak, above the share alpha that always remains."""
     schedule = CosineDecayRestarts(1.0, 4, t_mul=2.0, m_mul=0.5, alpha=0.1)
     assert [schedule(step) for step in (0, 4, 12, 28)] == pytest.approx([0.1 + 0.9 * 0.5**i for i in range(4)])
     assert CosineDecayRestarts(1.0, 4, m_mul=0.0)(5) == 0.0
 
 
 def test_warm_up_of_a_rate() -> None:
-    """A rate is reached in a straight line from 0, or from another rate, and kept."""
+    """A rate is reached in a straight line from 0, or from another rate, and then kept."""
     schedule = WarmUp(0.1, 4)
     assert [schedule(step) for step in (0, 1, 2, 3, 4, 5, 1000)] == pytest.approx(
         [0, 0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
@@ -263,7 +263,7 @@ def test_warm_up_of_a_cosine_is_keras_own(step: int) -> None:
 
 
 def test_the_schedule_begins_after_the_warm_up() -> None:
-    """What is warmed up counts its steps from the end of the warm-up, in nested warm-ups too."""
+    """The warmed-up schedule counts its steps from the end of the warm-up, in nested warm-ups too."""
     inner = ExponentialDecay(0.1, 10, 0.5)
     schedule = WarmUp(inner, 5)
     assert [schedule(step) for step in (5, 6, 15)] == [inner(0), inner(1), inner(10)]
@@ -312,7 +312,7 @@ def test_the_schedule_begins_after_the_warm_up() -> None:
     ],
 )
 def test_parameters_out_of_their_limits_are_refused(make: Any, said: str) -> None:
-    """A wrong parameter is refused when the schedule is made: its name, value and limit are said."""
+    """A wrong parameter is refused when the schedule is made, with its name, value and limit."""
     with pytest.raises(ValueError, match=re.escape(said)):
         make()
 
@@ -322,7 +322,7 @@ def test_parameters_out_of_their_limits_are_refused(make: Any, said: str) -> Non
 
 @pytest.mark.parametrize("schedule", EVERY, ids=repr)
 def test_specs(schedule: LearningRateSchedule) -> None:
-    """A schedule comes back from its spec, through JSON too, nested ones included."""
+    """A schedule comes back from its spec, even through JSON, nested ones included."""
     spec = schedule.to_spec()
     assert SCHEDULES[spec["name"]] is type(schedule)
     assert from_spec(spec) == schedule
@@ -331,7 +331,7 @@ def test_specs(schedule: LearningRateSchedule) -> None:
 
 
 def test_a_spec_is_plain() -> None:
-    """What a spec looks like: the name and the parameters, nested as they are."""
+    """A spec consists of the name and the parameters, nested if they are."""
     assert WarmUp(PiecewiseConstantDecay(np.array([5, 9]), [1, 0.5, 0.25]), 10.0).to_spec() == {  # type: ignore[arg-type]
         "name": "warm_up",
         "learning_rate": {"name": "piecewise_constant_decay", "boundaries": [5, 9], "values": [1.0, 0.5, 0.25]},
@@ -341,14 +341,14 @@ def test_a_spec_is_plain() -> None:
 
 
 def test_numpy_parameters_become_pythons() -> None:
-    """Parameters that are NumPy's, and whole floats for steps, are the same schedule as with Python's numbers."""
+    """NumPy parameters, and whole floats for steps, give the same schedule as Python's numbers."""
     made = ExponentialDecay(np.float32(0.5), np.int32(10), np.float64(0.5), np.bool_(True))  # type: ignore[arg-type]
     assert repr(made) == "ExponentialDecay(initial_learning_rate=0.5, decay_steps=10, decay_rate=0.5, staircase=True)"
     assert made == ExponentialDecay(0.5, 10.0, 0.5, staircase=True)  # type: ignore[arg-type]
 
 
 def test_specs_that_make_no_sense_are_refused() -> None:
-    """An unknown name or parameter, one that is missing, or a wrong value in a nested one is refused."""
+    """An unknown name or parameter, a missing one, or a wrong value in a nested one is refused."""
     with pytest.raises(ValueError, match="there is no schedule 'linear'; choose one of exponential_decay, "):
         from_spec({"name": "linear"})
     with pytest.raises(ValueError, match="there is no schedule None"):

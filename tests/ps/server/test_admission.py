@@ -1,4 +1,4 @@
-"""Memory for large requests in flight: who waits, who goes first, what is given back."""
+"""Memory for large requests in flight: the order in which they wait, and its release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = 7
 
 
 class Asker:
-    """A thread that wants memory, and keeps it until it is told."""
+    """A thread that reserves memory, and holds it until it is done."""
 
     def __init__(self, budget: Budget, size: int) -> None:
         self.call = OpenCall()
@@ -42,21 +42,21 @@ class Asker:
 
     def _run(self, budget: Budget, size: int) -> None:
         try:
-            with budget.taken(size, self.call):
+            with budget.reserve(size, self.call):  # type: ignore[arg-type]
                 self.has.set()
                 self._enough.wait()
         except PSUnavailableError:
             self.gave_up.set()
 
     def done(self) -> None:
-        """It needs it no more."""
+        """Release the memory."""
         self._enough.set()
         self._thread.join()
 
 
 @contextmanager
 def asking(budget: Budget, *sizes: int) -> Iterator[list[Asker]]:
-    """Threads that ask in this order."""
+    """Give threads that reserve memory in this order."""
     with ExitStack() as stack:
         askers = []
         for size in sizes:
@@ -70,7 +70,7 @@ def asking(budget: Budget, *sizes: int) -> Iterator[list[Asker]]:
 
 
 def test_first_come_first_served() -> None:
-    """A small one does not overtake a large one that waits: that would wait for ever."""
+    """A small one does not overtake a large one that waits, which would wait for ever otherwise."""
     budget = Budget(100)
     with asking(budget, 60, 60, 10) as (first, second, third):
         assert first.has.is_set()
@@ -84,7 +84,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_one_that_is_larger_than_all_goes_alone() -> None:
-    """Nobody is refused."""
+    """It is not refused."""
     budget = Budget(100)
     with asking(budget, 10, 1000, 10) as (first, large, last):
         assert not large.has.is_set()
@@ -96,7 +96,7 @@ def test_one_that_is_larger_than_all_goes_alone() -> None:
 
 
 def test_who_gives_up_makes_room() -> None:
-    """A call that has ended, in the queue or before it came to it."""
+    """A call that has ended, in the queue or before it is queued."""
     budget = Budget(100)
     with asking(budget, 60, 60, 10) as (first, second, third):
         second.call.end()
@@ -105,13 +105,13 @@ def test_who_gives_up_makes_room() -> None:
         assert first.has.is_set()
     ended = OpenCall()
     ended.end()
-    with pytest.raises(PSUnavailableError), budget.taken(1, ended):
+    with pytest.raises(PSUnavailableError), budget.reserve(1, ended):  # type: ignore[arg-type]
         pass
     assert (budget.used, len(budget._queue)) == (0, 0)
 
 
 def test_who_stands_still_makes_room() -> None:
-    """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others go on."""
+    """A push whose frames do not come, and a pull whose frames are not taken, lose their memory; others continue."""
     role, size, over = ParameterServerRole(0), 8 << 20, threading.Event()
     role.job_began(node_pb2.AttachRequest(job=JOB))
     service = ParameterServerService(role, 1 << 20, StallWatchdog(0.3))
@@ -149,7 +149,7 @@ def test_who_stands_still_makes_room() -> None:
 
 
 def test_large_requests_beyond_the_budget() -> None:
-    """Reads and updates of more than a server may keep in flight wait for each other, and all come to their end."""
+    """Reads and updates of more than the budget wait for each other, and all complete."""
     with (
         LocalCluster(1, 4, log_level="ERROR", env={"PSCLUSTER_IN_FLIGHT_MIB": "1"}) as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -169,7 +169,7 @@ def test_large_requests_beyond_the_budget() -> None:
 
 
 def test_whole_values_beyond_the_budget_are_not_copied() -> None:
-    """Also where the variable was made of values, which are as much and go alone, too. Other updates end it."""
+    """Also if the variable was created from values, which take as much and run alone, too. Other updates end it."""
     role, size, sequences = ParameterServerRole(0), 8 << 20, itertools.count(1)
     role.job_began(node_pb2.AttachRequest(job=JOB))
     service = ParameterServerService(role, 1 << 20)

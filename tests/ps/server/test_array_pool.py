@@ -1,22 +1,22 @@
-"""Arrays that whole assignments leave: taken again where nobody else has them."""
+"""The pool of arrays that whole assignments leave: reused only without other references."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from pscluster.core.transport.frames import view
-from pscluster.ps.server.array_pool import ArrayPool
+from pscluster.ps.server.payload import ArrayPool
 
 FLOAT = np.dtype(np.float32)
 
 
 def test_what_is_left_is_taken_again() -> None:
-    """By who needs the same shape and type."""
+    """For the same shape and type."""
     pool, array = ArrayPool(), np.empty((4, 5), FLOAT)
     address = array.ctypes.data
     left = [array]
     del array
-    pool.keep(left)
+    pool.put(left)
     assert left == []
     assert pool.nbytes == 80
     assert pool.take((5, 4), FLOAT).shape == (5, 4)
@@ -31,37 +31,37 @@ def test_what_somebody_else_has_is_not() -> None:
     """The array, a view of it, its memory, or another one's memory."""
     pool = ArrayPool()
     array = np.empty(5, FLOAT)
-    pool.keep([array])
+    pool.put([array])
     whole = np.empty(5, FLOAT)
     rest = whole[1:]
     left = [whole]
     del whole
-    pool.keep(left)
+    pool.put(left)
     other = np.empty(5, FLOAT)
     memory = view(other)
     left = [other]
     del other
-    pool.keep(left)
-    pool.keep([np.frombuffer(bytearray(20), FLOAT)])
+    pool.put(left)
+    pool.put([np.frombuffer(bytearray(20), FLOAT)])
     assert pool.nbytes == 0
     assert (len(rest), len(memory)) == (4, 20)
     twice = np.empty(5, FLOAT)
     left = [twice, twice]
     del twice
-    pool.keep(left)
+    pool.put(left)
     assert pool.nbytes == 20, "one of the two is the last"
 
 
 def test_the_oldest_go_first() -> None:
-    """Until there is no more than that."""
+    """Until the rest takes no more than the limit."""
     pool = ArrayPool()
     for size in (1, 2, 3):
-        pool.keep([np.empty(size, FLOAT)])
+        pool.put([np.empty(size, FLOAT)])
     pool.shrink(20)
     assert pool.nbytes == 20
     pool.shrink(19)
     assert pool.nbytes == 12
     assert pool.take((3,), FLOAT).size == 3
-    pool.keep([np.empty(3, FLOAT)])
+    pool.put([np.empty(3, FLOAT)])
     pool.shrink(-1)
     assert pool.nbytes == 0

@@ -1,4 +1,4 @@
-"""The memory behind "applied once": keys, and what each fact allows to forget."""
+"""The memory behind "applied once": its keys, and when they are forgotten."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @staticmethod
     def owner(origin: Origin) -> object:
-        """Whose key it is: a function's, whichever worker runs it, or a client's request's."""
+        """Return the owner of the key: a function, whichever worker runs it, or a client's request."""
         if origin.key:
             return "named", origin.key
         return origin.function or (origin.incarnation, origin.sequence)
 
     def refused(self, origin: Origin) -> bool:
-        """Is nothing to be applied for this origin any more?"""
+        """Return whether updates of this origin may no longer be applied."""
         if origin.incarnation in self.closed or origin.function in self.finished:
             return True
         return not origin.function and origin.sequence < self.settled[origin.incarnation]
 
     @rule()
     def save(self) -> None:
-        """A checkpoint is made."""
+        """A checkpoint is written."""
         self.saved = {
             (owner[1], key) for owner, key in self.applied if isinstance(owner, tuple) and owner[0] == "named"
         }
 
     @rule(places=st.sets(st.tuples(st.integers(1, 2), st.integers(0, 1)), min_size=1))
     def restore(self, places: set[tuple[int, int]]) -> None:
-        """It is restored, for some shards: what was remembered of these is what was then."""
+        """It is restored for some shards: what is remembered of these is replaced."""
         self.term += 1
         self.ledger.open_term(self.term)
         for place in places:
@@ -102,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(client=clients, before=st.sampled_from(SEQUENCES))
     def settle(self, client: int, before: int) -> None:
-        """A client has its answers; the messages that say so may come in any order, late ones included."""
+        """A client has its answers; the messages that say so may arrive in any order, late ones included."""
         self.ledger.settle(client, before)
         self.settled[client] = max(self.settled[client], before)
 
@@ -133,7 +133,7 @@ TestLedger.settings = settings(max_examples=150, stateful_step_count=50, deadlin
 
 
 def test_a_function_that_moved_to_another_worker_keeps_its_keys() -> None:
-    """What the first attempt applied on a worker that died is not applied again by the second on another."""
+    """Updates of the first attempt, on a worker that died, are not applied again by the second on another."""
     ledger = Ledger()
     first, second = Origin(101, 5, 0), Origin(102, 5, 0)
     ledger.record(first, 1, 0, 1)
@@ -146,13 +146,13 @@ def test_a_function_that_moved_to_another_worker_keeps_its_keys() -> None:
 
 
 def test_an_update_outside_of_functions_needs_a_number() -> None:
-    """Without function and sequence number there is no key, and nothing is applied."""
+    """Without a function or a sequence number there is no key, and the update is refused."""
     with pytest.raises(ProtocolError, match="sequence"):
         Ledger().admit(Origin(101, 0, 0))
 
 
 def test_twenty_thousand_functions_leave_one_interval() -> None:
-    """Memory is bounded by what is in flight, not by what has been."""
+    """Memory is bounded by the functions in flight, not by all there were."""
     ledger, most = Ledger(), 0
     for function in range(1, 20_001):
         for shard in range(3):
@@ -167,7 +167,7 @@ def test_twenty_thousand_functions_leave_one_interval() -> None:
 
 
 def test_a_closed_client_leaves_one_number() -> None:
-    """A closed client's keys go with it, and what was being applied at that moment brings nothing back."""
+    """A closed client's keys are forgotten, and an update in progress at that moment adds none."""
     ledger = Ledger()
     ledger.record(Origin(101, 0, 1), 1, 0, 1)
     ledger.close(101)

@@ -1,4 +1,4 @@
-"""A request's payload, as the chunks that it came in."""
+"""A request's payload, in the chunks that arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pscluster.ps.server.payload import Payload
 
 
 def chunks_of(*sizes: int) -> tuple[list[memoryview], list[weakref.ref[np.ndarray]]]:
-    """Chunks whose bytes count on from one to the next, and what tells whether they are still in memory."""
+    """Return chunks whose bytes count on from one to the next, and references that show which are still in memory."""
     made, at = [], 0
     for size in sizes:
         made.append(np.arange(at, at + size, dtype=np.uint8))
@@ -37,13 +37,13 @@ def test_elements_stay_whole() -> None:
 def test_what_was_given_once_goes() -> None:
     chunks, alive = chunks_of(8, 8, 8)
     payload = Payload(chunks, once=True)
-    assert chunks == []  # else whoever made the list would keep them
+    assert chunks == []  # else the caller's list would keep them alive
     seen = []
     for _, block in payload.blocks(0, 20, 4):
         seen.append([reference() is not None for reference in alive])
         del block
     assert seen == [[True, True, True], [False, True, True], [False, False, True]]
-    assert alive[2]() is not None  # there is more in it
+    assert alive[2]() is not None  # more of it is needed
     assert bytes(next(payload.blocks(20, 4, 4))[1]) == bytes(range(20, 24))
 
 

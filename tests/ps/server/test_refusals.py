@@ -1,4 +1,4 @@
-"""What is refused, and what it leaves behind: nothing. Each case was once accepted, or said nothing that helps."""
+"""Refusals, which leave nothing behind. Each case was once accepted, or had a message that did not help."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.core.errors import ConfigurationError, InvalidUpdateError, MisuseError
-from pscluster.ps import optim
+from pscluster.ps.optim import rules
 
 IDS = IndexedSlices
 
 
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[ParameterServerStrategy]:
-    """Two servers."""
+    """Start two servers."""
     yield from run_strategy(2, 1)
 
 
 @pytest.fixture(autouse=True)
 def scope(strategy: ParameterServerStrategy) -> Iterator[None]:
-    """All tests make variables."""
+    """Let all tests create variables."""
     with strategy.scope():
         yield
 
 
 @pytest.fixture
 def w() -> Variable:
-    """A table in two shards."""
+    """Create a table in two shards."""
     return Variable(np.ones((4, 2), np.float32), partitioner=FixedShardsPartitioner(2))
 
 
@@ -53,11 +53,11 @@ def w() -> Variable:
     ("do", "said"),
     [
         (lambda w: w.assign(1e300), "can't hold 1e\\+300"),
-        (lambda w: w.assign([[1], [1, 2]]), "is no array"),
+        (lambda w: w.assign([[1], [1, 2]]), "is not an array"),
         (lambda w: w.assign(None), "object \\(None\\): give numbers"),
         (lambda w: w.assign(["1"]), "\\('1'\\): give numbers"),
         (lambda w: w.assign(np.ma.array([1.0, 2.0], mask=[False, True])), "masked"),
-        (lambda w: w.sparse_read([[1], [1, 2]]), "row ids is no array"),
+        (lambda w: w.sparse_read([[1], [1, 2]]), "row ids is not an array"),
         (lambda w: w.scatter_add(IDS([[1.0, 1.0]], [0], dense_shape=(99, 2))), "dense_shape \\(99, 2\\)"),
         (lambda w: w.scatter_add(IDS([[1.0, 1.0]], [0], dense_shape="foo")), "dense_shape 'foo'"),  # type: ignore[arg-type]
         (lambda w: optimizers.SGD(1.0).apply_gradients([(IDS([[1.0, 1.0]], [0], (9, 9)), w)]), "dense_shape"),
@@ -67,7 +67,7 @@ def w() -> Variable:
     ],
 )
 def test_updates_and_reads(w: Variable, do: Callable[[Variable], object], said: str) -> None:
-    """The sentence names the variable and the value; the variable is as before."""
+    """The message names the variable and the value; the variable is unchanged."""
     with pytest.raises(InvalidUpdateError, match=f"{w.name}.*{said}"):
         do(w)
     np.testing.assert_array_equal(w.numpy(), np.ones((4, 2)))
@@ -86,7 +86,7 @@ def test_updates_and_reads(w: Variable, do: Callable[[Variable], object], said: 
     ],
 )
 def test_wrong_things(w: Variable, do: Callable[[Variable], object], error: str) -> None:
-    """What is no variable, no pair, no rows."""
+    """Not a variable, a pair, or rows."""
     with pytest.raises(TypeError, match=error):
         do(w)
 
@@ -104,7 +104,7 @@ def test_wrong_things(w: Variable, do: Callable[[Variable], object], error: str)
     ],
 )
 def test_initial_values_that_would_lose_something(make: Callable[[], Variable], strategy: Any) -> None:
-    """Nothing is created."""
+    """No variable is created."""
     before = len(strategy.variables)
     with pytest.raises(InvalidUpdateError, match="variable"):
         make()
@@ -124,14 +124,14 @@ def test_initial_values_that_would_lose_something(make: Callable[[], Variable], 
     ],
 )
 def test_partitioners(make: Callable[[], object]) -> None:
-    """Checked where they are given."""
+    """They are checked where they are given."""
     with pytest.raises(ConfigurationError):
         make()
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", 5])
 def test_names(name: Any) -> None:
-    """Names are strings that can be sent."""
+    """Names must be strings that can be encoded."""
     with pytest.raises(MisuseError, match="1 to 1000 characters"):
         Variable(1.0, name=name)
     with pytest.raises(MisuseError, match="1 to 1000 characters"):
@@ -139,13 +139,13 @@ def test_names(name: Any) -> None:
 
 
 def test_names_are_shown_as_they_are(strategy: ParameterServerStrategy) -> None:
-    """Brackets are no markup."""
+    """Brackets are not markup."""
     Variable(1.0, name="r[/foo][red]")
     assert "r[/foo][red]" in strategy.placement()
 
 
 def test_a_metric_or_optimizer_that_fails_leaves_nothing() -> None:
-    """Neither its variables nor its name."""
+    """Neither variables nor a name."""
     Variable(0.0, name="m/count")
     with pytest.raises(MisuseError, match="'m/count' already"):
         metrics.Mean(name="m")
@@ -158,7 +158,7 @@ def test_a_metric_or_optimizer_that_fails_leaves_nothing() -> None:
 
 
 def test_metrics_are_numbered_and_keep_their_state() -> None:
-    """A second one of the kind needs no name; an update of what is no number changes nothing."""
+    """A second one of its kind needs no name; an update that is not a number changes nothing."""
     first, second = metrics.Mean(), metrics.Mean()
     assert first.name != second.name
     first.update_state([1, 2])
@@ -169,7 +169,7 @@ def test_metrics_are_numbered_and_keep_their_state() -> None:
 
 
 def test_colocation_is_within_a_strategy(strategy: ParameterServerStrategy) -> None:
-    """The server of another strategy's variable says nothing here."""
+    """The server of another strategy's variable has no meaning here."""
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as other:
         with other.scope():
             theirs = Variable(1.0, name="theirs")
@@ -190,7 +190,7 @@ def test_colocation_is_within_a_strategy(strategy: ParameterServerStrategy) -> N
 )
 @pytest.mark.parametrize("policy", ["refuse", "skip"])
 def test_infinities_that_come_of_conversion_or_sums(gradient: Any, value: Any, policy: Any) -> None:
-    """Are found, too: counted, and not applied."""
+    """They are found, too: counted, and not applied."""
     v, optimizer = Variable(np.ones((4, 2), value)), optimizers.SGD(1.0, nonfinite=policy)
     if policy == "refuse":
         with pytest.raises(InvalidUpdateError, match=v.name):
@@ -202,7 +202,7 @@ def test_infinities_that_come_of_conversion_or_sums(gradient: Any, value: Any, p
 
 
 def test_a_gradient_that_clipping_would_make_finite_counts() -> None:
-    """Infinity was there."""
+    """It was infinite."""
     v, optimizer = (
         Variable(np.zeros(2, np.float32)),
         optimizers.SGD(1.0, nonfinite="count", clipvalue=cast(float, np.float32(1))),
@@ -212,7 +212,7 @@ def test_a_gradient_that_clipping_would_make_finite_counts() -> None:
 
 
 def test_norms_whose_squares_overflow() -> None:
-    """The direction is kept."""
+    """The direction is preserved."""
     v = Variable(np.zeros(2, np.float64))
     optimizers.SGD(1.0, clipnorm=1.0).apply_gradients([(np.array([3e200, 4e200]), v)])
     np.testing.assert_allclose(v.numpy(), [-0.6, -0.8])
@@ -231,14 +231,14 @@ def test_norms_whose_squares_overflow() -> None:
     ],
 )
 def test_arguments_of_optimizers(arguments: Mapping[str, Any]) -> None:
-    """Named, with their value."""
+    """The message names the argument and its value."""
     with pytest.raises(ValueError, match=f"{list(arguments)[-1]} is"):
         optimizers.SGD(**arguments)
 
 
 @pytest.mark.parametrize("rate", [True, np.complex64(0.1), 10**400, -1, "a"])
 def test_learning_rates(rate: Any) -> None:
-    """A rate that is set is checked as one that is given."""
+    """A rate that is set is checked like one that is given."""
     optimizer = optimizers.SGD(0.5)
     with pytest.raises(ValueError, match="learning_rate is"):
         optimizer.learning_rate = rate
@@ -246,7 +246,7 @@ def test_learning_rates(rate: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Fussy(optim.UpdateRule):
+class Fussy(rules.UpdateRule):
     """Subtracts gradients, and counts them in a slot, until it meets a negative one."""
 
     name: ClassVar[str] = "fussy"
@@ -258,7 +258,7 @@ class Fussy(optim.UpdateRule):
     def apply(
         self, param: Any, grad: Any, slots: Mapping[str, Any], scalars: Sequence[float], scratch: Sequence[Any]
     ) -> None:
-        """One block."""
+        """Apply one block."""
         param -= grad
         counts = slots["n"]
         counts += 1
@@ -268,7 +268,7 @@ class Fussy(optim.UpdateRule):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_rule_that_raises_leaves_its_shard(sparse: bool) -> None:
-    """Whatever it has done before it raised."""
+    """Whatever it had changed before it raised."""
     v, optimizer = Variable(np.zeros((200_000, 1), np.float32)), optimizers.Optimizer(Fussy())
     gradient = np.ones((200_000, 1), np.float32)
     optimizer.apply_gradients([(gradient, v)])
@@ -281,7 +281,7 @@ def test_a_rule_that_raises_leaves_its_shard(sparse: bool) -> None:
 
 
 def test_reads_of_shards_and_of_containers(strategy: ParameterServerStrategy, w: Variable) -> None:
-    """A shard is read as a variable is; what can't be read in its place is refused."""
+    """A shard is read like a variable; other things in its place are refused."""
     value = strategy.read({"a": w.variables[1], "b": [w]})
     np.testing.assert_array_equal(value["a"], np.ones((2, 2)))
     np.testing.assert_array_equal(value["b"][0], np.ones((4, 2)))
@@ -300,7 +300,7 @@ def test_bags_of_other_types() -> None:
 
 
 def test_numpy_functions(w: Variable) -> None:
-    """Take a variable as they take an array; nothing is written through them."""
+    """They take a variable like an array; nothing is written through them."""
     ones = np.ones((4, 2), np.float32)
     for mine, theirs in (
         (np.exp(w), np.exp(ones)),
@@ -331,7 +331,7 @@ def test_indexing_as_numpy(w: Variable) -> None:
 
 
 def test_functions_that_take_one_of_the_part_s_arguments() -> None:
-    """Get that one; those that take nothing that fits are told what they get."""
+    """They get that one; functions that accept neither get an error that lists the arguments."""
 
     def from_offset(shape: Any, dtype: Any, partition_offset: Any) -> Any:
         return np.full((3, 4), partition_offset[0], dtype)
@@ -365,7 +365,7 @@ def test_an_average_of_a_half_type_is_read_whole() -> None:
 
 
 def test_creation_counts_as_traffic(strategy: ParameterServerStrategy) -> None:
-    """What is pushed is pushed."""
+    """The initial values count as pushed bytes."""
     before = strategy.traffic()
     Variable(np.zeros(1000, np.float32))
     assert strategy.traffic() - before == (0, 4000)

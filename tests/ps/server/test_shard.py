@@ -13,58 +13,39 @@ import numpy.typing as npt
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.conftest import search
+from tests.ps.storage.support import CHUNK, padded, small_blocks
 
-from pscluster.core.transport.frames import Buffer, padding, view
-from pscluster.ps import optim
-from pscluster.ps.server import creation, reads, shard, updates
+from pscluster.core.transport.frames import Buffer, padding, unpack, view
+from pscluster.ps.optim import rules
+from pscluster.ps.server import creation, reads, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
 
-CHUNK = 32
-"""Bytes of a block in these tests, so that a few rows make many blocks."""
-
 Values = npt.NDArray[np.float32]
 
 
-def small_blocks(patch: pytest.MonkeyPatch) -> None:
-    """Cut reads into blocks of `CHUNK` bytes."""
-    patch.setattr(shard, "CHUNK_BYTES", CHUNK)
-    patch.setattr(reads, "CHUNK_BYTES", CHUNK)
-
-
 class Reading:
-    """A snapshot under way, and what it must give."""
+    """A snapshot that is being read, and what it must give: the next chunk may replace the previous one."""
 
-    def __init__(self, snapshot: Snapshot, expected: bytes, copy: Callable[[memoryview], bytes]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, expected: bytes, copy: Callable[[memoryview], bytes], blocks: int = 1
+    ) -> None:
         self.snapshot = snapshot
-        self.chunks: Iterator[bytes] = (chunk for chunk, _ in snapshot.packed(copy))
+        self.chunks = self.copied(copy, blocks)
         self.expected = expected
         self.got = b""
 
-
-class Sending(Reading):
-    """The same as it is sent: each chunk may be looked at until the next is asked for, and may come again then."""
-
-    def __init__(self, snapshot: Snapshot, expected: bytes, waits: Callable[[], None], blocks: int) -> None:
-        super().__init__(snapshot, expected, bytes)
-        self.waits = waits  # while the network is slow
-        self.blocks = blocks
-        self.chunks = self.sent()
-
-    def sent(self) -> Iterator[bytes]:
-        """What the other side has of each chunk once no other comes in its place."""
+    def copied(self, copy: Callable[[memoryview], bytes], blocks: int) -> Iterator[bytes]:
+        """Yield copies of the chunks that no other replaces."""
         before = None
-        chunks = self.snapshot.chunks(self.blocks)
-        while (following := next(chunks, None)) is not None:
-            chunk, again = following
+        for chunk, again in self.snapshot.chunks(blocks):
             if before is not None and not again:
                 yield before
-            assert 0 < len(chunk) <= self.blocks * CHUNK
-            self.waits()
-            before = bytes(chunk)
+            assert 0 < len(chunk) <= blocks * CHUNK
+            before = copy(chunk)
         if before is not None:
             yield before
 
@@ -74,7 +55,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 40), width=st.integers(1, 20))
     def make(self, rows: int, width: int) -> None:
-        """A shard whose rows are smaller or larger than a block."""
+        """Create a shard whose rows are smaller or larger than a block."""
         self.patch = pytest.MonkeyPatch()
         small_blocks(self.patch)
         self.array = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
@@ -85,14 +66,14 @@ class SnapshotMachine(RuleBasedStateMachine):
         self.last = 0.0
 
     def fresh(self, shape: tuple[int, ...]) -> Values:
-        """Values that were never there before."""
+        """Return values that were never there before."""
         count = int(np.prod(shape))
         self.last += count
         return np.arange(self.last, self.last + count, dtype=np.float32).reshape(shape)
 
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        """A read of any range begins."""
+        """Begin a read of any range."""
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
@@ -100,33 +81,38 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def begin_to_send(self, data: st.DataObject) -> None:
-        """The same, of the live array."""
+        """Begin a read of the live array."""
         start = data.draw(st.integers(0, self.array.nbytes))
         stop = data.draw(st.integers(start, self.array.nbytes))
         expected = self.array.tobytes()[start:stop]
         snapshot, blocks = self.shard.snapshot(start, stop, self.spill), data.draw(st.integers(1, 5))
-        self.readings.append(Sending(snapshot, expected, self.maybe_change, blocks))
+        self.readings.append(Reading(snapshot, expected, self.send, blocks))
+
+    def send(self, chunk: memoryview) -> bytes:
+        """Return what the other side receives of a chunk after a while."""
+        self.maybe_change()
+        return bytes(chunk)
 
     def maybe_change(self) -> None:
-        """While a chunk waits to be sent an update may come."""
+        """Maybe update, while a chunk waits to be sent."""
         if self.interrupt is not None:
             change, self.interrupt = self.interrupt, None
             change()
 
     def copy(self, chunk: memoryview) -> bytes:
-        """A copy of a chunk, in the middle of which an update may come."""
+        """Copy a chunk, maybe with an update in the middle."""
         half = bytes(chunk[: len(chunk) // 2])
         self.maybe_change()
         return half + bytes(chunk[len(half) :])
 
     @rule()
     def interrupt_the_next_copy(self) -> None:
-        """An update will come while a chunk is copied."""
+        """Have an update arrive while a chunk is copied."""
         self.interrupt = self.change_all
 
     @rule(which=st.integers(0, 9), chunks=st.integers(1, 5))
     def read_on(self, which: int, chunks: int) -> None:
-        """The network takes some more of a read."""
+        """Read some chunks."""
         if not self.readings:
             return
         reading = self.readings[which % len(self.readings)]
@@ -140,7 +126,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def give_up(self, which: int) -> None:
-        """A reader goes away in the middle."""
+        """Stop reading."""
         if self.readings:
             reading = self.readings.pop(which % len(self.readings))
             reading.snapshot.close()
@@ -148,7 +134,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule()
     def dense_update(self) -> None:
-        """All of the shard changes."""
+        """Change all of the shard."""
         self.change_all()
 
     def change_all(self) -> None:
@@ -158,7 +144,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule()
     def replace(self) -> None:
-        """Another array takes the place of the one that there is, unless that is being read."""
+        """Replace the array, unless it is being read."""
         values = self.fresh(self.array.shape)
         with self.shard.lock:
             replaced = self.shard.replace(values)
@@ -168,7 +154,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule(cuts=st.lists(st.integers(0, 800), max_size=5))
     def dense_update_in_spans(self, cuts: list[int]) -> None:
-        """All of the shard changes, a piece after the other."""
+        """Change all of the shard, one piece after another."""
         flat, values = self.array.reshape(-1), self.fresh((self.array.size,))
         ends = sorted({min(cut, flat.size) for cut in cuts} | {0, flat.size})
         with self.shard.lock:
@@ -178,7 +164,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def sparse_update(self, data: st.DataObject) -> None:
-        """Some rows change, some of them twice."""
+        """Change some rows, some of them twice."""
         rows = data.draw(st.lists(st.integers(0, len(self.array) - 1), max_size=6))
         ids = np.array(rows, np.int64)
         with self.shard.lock:
@@ -196,12 +182,12 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_came_is_of_the_moment(self) -> None:
-        """Everything given out so far is what stood there when the snapshot was made."""
+        """Check that everything given out so far is of the moment of the snapshot."""
         for reading in getattr(self, "readings", ()):
             assert reading.expected.startswith(reading.got)
 
     def teardown(self) -> None:
-        """The rest of every read is right too, and afterwards no update does anything for a snapshot."""
+        """Check that the rest of every read is right too, and that afterwards updates save nothing."""
         if not hasattr(self, "patch"):
             return
         try:
@@ -226,27 +212,21 @@ SPLIT = (6, 10)  # two shards, of 6 and of 4 rows
 
 
 def new_store() -> Store:
-    """A server's state with one variable of two shards, all zero, and an SGD that subtracts the gradient."""
+    """Create a state with one variable of two shards, all zero, and an SGD that subtracts the gradient."""
     held = Store(0, JOB)
     spec = ps_pb2.VariableSpec(
         id=VARIABLE, name="v", dtype="float32", shape=SHAPE, owners=[0, 0], splits=[{"ends": SPLIT}, {"ends": [5]}]
     )
     request = ps_pb2.CreateRequest(job=JOB, variable=spec)
     creation.create(held, request, Payload([memoryview(bytes(creation.expected_bytes(held, request) or 0))]))
-    numbers, flags = optim.SGD(learning_rate=1.0).to_spec()
-    optimizer = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="sgd", rule=optim.SGD.name, numbers=numbers, flags=flags)
+    numbers, flags = rules.SGD(learning_rate=1.0).to_spec()
+    optimizer = ps_pb2.OptimizerSpec(id=OPTIMIZER, name="sgd", rule=rules.SGD.name, numbers=numbers, flags=flags)
     creation.create(held, ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), Payload([]))
     return held
 
 
-def padded(*arrays: npt.NDArray[Any]) -> Payload:
-    """A payload with these segments."""
-    pieces = [piece for array in arrays for piece in (bytes(view(array)), bytes(padding(array.nbytes)))]
-    return Payload([memoryview(b"".join(pieces))])
-
-
 class Client:
-    """Sends a store updates as a client without a function does."""
+    """Sends a store updates, outside of functions."""
 
     def __init__(self, held: Store) -> None:
         self.held = held
@@ -255,7 +235,7 @@ class Client:
     def update(
         self, item: ps_pb2.UpdateItem, *segments: npt.NDArray[Any], payload: Payload | None = None
     ) -> ps_pb2.UpdateReply:
-        """One item."""
+        """Apply an update of one item."""
         self.sequence += 1
         item.variable, item.nth, item.value_bytes = VARIABLE, 1, segments[-1].nbytes
         request = ps_pb2.UpdateRequest(
@@ -267,23 +247,23 @@ class Client:
         )
 
     def dense(self, number: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:
-        """An update of a whole shard."""
+        """Update a whole shard."""
         item = ps_pb2.UpdateItem(shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True))
         self.update(item, values)
 
     def replace(self, number: int, values: Values) -> None:
-        """An array for a whole shard."""
+        """Assign a whole shard in an array of its own."""
         item = ps_pb2.UpdateItem(shard=number, kind=ps_pb2.ASSIGN, rows=ps_pb2.Rows(all=True))
         self.update(item, values, payload=Payload([view(values)], arrays={0: values}))
 
     def rows(self, number: int, kind: ps_pb2.UpdateKind, ids: list[int], values: Values, optimizer: int = 0) -> None:
-        """An update of rows of a shard."""
+        """Update rows of a shard."""
         item = ps_pb2.UpdateItem(shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(ids=len(ids)))
         self.update(item, np.array(ids, np.int64), values)
 
 
 def read_request() -> ps_pb2.ReadRequest:
-    """Both shards, whole."""
+    """Return a read of both shards, whole."""
     items = [ps_pb2.ReadItem(variable=VARIABLE, shard=number, rows=ps_pb2.Rows(all=True)) for number in range(2)]
     return ps_pb2.ReadRequest(job=JOB, items=items)
 
@@ -305,18 +285,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        """A read of both shards begins; each is cut into several blocks."""
+        """Begin a read of both shards; each is cut into several blocks."""
         self.reads.append((reads.read(self.held, read_request(), Payload([])), [], bytearray()))
 
     @rule(which=st.integers(0, 9), pieces=st.integers(1, 6))
     def read_on(self, which: int, pieces: int) -> None:
-        """Some more pieces of a read are taken."""
+        """Read some more pieces."""
         if not self.reads:
             return
         pieces_of, moments, got = read = self.reads[which % len(self.reads)]
         for _ in range(pieces):
             edge = SIZES[0] + padding(SIZES[0])
-            if len(got) in (0, edge):  # a shard's moment is when its first piece is asked for
+            if len(got) in (0, edge):  # a shard's moment is when its first piece is requested
                 moments.append(self.twin[len(moments)].tobytes())
             piece = next(pieces_of, None)
             if piece is None:
@@ -329,7 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def give_up(self, which: int) -> None:
-        """A reader goes away."""
+        """Stop reading."""
         if self.reads:
             pieces_of = self.reads.pop(which % len(self.reads))[0]
             assert isinstance(pieces_of, Iterator)
@@ -339,7 +319,7 @@ class StoreMachine(RuleBasedStateMachine):
         number=st.integers(0, 1), seed=st.integers(0, 99), how=st.sampled_from(["assign", "replace", "add", "gradient"])
     )
     def dense_update(self, number: int, seed: int, how: str) -> None:
-        """All of a shard changes."""
+        """Change all of a shard."""
         twin = self.twin[number]
         values = np.random.default_rng(seed).integers(-9, 9, twin.shape).astype(np.float32)
         if how == "assign":
@@ -362,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
         how=st.sampled_from(["add", "max", "gradient"]),
     )
     def sparse_update(self, number: int, ids: list[int], seed: int, how: str) -> None:
-        """Rows of a shard change; of duplicates the sum, or the largest, counts."""
+        """Change rows of a shard; of duplicates the sum, or the largest, counts."""
         twin = self.twin[number]
         values = np.random.default_rng(seed).integers(-9, 9, (len(ids), 5)).astype(np.float32)
         if how == "add":
@@ -376,7 +356,7 @@ class StoreMachine(RuleBasedStateMachine):
             np.subtract.at(twin, ids, values)
 
     def teardown(self) -> None:
-        """The values are the twin's."""
+        """Check that the values are the twin's."""
         try:
             whole = b"".join(reads.read(self.held, read_request(), Payload([])))
             assert whole == b"".join(twin.tobytes() + bytes(padding(twin.nbytes)) for twin in self.twin)
@@ -389,7 +369,27 @@ TestStore.__doc__ = "A read through the store is, shard by shard, the value at o
 TestStore.settings = search(60, 40)
 
 
-def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_whole(held: Store, how: str) -> bytes:
+    """Read both shards in pieces, or in frames of the live arrays, of one block or of four."""
+    if how == "pieces":
+        return b"".join(reads.read(held, read_request(), Payload([])))
+    request, got, before = ps_pb2.Request(id=3, read=read_request()), bytearray(), 0
+    total = reads.reply_bytes(held, request.read, 0)
+    last = []
+    for frame in reads.frames(held, request, Payload([]), total, (4 if how == "large frames" else 1) * CHUNK):
+        reply, payload = unpack(b"".join(frame), ps_pb2.Reply)
+        if reply.again:
+            del got[before:]
+        before = len(got)
+        got += payload
+        last.append(reply.last)
+    assert last[-1]
+    assert len(got) == total
+    return bytes(got)
+
+
+@pytest.mark.parametrize("how", ["pieces", "frames", "large frames"])
+def test_a_read_under_real_threads_is_of_one_moment(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While threads add 1 to every element, no read sees an addition half done."""
     small_blocks(monkeypatch)
     held = new_store()
@@ -400,7 +400,7 @@ def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPa
 
     def read(mine: list[int]) -> None:
         while not over.is_set():
-            whole = b"".join(reads.read(held, read_request(), Payload([])))
+            whole = read_whole(held, how)
             for start, size in ((0, SIZES[0]), (SIZES[0] + padding(SIZES[0]), SIZES[1])):
                 values = np.frombuffer(whole[start : start + size], np.float32)
                 if len(set(values.tolist())) != 1:
@@ -419,5 +419,5 @@ def test_a_read_under_real_threads_is_of_one_moment(monkeypatch: pytest.MonkeyPa
         thread.join()
     assert not wrong
     assert all(mine == sorted(mine) for mine in seen), "a later read is not of an earlier moment"
-    final = np.frombuffer(b"".join(reads.read(held, read_request(), Payload([])))[: SIZES[0]], np.float32)
+    final = np.frombuffer(read_whole(held, how)[: SIZES[0]], np.float32)
     assert final.tolist() == [additions] * 30

@@ -1,8 +1,8 @@
-"""What a machine may find after its power failed: made from a journal of what a process wrote and synced.
+"""The states in which a machine may be found after a power failure, from a journal of writes and syncs of a process.
 
-`power_loss.c`, preloaded into a server, writes the journal. POSIX promises that what was synced is there. Of the rest
-anything may be: each write, or some of its sectors; each change of a file's size; and of names as many as the file
-system has got to, in their order.
+`power_loss.c`, preloaded into a server, writes the journal. POSIX guarantees only what was synced. Anything may be
+found of the rest: each write, or some of its sectors; each change of a file's size; and as many of the changes of names
+as the file system had completed, in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
 
 def build_shim(folder: Path) -> Path:
-    """Compile what is preloaded."""
+    """Compile the library to preload."""
     shim = folder / "power_loss.so"
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl", "-lpthread"], check=True, timeout=120)
@@ -42,12 +42,12 @@ def build_shim(folder: Path) -> Path:
 
 
 def acknowledgement(what: str, count: int) -> bytes:
-    """The record of one, to be appended to the journal with one write."""
+    """Return an acknowledgement's record, to be appended to the journal in one write."""
     return _HEAD.pack(ACKNOWLEDGED, 0, count, len(what), 0, 0) + what.encode()
 
 
 def read_journal(path: Path) -> list[Record]:
-    """All that is whole."""
+    """Read all records that are whole."""
     data, at, found = path.read_bytes(), 0, []
     while at + _HEAD.size <= len(data):
         kind, inode, offset, *lengths = _HEAD.unpack_from(data, at)
@@ -64,7 +64,7 @@ def read_journal(path: Path) -> list[Record]:
 
 @dataclass
 class _File:
-    """An inode: what is done to it in order, and how much of that was synced."""
+    """An inode: its calls in order, and how many of them were synced."""
 
     calls: list[Record] = field(default_factory=list)
     synced: int = 0
@@ -72,19 +72,19 @@ class _File:
 
 @dataclass
 class _Names:
-    """Of a folder: what is done to them in order, and how much of that was synced."""
+    """The names in a folder: their changes in order, and how many of them were synced."""
 
     calls: list[tuple[Record, int]] = field(default_factory=list)  # and which of our files
     synced: int = 0
 
 
 class Machine:
-    """All that was written until the power failed."""
+    """All that was written before the power failed."""
 
     def __init__(self, records: list[Record]) -> None:
         self._files: list[_File] = []
         self._names: dict[str, _Names] = {}
-        now: dict[int, int] = {}  # our file by inode: a number is used again when its file is gone
+        now: dict[int, int] = {}  # our file by inode: a number is reused once its file is removed
         for each in records:
             match each.kind:
                 case b"C":
@@ -107,7 +107,7 @@ class Machine:
         names.calls.append((record, now.get(record.inode, -1)))
 
     def restart(self, folder: Path, into: Path, chance: random.Random) -> None:
-        """Write what is found of `folder`: what was synced, and by chance some of the rest."""
+        """Write a state in which `folder` may be found: all that was synced, and a random part of the rest."""
         names: dict[str, int] = {}
         known = self._names.get(str(folder), _Names())
         for record, file in known.calls[: chance.randint(known.synced, len(known.calls))]:

@@ -1,4 +1,4 @@
-"""What the tests of a server's state share: stores, clients, all that there is to compare, and a disk that fails."""
+"""Shared by the tests of a server's state: stores, clients, all facts to compare, and a disk that fails."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.waiting import PATIENCE
+from tests.waiting import TIMEOUT
 
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.optim import RULES
+from pscluster.ps.optim.rules import RULES
 from pscluster.ps.server import creation, reads, shard, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
-from pscluster.ps.storage import capture, generations, spill
+from pscluster.ps.spec import METADATA
 from pscluster.ps.storage import log as log_module
-from pscluster.ps.storage.manager import Lineage, StateManager
+from pscluster.ps.storage import spill
+from pscluster.ps.storage.manager import JobIdentity, StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
@@ -37,7 +38,7 @@ FIRST = log_module._FIRST
 """Where the first record of a segment of the log begins."""
 
 JOB = 7
-LINEAGE = Lineage(77, 78, 1, "of the tests")
+IDENTITY = JobIdentity(77, 78, 1, "of the tests")
 CHUNK = 32
 """Bytes of a block where `small_blocks` was called."""
 
@@ -47,7 +48,7 @@ NEVER = 1e6
 
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Cut everything into blocks of `CHUNK` bytes."""
-    for module in (shard, reads, capture, generations, spill):
+    for module in (shard, reads, spill):
         patch.setattr(module, "CHUNK_BYTES", CHUNK)
 
 
@@ -55,13 +56,13 @@ def small_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def padded(*arrays: Array) -> Payload:
-    """A payload with these segments."""
+    """Return a payload with these segments."""
     pieces = [piece for array in arrays for piece in (bytes(view(array)), bytes(padding(array.nbytes)))]
     return Payload([memoryview(b"".join(pieces))])
 
 
 def declare(held: Store, number: int, values: Array, *ends: tuple[int, ...], name: str = "") -> None:
-    """A variable with these values, cut along its first axis only, all of it here."""
+    """Create a variable with these values, cut only along its first axis, with all shards here."""
     cuts = ends[0] if ends else values.shape[:1]
     splits = [{"ends": cuts if axis == 0 else [length]} for axis, length in enumerate(values.shape)]
     spec = ps_pb2.VariableSpec(
@@ -75,7 +76,7 @@ def declare(held: Store, number: int, values: Array, *ends: tuple[int, ...], nam
 def declare_rule(
     held: Store, number: int, rule: str, *, schedule: str = "", ema: float = 0.0, **hyperparameters: float
 ) -> None:
-    """An optimizer."""
+    """Create an optimizer."""
     numbers, flags = RULES[rule](**hyperparameters).to_spec()
     spec = ps_pb2.OptimizerSpec(
         id=number, name=f"o{number}", rule=rule, numbers=numbers, flags=flags, schedule=schedule, ema_momentum=ema
@@ -84,14 +85,14 @@ def declare_rule(
 
 
 def values_of(held: Store, variable: int, number: int = 0) -> Array:
-    """Of a shard."""
+    """Return a copy of a shard's values."""
     found = {each.spec.id: each for each in held.held()[0]}[variable].shards[number]
     with found.lock:
         return found.array.copy()
 
 
 def facts(held: Store, *, ledger: bool = True) -> Facts:
-    """All that a store holds, to be compared."""
+    """Return all that a store holds, for comparison."""
     found: Facts = {}
     variables, optimizers, awaited = held.held()
     for each in variables:
@@ -106,11 +107,15 @@ def facts(held: Store, *, ledger: bool = True) -> Facts:
             found[each.spec.id, number, "keys"] = sorted(keys, key=repr)
     for known in optimizers:
         found["optimizer", known.spec.id] = known.spec.SerializeToString(deterministic=True), known.by_value
+    metadata = held.directory.metadata
+    with metadata.lock, held.ledger() as memory:
+        keys = [(origin, sorted(nths)) for origin, nths in memory.keys_of(*METADATA)]
+        found["metadata"], found["metadata", "keys"] = (metadata.texts, metadata.updates), sorted(keys, key=repr)
     found["awaited"], found["job"], found["index"] = awaited, held.job, held.index
     if ledger:
         with held.ledger() as memory:
-            found["closed"], found["finished"] = sorted(memory.closed), memory.finished
-            found["settled"] = {client: below for client, below in memory.settled.items() if below}
+            found["closed"], found["finished"] = sorted(memory.closed), list(memory.finished)
+            found["settled"] = {number: client.settled for number, client in memory.clients.items() if client.settled}
     return found
 
 
@@ -118,7 +123,7 @@ def facts(held: Store, *, ledger: bool = True) -> Facts:
 
 
 def dense(kind: ps_pb2.UpdateKind, values: Array, variable: int = 1, number: int = 0, optimizer: int = 0) -> Part:
-    """Of a whole shard."""
+    """Update a whole shard."""
     item = ps_pb2.UpdateItem(
         variable=variable, shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True)
     )
@@ -134,7 +139,7 @@ def rows(
     optimizer: int = 0,
     leading: int = 0,
 ) -> Part:
-    """Of rows of a shard."""
+    """Update rows of a shard."""
     item = ps_pb2.UpdateItem(
         variable=variable,
         shard=number,
@@ -148,7 +153,7 @@ def rows(
 def box(
     kind: ps_pb2.UpdateKind, axes: list[tuple[int, int, int]], values: Array, variable: int = 1, number: int = 0
 ) -> Part:
-    """Of start, step and count along each axis; one value is for all of them."""
+    """Update a box, given as start, step and count of each axis; a scalar is for all of it."""
     slices = ps_pb2.Slices(axes=[{"start": start, "step": step, "count": count} for start, step, count in axes])
     item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=kind, rows=ps_pb2.Rows(slices=slices))
     item.scalar = values.ndim == 0 and bool(axes)
@@ -156,9 +161,16 @@ def box(
 
 
 def scalar(kind: ps_pb2.UpdateKind, value: Array, variable: int = 1, number: int = 0) -> Part:
-    """One value for all of a shard."""
+    """Update all of a shard with one value."""
     item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=kind, rows=ps_pb2.Rows(all=True), scalar=True)
     return item, (value,)
+
+
+def put(name: str, text: str) -> Part:
+    """Of the job's metadata."""
+    variable, number = METADATA
+    item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=ps_pb2.PUT, name=name, text=text)
+    return item, (np.empty(0, np.uint8),)
 
 
 class Client:
@@ -171,7 +183,7 @@ class Client:
         self.sequence = 0
 
     def made(self, *parts: Part, function: int = 0) -> Sendable:
-        """A request, its payload, and how long that is."""
+        """Return a request, its payload, and the payload's size."""
         self.sequence += 1
         request = ps_pb2.UpdateRequest(job=self.held.job, incarnation=self.incarnation, function=function)
         if not function:
@@ -184,12 +196,12 @@ class Client:
         return request, padded(*arrays), sum(array.nbytes + padding(array.nbytes) for array in arrays)
 
     def send(self, made: Sendable) -> ps_pb2.UpdateReply:
-        """As the service does."""
+        """Apply a request as the service does."""
         request, payload, total = made
         return write(self.manager, self.held, request, updates.check_update(self.held, request, total), payload, total)
 
     def update(self, *parts: Part, function: int = 0) -> ps_pb2.UpdateReply:
-        """A new one."""
+        """Make and apply an update."""
         return self.send(self.made(*parts, function=function))
 
 
@@ -200,7 +212,7 @@ class Client:
 def manager_of(
     folder: Path, kind: Durability = Durability.LOG, every: float = NEVER, *, fsync: bool = False
 ) -> Iterator[StateManager]:
-    """A manager that has not been started."""
+    """Give a manager that has not been started, and close it."""
     manager = StateManager(DurabilityOptions(kind, folder, every, fsync))
     try:
         yield manager
@@ -212,16 +224,16 @@ def manager_of(
 def begun(
     folder: Path, kind: Durability = Durability.LOG, every: float = NEVER, *, fsync: bool = False
 ) -> Iterator[tuple[StateManager, Store]]:
-    """A server in an empty directory whose job has just begun."""
+    """Give a server in an empty directory whose job has just begun."""
     with manager_of(folder, kind, every, fsync=fsync) as manager:
         assert manager.restore() is None
         held = Store(0, JOB)
-        manager.begin(held, LINEAGE)
+        manager.begin(held, IDENTITY)
         yield manager, held
 
 
 def killed(folder: Path) -> Path:
-    """What a process that dies now leaves behind."""
+    """Copy what a process that dies now leaves behind."""
     copies = [int(path.name.rpartition("-")[2]) for path in folder.parent.glob(f"{folder.name}-copy-*")]
     copy = folder.with_name(f"{folder.name}-copy-{max(copies, default=0) + 1}")
     shutil.copytree(folder, copy, copy_function=_copied)
@@ -229,9 +241,9 @@ def killed(folder: Path) -> Path:
 
 
 def _copied(source: str, target: str) -> None:
-    """From its end, so that nothing is in the copy without what was written before it."""
+    """Copy from the end, so that the copy has nothing without what was written before it."""
     with open(source, "rb", buffering=0) as old, open(target, "wb", buffering=0) as new:
-        first = os.pread(old.fileno(), FIRST, 0)  # a log's mark is of no moment behind that of its records
+        first = os.pread(old.fileno(), FIRST, 0)  # the mark of a log may be older than its records, never newer
         size = os.fstat(old.fileno()).st_size
         new.truncate(size)
         for at in range((size - 1) // 4096 * 4096, -1, -4096):
@@ -242,22 +254,22 @@ def _copied(source: str, target: str) -> None:
 
 
 def restored(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store | None:
-    """What a server that starts in this directory has. Without a log it only cuts off the torn end of the last one."""
+    """Return the store that a server restores here. Without a log it truncates only a torn end of the last segment."""
     with manager_of(folder, kind) as manager:
         found = manager.restore()
-        assert found is None or found.lineage == LINEAGE
+        assert found is None or found.identity == IDENTITY
         return None if found is None else found.store
 
 
 def found_in(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store:
-    """The same; there has to be something."""
+    """Return the restored store; there must be one."""
     held = restored(folder, kind)
     assert held is not None
     return held
 
 
 def names(folder: Path) -> set[str]:
-    """Of the files there."""
+    """Return the names of the files there."""
     return {path.name for path in folder.iterdir()}
 
 
@@ -280,35 +292,48 @@ class Trouble:
         return self._real(number, *rest)
 
     def fail(self) -> None:
-        """Raise."""
+        """Raise the error."""
         raise OSError(self._code, os.strerror(self._code))
 
 
 class Hold(Trouble):
-    """A call that stands still while `armed`, until `go` is set; then it fails if it is to."""
+    """A call that blocks while `armed`, after the first `passes`, until `go` is set; then it may fail."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, call: str, files_with: str = "") -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, call: str, files_with: str = "", passes: int = 0) -> None:
         super().__init__(patch, call, files_with)
+        self.passes = passes
         self.entered, self.go = threading.Event(), threading.Event()
         self.failing = False
 
     def fail(self) -> None:
-        """Wait."""
+        """Block until `go` is set."""
+        if self.raised <= self.passes:
+            return
         self.entered.set()
-        assert self.go.wait(PATIENCE)
+        assert self.go.wait(TIMEOUT)
         if self.failing:
             super().fail()
+
+    @contextlib.contextmanager
+    def during(self, work: Callable[[], object]) -> Iterator[None]:
+        """Run the block while `work` is blocked here in another thread; then let it end, without an error."""
+        self.armed = True
+        with beside(work) as raised:
+            assert self.entered.wait(TIMEOUT)
+            yield
+            self.go.set()
+        assert raised == []
 
 
 @contextlib.contextmanager
 def beside(*works: Any) -> Iterator[list[BaseException]]:
-    """Run these in threads of their own; gives what they raised. They have ended behind the block."""
+    """Run these in threads for the block; gives what they raised. They have ended after it."""
     raised = list[BaseException]()
 
     def run(work: Any) -> None:
         try:
             work()
-        except BaseException as error:  # for the test to look at
+        except BaseException as error:  # for the test to check
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
@@ -318,5 +343,5 @@ def beside(*works: Any) -> Iterator[list[BaseException]]:
         yield raised
     finally:
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
         assert not any(thread.is_alive() for thread in threads)

@@ -1,4 +1,4 @@
-"""Generations on disk: what comes back is what was saved, or older, or nothing; never anything else."""
+"""Generations on disk: a restore gives what was saved, an older state, or nothing; never anything else."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.ps.storage.support import (
+    IDENTITY,
     JOB,
-    LINEAGE,
     NEVER,
     Client,
     Facts,
@@ -44,7 +44,7 @@ from tests.ps.storage.support import (
 
 from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.functions.definitions import capture
-from pscluster.ps.optim import RULES, UpdateRule
+from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.schedules import CosineDecay
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
@@ -63,7 +63,7 @@ ALL_DTYPES = [
 
 
 def any_bits(shape: tuple[int, ...], name: str) -> Array:
-    """Any values: NaNs of all kinds, infinities, both zeros."""
+    """Return random bits: NaNs of all kinds, infinities, both zeros."""
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     random = np.random.default_rng(len(name))
     size = int(np.prod(shape)) * dtype.itemsize
@@ -73,7 +73,7 @@ def any_bits(shape: tuple[int, ...], name: str) -> Array:
 
 @pytest.mark.parametrize("blocks", ["small", "whole"])
 def test_every_type_and_shape_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: str) -> None:
-    """Bit for bit, scalars and empty ones too, in one shard and in several."""
+    """Bit for bit, scalars and empty arrays too, in one shard and in several."""
     if blocks == "small":
         small_blocks(monkeypatch)
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
@@ -90,7 +90,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str) -> None:
-    """After a restore the next gradients do what they do in the store that lived on."""
+    """After a restore the next gradients have the same effect as in the store that kept running."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     schedule = json.dumps(CosineDecay(initial_learning_rate=0.5, decay_steps=10).to_spec())
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
@@ -119,7 +119,7 @@ def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str
 
 
 def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
-    """Keys, closed incarnations, ended functions and settled requests: each refuses what it refused before."""
+    """Keys, closed incarnations, ended functions and settled requests: each refuses the same as before."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(4, np.float32), (2, 4))
         one, other, closed = Client(manager, held, 9), Client(manager, held, (1 << 64) - 1), Client(manager, held, 11)
@@ -151,7 +151,7 @@ def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
 
 
 def test_the_rule_of_a_class_by_value_is_awaited(tmp_path: Path) -> None:
-    """Its pickle is not kept; which one is missing is."""
+    """A rule that came as a pickle is not saved, but the server knows which one is missing."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         declare_by_value(held)
@@ -166,7 +166,7 @@ def test_the_rule_of_a_class_by_value_is_awaited(tmp_path: Path) -> None:
 
 
 def by_value() -> type[UpdateRule]:
-    """A class that can only travel as a pickle."""
+    """A class that can only be sent as a pickle."""
 
     @dataclass(frozen=True)
     class Mine(UpdateRule):
@@ -183,7 +183,7 @@ def by_value() -> type[UpdateRule]:
 
 
 def declare_by_value(held: Store) -> None:
-    """Optimizer 2."""
+    """Declare optimizer 2."""
     definition = next(
         form for form in capture(by_value()).forms() if form.pickle
     )  # as a client sends it: the pickle is the payload
@@ -194,7 +194,7 @@ def declare_by_value(held: Store) -> None:
 
 
 def test_a_rule_that_is_still_awaited_at_the_next_restart(tmp_path: Path) -> None:
-    """A server that saves a generation, and dies, before the coordinator came still knows what it lacks."""
+    """A server that saves a generation and dies before the coordinator came still knows what it lacks."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         declare_by_value(held)
@@ -211,7 +211,7 @@ def test_a_rule_that_is_still_awaited_at_the_next_restart(tmp_path: Path) -> Non
 RULE_MODULE = """
 from dataclasses import dataclass
 from typing import ClassVar
-from pscluster.ps.optim import UpdateRule
+from pscluster.ps.optim.rules import UpdateRule
 
 @dataclass(frozen=True)
 class Own(UpdateRule):
@@ -227,7 +227,7 @@ class Own(UpdateRule):
 
 
 class OwnRule:
-    """A rule in a module of the user's own, and optimizer 2 by it."""
+    """A rule in a user's own module, and optimizer 2 with it."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.source = folder / "own_rule_of_a_user.py"
@@ -239,38 +239,38 @@ class OwnRule:
         self.definition = definition
 
     def declare(self, held: Store) -> None:
-        """As a client that has the module does."""
+        """Declare it as a client that has the module does."""
         spec = ps_pb2.OptimizerSpec(id=2, name="mine", rule="custom")
         creation.create(held, ps_pb2.CreateRequest(job=JOB, optimizer=spec, rule=self.definition), Payload([]))
 
     def edit(self) -> None:
-        """It is another one from now on."""
+        """Edit the module, which makes it another version."""
         self.source.write_text(RULE_MODULE + "\n# edited\n")
 
 
 @pytest.fixture
 def own_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnRule]:
-    """As it was written."""
+    """Give a rule in a module of its own."""
     own = OwnRule(tmp_path, monkeypatch)
     yield own
     sys.modules.pop(own.source.stem, None)
 
 
 def gradient() -> Part:
-    """Of ones, by optimizer 2."""
+    """Return a gradient of ones for optimizer 2."""
     return dense(ps_pb2.APPLY_GRADIENT, np.ones(3, np.float32), optimizer=2)
 
 
 @pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG], ids=lambda kind: str(kind.value))
 def test_a_rule_by_reference_that_is_another_now(tmp_path: Path, own_rule: OwnRule, kind: Durability) -> None:
-    """Its file was edited before the restart: all values are there, and its gradients wait until it is declared."""
+    """Its file was edited before the restart: all values are restored, and its gradients wait for its declaration."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3, dtype=np.float32))
         own_rule.declare(held)
         client = Client(manager, held)
         manager.save()
         client.update(gradient())
-        manager.save()  # it holds the gradient, so that nobody needs the rule to have it back
+        manager.save()  # it holds the gradient, so that the rule is not needed to restore it
         client.update(dense(ps_pb2.ADD, np.full(3, 10, np.float32)))
         manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
@@ -297,7 +297,7 @@ def test_a_rule_by_reference_that_is_another_now(tmp_path: Path, own_rule: OwnRu
 
 
 def test_a_rule_by_reference_that_the_log_needs(tmp_path: Path, own_rule: OwnRule) -> None:
-    """Without it the gradients in the log can't be applied again: that is said, and with the rule they are."""
+    """Without it the gradients in the log can't be replayed: the error says so, and with the rule they are."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3, np.float32))
         own_rule.declare(held)
@@ -315,7 +315,7 @@ def test_a_rule_by_reference_that_the_log_needs(tmp_path: Path, own_rule: OwnRul
 
 
 class Saved:
-    """A directory with two generations, as a process that died left it, and what each holds."""
+    """A directory with two generations, as a process that died left it, and the state of each."""
 
     def __init__(self, folder: Path, kind: Durability) -> None:
         self.states = list[Facts]()
@@ -340,7 +340,7 @@ class Saved:
         self.kind = kind
 
     def outcome(self) -> str:
-        """Of a restart with the files as they are now."""
+        """Describe what a restart with the present files gives."""
         try:
             held = restored(self.folder)
         except ConfigurationError:
@@ -352,7 +352,7 @@ class Saved:
         return "newest" if found == self.newest else "older"
 
     def mend(self) -> None:
-        """All files as they were."""
+        """Restore all files."""
         for name, data in self.files.items():
             (self.folder / name).write_bytes(data)
 
@@ -365,7 +365,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
 
 
 def used_bytes(saved: Saved) -> dict[str, set[int]]:
-    """By file: the bytes that mean something, as the manifests say."""
+    """Return, by file, the bytes that matter, according to the manifests."""
     used: dict[str, set[int]] = {name: set() for name in saved.files}
     directory = StateDirectory(saved.folder)
     try:
@@ -402,19 +402,20 @@ def test_no_flipped_bit_passes(saved: Saved) -> None:
 
 
 def test_no_cut_passes(saved: Saved) -> None:
-    """Of any file, to any length, nothing at all included."""
+    """Of any file, to any length, including nothing at all."""
+    last = max(name for name in saved.files if name.endswith("manifest"))
     for name, data in saved.files.items():
         for size in sorted({0, 1, len(data) - 1, *range(0, len(data), max(len(data) // 25, 1))}):
             if size < len(data):
                 (saved.folder / name).write_bytes(data[:size])
                 outcome = saved.outcome()
                 if name.endswith("manifest"):
-                    assert outcome == ("older" if name == max(saved.files) else "newest")
+                    assert outcome == ("older" if name == last else "newest")
         saved.mend()
 
 
 def test_files_that_are_missing_or_swapped_or_longer(saved: Saved) -> None:
-    """Nothing wrong comes of it either."""
+    """None of them gives a wrong state."""
     for name, data in saved.files.items():
         (saved.folder / name).unlink()
         saved.outcome()
@@ -436,9 +437,9 @@ def test_files_that_are_missing_or_swapped_or_longer(saved: Saved) -> None:
 
 
 def test_half_written_generations_are_never_taken_for_one(saved: Saved) -> None:
-    """What a process that died left of its next one: data, a manifest that has not its name yet."""
+    """A process that died left parts of its next generation: data, a manifest that was not renamed yet."""
     newest_file = max(name for name in saved.files if name.endswith("manifest"))
-    (saved.folder / "state-000099.data").write_bytes(b"x" * 100)
+    (saved.folder / "state-000099.safetensors").write_bytes(b"x" * 100)
     (saved.folder / "state-000098.manifest.new").write_bytes(saved.files[newest_file])
     (saved.folder / "state-000097.manifest").write_bytes(b"")
     assert saved.outcome() == "newest"
@@ -452,7 +453,7 @@ def test_half_written_generations_are_never_taken_for_one(saved: Saved) -> None:
 
 
 def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
-    """The damaged one is not written over in place, and goes."""
+    """The damaged generation is not overwritten in place, and is removed."""
     manifest = saved.folder / max(name for name in saved.files if name.endswith("manifest"))
     manifest.write_bytes(saved.files[manifest.name][:-1])
     with manager_of(saved.folder, Durability.SNAPSHOT) as manager:
@@ -467,7 +468,7 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
 
 
 def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A shard that has not changed lies in one file: a flipped bit there spoils both, and the file is named."""
+    """A shard that has not changed is in one file: a flipped bit there damages both, and the file is named."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         for number in (1, 2):
             declare(held, number, np.zeros(30))
@@ -487,11 +488,11 @@ def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.Log
     path.write_bytes(data)
     with pytest.raises(ConfigurationError, match=r"none of the state in .* can be used"):
         restored(copy)
-    assert caplog.text.count(f"{path.name} is damaged between bytes") == 2
+    assert caplog.text.count(f"{path.name} is damaged: ") == 2
 
 
 def test_a_state_of_which_nothing_is_whole(saved: Saved, caplog: pytest.LogCaptureFixture) -> None:
-    """A server does not begin anew over it: it says of each generation why, and what to do, and that helps."""
+    """A server does not start empty over it: it gives the reason for each generation, and advice that works."""
     for name in saved.files:
         (saved.folder / name).write_bytes(b"\0" * 64)
     with pytest.raises(ConfigurationError, match=r"none of the state in .* can be used.*move it away to start over"):
@@ -503,9 +504,9 @@ def test_a_state_of_which_nothing_is_whole(saved: Saved, caplog: pytest.LogCaptu
     assert saved.outcome() == "nothing"
 
 
-@pytest.mark.parametrize("ending", ["manifest", "data"])
+@pytest.mark.parametrize("ending", ["manifest", "safetensors"])
 def test_a_disk_that_can_not_be_read(saved: Saved, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """What it holds may be whole: the server does not fall back to an older generation, but says so."""
+    """The file may be whole: the server does not fall back to an older generation, but reports the error."""
     opened = io.open
 
     def fails(path: Any, *rest: Any, **more: Any) -> Any:
@@ -521,7 +522,7 @@ def test_a_disk_that_can_not_be_read(saved: Saved, monkeypatch: pytest.MonkeyPat
 
 
 def test_manifests_that_are_whole_but_make_no_sense(saved: Saved) -> None:
-    """With a right CRC, but of arrays elsewhere, or that do not fit their variables: not used."""
+    """With a correct CRC, but with arrays elsewhere, or that do not fit their variables: not used."""
     directory = StateDirectory(saved.folder)
     good = directory.manifest(directory.generations()[0])
     directory.close()
@@ -536,7 +537,7 @@ def test_manifests_that_are_whole_but_make_no_sense(saved: Saved) -> None:
         manifest.shards[0].arrays[0].shape.reverse()
 
     def nameless(manifest: state_pb2.Manifest) -> None:
-        manifest.shards[0].arrays[0].name = "slot/4/other"
+        manifest.shards[0].arrays[0].array = "slot/4/other"
 
     def strange(manifest: state_pb2.Manifest) -> None:
         manifest.shards[0].arrays[0].dtype = "object"
@@ -569,7 +570,7 @@ sys.stdin.read()
 
 
 def test_two_processes_on_one_directory(tmp_path: Path) -> None:
-    """The second is told what to do; when the first has died, however it did, there is room."""
+    """The second gets advice; once the first has died, in whatever way, the directory is free."""
     folder = tmp_path / "s"
     with subprocess.Popen(
         [sys.executable, "-c", OTHER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -585,7 +586,7 @@ def test_two_processes_on_one_directory(tmp_path: Path) -> None:
 
 
 def test_two_managers_of_one_process(tmp_path: Path) -> None:
-    """The same."""
+    """The second one is refused in the same process, too."""
     first = StateManager(DurabilityOptions(Durability.LOG, tmp_path))
     with pytest.raises(ConfigurationError, match=rf"\(pid {os.getpid()}\) .*--state-dir"):
         StateManager(DurabilityOptions(Durability.LOG, tmp_path))
@@ -594,7 +595,7 @@ def test_two_managers_of_one_process(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be done about it is said."""
+    """The error says what to do."""
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(ConfigurationError, match=f"can't be stored in {folder} .*--state-dir .*--durability none"):
@@ -612,14 +613,14 @@ def test_a_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_durability_without_a_directory() -> None:
-    """The same."""
+    """The error names the option."""
     with pytest.raises(ConfigurationError, match="--state-dir"):
         StateManager(DurabilityOptions(Durability.LOG))
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Whichever write of a generation it is, what the directory holds is the one before, and then the next."""
+    """Whichever write of a generation fails, the directory holds the previous one, and then the next."""
     small_blocks(monkeypatch)
     with begun(tmp_path / "s", Durability.SNAPSHOT, fsync=True) as (manager, held):
         declare(held, 1, np.arange(30, dtype=np.float32))
@@ -645,7 +646,7 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
                 manager.save()
             except PsClusterError:
                 assert "failing: No space left" in manager.words
-                # Where only the names were not flushed, the new one is there already.
+                # If only the names were not synced, the new one is there already.
                 assert facts(found_in(killed(tmp_path / "s"))) in (before, facts(held))
                 assert sorted(names(tmp_path / "s")) == sorted(
                     name for name in names(tmp_path / "s") if not name.endswith(".new")
@@ -663,7 +664,7 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_generation_of_nothing(tmp_path: Path) -> None:
-    """A job without variables is one, too."""
+    """A job without variables is restored, too."""
     with begun(tmp_path / "s", Durability.SNAPSHOT, NEVER) as (manager, held):
         manager.save()
         again = found_in(killed(tmp_path / "s"))
@@ -673,4 +674,4 @@ def test_a_generation_of_nothing(tmp_path: Path) -> None:
     with manager_of(tmp_path / "t", Durability.SNAPSHOT) as manager:
         found = manager.restore()
         assert found is not None
-        assert found.lineage == LINEAGE
+        assert found.identity == IDENTITY

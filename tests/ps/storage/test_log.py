@@ -1,4 +1,4 @@
-"""The log: what was acknowledged is in it once, whatever the disk does, and nothing else is acknowledged."""
+"""The log: acknowledged updates are in it once, whatever the disk does, and no others are acknowledged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from tests.ps.storage import support
 from tests.ps.storage.support import (
     FIRST,
+    IDENTITY,
     JOB,
-    LINEAGE,
     NEVER,
     Client,
     Hold,
@@ -39,11 +39,12 @@ from tests.ps.storage.support import (
     killed,
     manager_of,
     names,
+    put,
     rows,
     scalar,
     values_of,
 )
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.ps.server import updates
@@ -52,7 +53,7 @@ from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import records
-from pscluster.ps.storage.manager import Lineage, StateManager
+from pscluster.ps.storage.manager import JobIdentity, StateManager
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -64,26 +65,26 @@ RECORD_HEAD = log_module._HEAD.size
 
 @pytest.fixture(autouse=True, scope="module")
 def small_segments() -> Iterator[None]:
-    """So that they can be copied and read many times; they grow as large ones do."""
+    """Small segments can be copied and read many times; they grow as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_module, "_GROW", 4096)
         yield
 
 
 def restored(folder: Path) -> Store | None:
-    """What a server with a log that starts with a copy of this has."""
+    """Return the store that a server with a log restores from a copy of this folder."""
     return support.restored(killed(folder), Durability.LOG)
 
 
 def found_in(folder: Path) -> Store:
-    """The same; there has to be something."""
+    """Return the restored store; there must be one."""
     held = restored(folder)
     assert held is not None
     return held
 
 
 def fill(manager: StateManager, held: Store) -> None:
-    """Variables of several kinds: 1 in two shards, 2 of two leading axes, a scalar, bfloat16, an empty one."""
+    """Create variables of several kinds: in two shards, with two leading axes, a scalar, bfloat16, an empty one."""
     declare(held, 1, np.zeros((8, 3), np.float32), (5, 8))
     declare(held, 2, np.zeros((4, 3, 2)))
     declare(held, 3, np.array(1, np.int64))
@@ -95,7 +96,7 @@ def fill(manager: StateManager, held: Store) -> None:
 
 
 def some_part(random: np.random.Generator) -> Part:
-    """An update of any kind."""
+    """Return an item of any kind."""
     number = int(random.integers(0, 2))
     height = (5, 3)[number]
     gradient = random.normal(size=(height, 3)).astype(np.float32)
@@ -122,18 +123,19 @@ def some_part(random: np.random.Generator) -> Part:
         lambda: rows(ps_pb2.ADD, [0, 5, 0], random.normal(size=(3, 2)).astype(BFLOAT16), 4),
         lambda: dense(ps_pb2.APPLY_GRADIENT, random.normal(size=(6, 2)).astype(BFLOAT16), 4, optimizer=optimizer),
         lambda: dense(ps_pb2.ADD, np.zeros((0, 3), np.float32), 5),
+        lambda: put(f"text {random.integers(0, 3)}", f"{random.random()}"),
     ]
     return makers[int(random.integers(0, len(makers)))]()
 
 
 def some_update(random: np.random.Generator) -> list[Part]:
-    """Of one to four items, of the same shard too."""
+    """Return one to four items, of the same shard too."""
     return [some_part(random) for _ in range(random.integers(1, 5))]
 
 
 @pytest.mark.parametrize("fsync", [False, True])
 def test_every_kind_of_update_comes_back(tmp_path: Path, fsync: bool) -> None:
-    """Bit for bit, with slots, steps, averages, counts and keys, from a log alone and behind generations."""
+    """Bit for bit, with slots, steps, averages, counts and keys, from the log alone and after generations."""
     random = np.random.default_rng(1)
     with begun(tmp_path / "s", fsync=fsync) as (manager, held):
         fill(manager, held)
@@ -149,12 +151,12 @@ def test_every_kind_of_update_comes_back(tmp_path: Path, fsync: bool) -> None:
 
 
 def _values(found: dict[object, object]) -> dict[object, object]:
-    """Without keys: a log remembers those, too, which clients have settled since."""
+    """Return the facts without keys: a log also remembers those that clients have settled since."""
     return {key: value for key, value in found.items() if not (isinstance(key, tuple) and key[-1] == "keys")}
 
 
 def _with_all_keys(held: Store, folder: Path) -> dict[object, object]:
-    """What the live store holds, with the keys that a restored one has: at least those of the live one."""
+    """Return the live store's facts with the keys that a restored store has: at least those of the live one."""
     live, found = facts(held, ledger=False), facts(found_in(killed(folder)), ledger=False)
     for key in live:
         if isinstance(key, tuple) and key[-1] == "keys":
@@ -166,8 +168,8 @@ def _with_all_keys(held: Store, folder: Path) -> dict[object, object]:
 
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1 << 30), kill_at=st.lists(st.sampled_from(["go on", "die", "save"]), max_size=12))
-def test_one_life_behind_the_other(tmp_path_factory: pytest.TempPathFactory, seed: int, kill_at: list[str]) -> None:
-    """Servers that die and come back, again and again: as if there had been but one."""
+def test_one_process_after_another(tmp_path_factory: pytest.TempPathFactory, seed: int, kill_at: list[str]) -> None:
+    """Servers die and restart repeatedly, with the same effect as one server."""
     random, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("lives") / "s"
     with begun(folder) as (manager, held):
         fill(manager, held)
@@ -194,18 +196,18 @@ def test_one_life_behind_the_other(tmp_path_factory: pytest.TempPathFactory, see
 
 
 def no_more_generations(manager: StateManager) -> None:
-    """So that the directory can be copied."""
+    """Wait until nothing is being saved, so that the directory can be copied."""
 
     def idle() -> bool:
         with manager._changed:
             manager._plan.every, manager._plan._next = NEVER, time.monotonic() + NEVER
-            return manager._plan._saving is None and manager._plan._asked <= manager._plan._kept
+            return manager._plan._saving is None and manager._plan._requested <= manager._plan._persisted
 
     until(idle, "no generation is being saved, or asked for")
 
 
 def test_many_clients_at_once(tmp_path: Path) -> None:
-    """While generations are saved, too: the log has what was acknowledged, in the order in which it was applied."""
+    """While generations are saved, too, the log holds the acknowledged updates in the order they were applied."""
     with begun(tmp_path / "s") as (manager, held):
         fill(manager, held)
         over = threading.Event()
@@ -230,7 +232,7 @@ def test_many_clients_at_once(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
-    """Every addition that was acknowledged before is there, once; of the others each is there once or not at all."""
+    """Every addition that was acknowledged before is there once; each of the others once or not at all."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(4 * 50, np.int64))
         manager.save()
@@ -261,7 +263,7 @@ def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
 
 
 def one_by_one(folder: Path, count: int = 4, *, fsync: bool = False) -> tuple[Path, Path, list[list[float]]]:
-    """A copy of a directory whose log has so many additions, its segment, and the values behind each."""
+    """Return a copy of a directory whose log has `count` additions, its segment, and the values after each."""
     with begun(folder, fsync=fsync) as (manager, held):
         declare(held, 1, np.zeros(6, np.float32))
         manager.save()
@@ -275,12 +277,12 @@ def one_by_one(folder: Path, count: int = 4, *, fsync: bool = False) -> tuple[Pa
 
 
 def records_of(segment: Path) -> list[tuple[state_pb2.LogRecord, memoryview]]:
-    """Of one segment, as if there were no others."""
+    """Return the records of one segment, as if it were the only one."""
     return list(records([segment], int(segment.stem.rpartition("-")[2])))
 
 
 def ends_of(segment: Path) -> list[int]:
-    """Where its records end."""
+    """Return where its records end."""
     data, at, ends = segment.read_bytes(), SEGMENT_HEAD, list[int]()
     for record, payload in records_of(segment):
         at += RECORD_HEAD + log_module._HEAD.unpack_from(data, at)[3]
@@ -293,13 +295,13 @@ def ends_of(segment: Path) -> list[int]:
 
 
 def marked(segment: bytes, end: int, count: int, *, synced: bool = False) -> bytes:
-    """A segment whose mark says that so many bytes and records are acknowledged, and perhaps synced."""
-    head, mark = log_module._SEGMENT.size, b"".join(log_module._mark(end, end if synced else 0, count))
+    """Return a segment with a mark for these acknowledged bytes and records, synced or not."""
+    head, mark = log_module._SEGMENT.size, b"".join(log_module._mark(end, count, synced))
     return segment[:head] + mark + segment[SEGMENT_HEAD:]
 
 
 def of_another_boot(segment: bytes) -> bytes:
-    """The segment, as it is found when the machine has been started again since."""
+    """Return the segment as it is found after a restart of the machine."""
     form = log_module._SEGMENT
     magic, generation, previous, boot, _ = form.unpack_from(segment)
     assert boot == log_module.boot_id() != b""
@@ -307,12 +309,12 @@ def of_another_boot(segment: bytes) -> bytes:
 
 
 def losses_written(manager: StateManager) -> None:
-    """Wait until what is lost is on disk."""
+    """Wait until the losses are on disk."""
     until(lambda: not manager._lost_more(), "it is written down")
 
 
 def flips(data: bytes, low: int, high: int, step: int = 1) -> Iterator[tuple[int, bytes]]:
-    """With one bit flipped in each byte, or every n-th, of a range in turn."""
+    """Yield copies with one bit flipped, in each byte or every `step`-th of a range in turn."""
     for at in range(low, high, step):
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
@@ -320,7 +322,7 @@ def flips(data: bytes, low: int, high: int, step: int = 1) -> Iterator[tuple[int
 
 
 def test_torn_tails(tmp_path: Path) -> None:
-    """Cut, or zeros from there on, at every byte of a record that was not acknowledged: the state without it."""
+    """Cut or zeroed at every byte of a record that was not acknowledged: the state is without that record."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
     assert len(ends) == 4
@@ -336,7 +338,7 @@ def test_torn_tails(tmp_path: Path) -> None:
 
 
 def test_a_tear_in_what_was_acknowledged(tmp_path: Path) -> None:
-    """While the machine runs no write is half undone: cut at any byte, or zeros, the last record is damaged."""
+    """While the machine runs no write is half undone: cut or zeroed at any byte, the last record is damaged."""
     _, segment, _ = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
     for at in range(ends[-3], ends[-1]):
@@ -347,8 +349,8 @@ def test_a_tear_in_what_was_acknowledged(tmp_path: Path) -> None:
                     records_of(segment)
 
 
-def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
-    """The server goes on with a new segment, and the torn one does not disturb the next restart."""
+def test_records_after_a_torn_tail_are_kept(tmp_path: Path) -> None:
+    """The server continues with a new segment, and the torn one does not disturb the next restart."""
     copy, segment, values = one_by_one(tmp_path / "s")
     ends = ends_of(segment)
     segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
@@ -363,14 +365,14 @@ def test_what_comes_behind_a_torn_tail_is_kept(tmp_path: Path) -> None:
         assert found.store.lost == {}, "nobody was told of it"
         again = killed(copy)
     assert values_of(found_in(again), 1).tolist() == expected
-    # Even if the generation with which the new segment began is damaged: then the torn segment is read again.
+    # Even if the generation that began the new segment is damaged: then the torn segment is read again.
     newest = max(again.glob("state-*.manifest"))
     newest.write_bytes(b"")
     assert values_of(found_in(again), 1).tolist() == expected
 
 
 def test_any_flipped_bit(tmp_path: Path) -> None:
-    """In any record, the last one, too: an error that names the file, the place and what to do. In the mark: none."""
+    """In any record, the last one too: an error that names the file, the offset and what to do. In the mark: none."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = segment.read_bytes(), ends_of(segment)
     marks = range(log_module._SEGMENT.size, SEGMENT_HEAD)
@@ -394,7 +396,7 @@ def test_any_flipped_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "flipped"])
 def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
-    """Without --fsync the machine may lose what was acknowledged: that is dropped, logged and counted, once."""
+    """Without --fsync a crash may lose acknowledged updates: they are dropped, logged and counted, once."""
     copy, segment, values = one_by_one(tmp_path / "s")
     whole, ends = of_another_boot(segment.read_bytes()), ends_of(segment)
     segment.write_bytes(whole)
@@ -426,7 +428,7 @@ def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, ho
                 again = manager.restore()
                 assert again is not None
                 assert again.store.lost == lost, "neither forgotten, nor counted twice"
-    # The mark may be older than the records: then less is known to be lost.
+    # The mark may be older than the records: then fewer are known to be lost.
     older = bytearray(marked(whole, ends[1], 2))
     older[ends[-1] - 5] ^= 1
     (pristine / segment.name).write_bytes(older)
@@ -436,7 +438,7 @@ def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, ho
 
 
 def test_after_another_boot_with_fsync(tmp_path: Path) -> None:
-    """What was synced has to be there, by the mark or by a later batch; of what was not, nobody may have been told."""
+    """Synced bytes must be there, by the mark or by a later batch; updates beyond may not have been acknowledged."""
     copy, segment, values = one_by_one(tmp_path / "s", fsync=True)
     whole, ends = of_another_boot(segment.read_bytes()), ends_of(segment)
     for count in (4, 3):
@@ -462,7 +464,7 @@ def test_after_another_boot_with_fsync(tmp_path: Path) -> None:
 def test_what_the_error_of_a_damaged_log_says_helps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: bool
 ) -> None:
-    """Once with snapshots: it starts with what the generation holds, says so, and goes with a log again then."""
+    """Started once with snapshots, the server has the generation, reports the loss, and runs with a log afterwards."""
     copy, segment, values = one_by_one(tmp_path / "s")
     changed = bytearray(segment.read_bytes())
     changed[SEGMENT_HEAD + RECORD_HEAD + 5] ^= 1
@@ -490,7 +492,7 @@ def test_what_the_error_of_a_damaged_log_says_helps(
 
 
 def test_garbage_is_no_segment(tmp_path: Path) -> None:
-    """Nor is a whole one under another name, or with anything before it; behind it, it is a record broken off."""
+    """Nor is a whole segment under another name, or after other bytes; after its records, garbage is a torn record."""
     random, path = np.random.default_rng(3), tmp_path / "log-000001.bin"
     for size in (0, 1, SEGMENT_HEAD - 1, SEGMENT_HEAD, SEGMENT_HEAD + 1, 5000):
         path.write_bytes(random.bytes(size))
@@ -512,7 +514,7 @@ def test_garbage_is_no_segment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["one segment", "two segments"])
 def test_records_in_another_order(tmp_path: Path, where: str) -> None:
-    """Two updates of a shard may reach the log the other way round: they are applied in their own order."""
+    """Two updates of a shard may reach the log in reverse: they are applied in their own order."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.array([1.0, 2.0]))
         manager.save()
@@ -544,10 +546,10 @@ def test_records_in_another_order(tmp_path: Path, where: str) -> None:
 
 
 def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of a batch reach the disk in any order: nothing of it was acknowledged, so nothing of it is damage."""
+    """The pages of a batch reach the disk in any order: it was not acknowledged, so none of it is damage."""
 
     class SecondFlush(Hold):
-        """Lets the first one pass."""
+        """Blocks all calls but the first."""
 
         def fail(self) -> None:
             if self.raised == 2:
@@ -564,12 +566,12 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
         ]
         write.armed = flush.armed = True
         with beside(works[0]) as one:
-            assert write.entered.wait(PATIENCE)
+            assert write.entered.wait(TIMEOUT)
             with beside(*works[1:]) as two:
                 until(lambda: len(log._queue) == 2, "two wait for the first to be written")
                 write.armed = False
                 write.go.set()
-                assert flush.entered.wait(PATIENCE), "the first is flushed, and then the batch"
+                assert flush.entered.wait(TIMEOUT), "the first is flushed, and then the batch"
                 copy = killed(tmp_path / "s")
                 flush.go.set()
         assert one == two == []
@@ -587,8 +589,8 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
     assert values_of(found_in(again), 1)[0] == 2, "what comes behind is kept"
 
 
-def test_damage_at_the_end_of_a_segment_with_another_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last record of a segment was acknowledged, for there are records in the next one."""
+def test_damage_at_the_end_of_a_segment_with_another_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last record of a segment must be whole if there are records in the next one."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -611,7 +613,7 @@ def test_damage_at_the_end_of_a_segment_with_another_behind(tmp_path: Path, monk
 
 
 def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:
-    """A generation whose log is not there, or is the one of the generation before, has lost updates: that is said."""
+    """If a generation's log is missing, or is another generation's, updates are lost: that is an error."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -625,7 +627,7 @@ def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:
     before.rename(swapped / "x")
     last.rename(before)
     (swapped / "x").rename(last)
-    # The same for one in the middle, where the generation that counts begins with an earlier one.
+    # The same for a segment in the middle, if the generation that counts is an earlier one.
     between = killed(tmp_path / "s")
     max(between.glob("state-*.manifest")).unlink()
     max(between.glob("log-*")).rename(between / "log-000099.bin")
@@ -638,10 +640,10 @@ def test_a_segment_that_is_missing_or_another_s(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update is refused before anything of it is applied; with room again it is taken."""
+    """The update is refused before any of it is applied; once there is room it is taken."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     with begun(tmp_path / "s") as (manager, held):
-        big = np.ones(3 << 20)  # larger than what is set aside for the small ones
+        big = np.ones(3 << 20)  # more than the space that is reserved in advance
         declare(held, 1, big)
         manager.save()
         client, before = Client(manager, held), facts(held)
@@ -660,7 +662,7 @@ def test_a_disk_without_room_for_the_log(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_without_room_at_the_beginning_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A creation is refused, with the reason, and goes well when there is room."""
+    """A creation is refused, with the reason, and succeeds once there is room."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     disk.armed = True
     with begun(tmp_path / "s") as (manager, held):
@@ -678,9 +680,9 @@ def test_a_disk_without_room_at_the_beginning_of_a_job(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Nothing is acknowledged until a generation is saved; then the repetition is, and counts once, now and later."""
+    """No update is acknowledged until a generation is saved; then the repetition is, and counts once from then on."""
     disk = Trouble(monkeypatch, call, "log-", errno.EIO)
-    full = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)  # so that it is not mended too early
+    full = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)  # so that it is not repaired too early
     with begun(tmp_path / "s", fsync=True) as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -695,7 +697,7 @@ def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
             with pytest.raises(UnavailableError, match="updates are refused"):
                 client.send(made)
         assert "failing" in manager.words
-        no_more_generations(manager)  # it was tried to mend it, in vain
+        no_more_generations(manager)  # it tried to repair the log, in vain
         assert values_of(found_in(killed(tmp_path / "s")), 1)[0] in (100, 101)
         full.armed = False
         manager.save()
@@ -716,7 +718,7 @@ def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 
 
 def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is mended by the next one, which comes by itself."""
+    """The next generation, which comes by itself, repairs it."""
     disk = Hold(monkeypatch, "pwritev", "log-")
     disk.failing = True
     with begun(tmp_path / "s") as (manager, held):
@@ -731,10 +733,10 @@ def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch
 
         disk.armed = True
         with beside(first) as raised:
-            assert disk.entered.wait(PATIENCE)
+            assert disk.entered.wait(TIMEOUT)
             with manager._changed:
                 manager._plan.every = 0.001
-            with beside(manager.save):  # it is begun while the log is not broken yet
+            with beside(manager.save):  # it begins before the log breaks
                 until(
                     lambda: manager._plan._saving is not None, "the generation is begun, and waits for the log's writer"
                 )
@@ -749,7 +751,7 @@ def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch
 
 
 def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generation does not mend it, for it lacks what was applied since: the next one does, by itself."""
+    """That generation does not repair it, since it lacks later updates; the next one does, by itself."""
     disk, log_disk = Hold(monkeypatch, "pwritev", "state-"), Trouble(monkeypatch, "pwritev", "log-")
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -759,15 +761,11 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
         for number in (1, 2):
             client.update(dense(ps_pb2.ADD, np.ones(3), number))
         made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), dense(ps_pb2.ADD, np.full(3, 10.0), 2))
-        disk.armed = True
-        with beside(manager.save) as raised:
-            assert disk.entered.wait(PATIENCE), "a shard is captured, perhaps both"
+        with disk.during(manager.save):
             log_disk.armed = True
             with pytest.raises(UnavailableError):
                 client.send(made)
             log_disk.armed = False
-            disk.go.set()
-        assert raised == []
         until(lambda: not (manager._log and manager._log.broken), "the log is mended", lambda: manager.words)
         no_more_generations(manager)
         assert client.send(made).repeated_ == 2
@@ -775,8 +773,8 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
         assert [values_of(again, number).tolist() for number in (1, 2)] == [[11] * 3] * 2
 
 
-def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever was told of a failure may repeat, whoever was not is in the log: in the end each has counted once."""
+def test_a_break_with_many_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that saw a failure may repeat; others find their updates in the log: all count once."""
     disk = Trouble(monkeypatch, "pwritev", "log-", errno.EIO)
     with begun(tmp_path / "s", every=0.005) as (manager, held):
         declare(held, 1, np.zeros(5 * 30, np.int64))
@@ -819,7 +817,7 @@ def test_a_break_with_many_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repetition that comes while the first is on its way to the disk is not acknowledged before it is there."""
+    """A repetition that arrives while the first is being written is not acknowledged before the first is on disk."""
     disk = Hold(monkeypatch, "pwritev", "log-")
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -837,7 +835,7 @@ def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pyte
         assert manager._log is not None
         disk.armed = True
         with beside(first) as raised:
-            assert disk.entered.wait(PATIENCE)
+            assert disk.entered.wait(TIMEOUT)
             with beside(second) as others:
                 until(lambda: manager._log and manager._log._plan.horizon() == 2, "the repetition is there")
                 until(lambda: manager._log and len(manager._log._plan._open) == 1, "the repetition waits")
@@ -852,7 +850,7 @@ def test_a_repetition_waits_for_the_first_copy(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path) -> None:
-    """What was applied of it is in the log: a restart has neither more nor less."""
+    """The item that was applied is in the log: a restart has neither more nor less."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros((2, 2)))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
@@ -876,7 +874,7 @@ def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path
 
 
 def test_space_that_was_promised_is_given_back(tmp_path: Path) -> None:
-    """Whatever became of the updates."""
+    """Whatever the outcome of the updates."""
     with begun(tmp_path / "s") as (manager, held):
         fill(manager, held)
         random, client = np.random.default_rng(9), Client(manager, held)
@@ -892,7 +890,7 @@ def test_space_that_was_promised_is_given_back(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generations that fail again and again take no more and more of the room that is left."""
+    """Generations that fail repeatedly do not use up more and more of the remaining room."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -907,7 +905,7 @@ def test_a_disk_that_is_full_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_disk_that_has_no_room_for_segments_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do those that don't even begin leave more and more files."""
+    """Generations that can't even begin do not leave more and more files."""
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -921,12 +919,12 @@ def test_a_disk_that_has_no_room_for_segments_for_long(tmp_path: Path, monkeypat
         assert counts[-1] == counts[0], counts
 
 
-# Updates that are under way while something else changes
+# Updates in progress while something else changes
 
 
 @pytest.mark.parametrize("shape", [(3,), (4,)])
-def test_a_late_update_of_the_job_before(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """It is checked, its payload comes slowly, and meanwhile the next job begins: the next one must not have it."""
+def test_a_late_update_of_the_previous_job(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """It is checked, its payload arrives slowly, and meanwhile the next job begins, which must not get it."""
     with begun(tmp_path / "s") as (manager, old):
         declare(old, 1, np.zeros(3))
         manager.save()
@@ -935,17 +933,15 @@ def test_a_late_update_of_the_job_before(tmp_path: Path, shape: tuple[int, ...])
         request, payload, total = client.made(dense(ps_pb2.ADD, np.full(3, 1000.0)))
         placed = updates.check_update(old, request, total)
         new = Store(0, JOB + 1)
-        manager.begin(new, LINEAGE)
+        manager.begin(new, IDENTITY)
         declare(new, 1, np.zeros(shape))
         manager.save()
         write(manager, old, request, placed, payload, total)
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [0] * shape[0]
 
 
-def test_an_update_that_is_under_way_as_its_variable_is_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its record is behind the generation that knows nothing of the variable: the server starts all the same."""
+def test_an_update_in_progress_when_its_variable_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its record follows the generation without the variable: the server starts all the same."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare(held, 2, np.zeros(3))
@@ -964,21 +960,21 @@ def test_an_update_that_is_under_way_as_its_variable_is_deleted(
 
 
 def test_updates_under_new_hyperparameters(tmp_path: Path) -> None:
-    """An optimizer is declared anew, and updates are acknowledged before the generation that knows of it is saved."""
+    """An optimizer is declared anew, and updates are acknowledged before the generation that has it is saved."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
         manager.save()
         client = Client(manager, held)
         client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
-        declare_rule(held, 2, "sgd", learning_rate=100.0)  # its `manager.save()` takes its time
+        declare_rule(held, 2, "sgd", learning_rate=100.0)  # its `manager.save()` is slow
         client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones(3), optimizer=2))
         assert values_of(held, 1).tolist() == [-101] * 3
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [-101] * 3
 
 
 def test_new_hyperparameters_and_a_damaged_generation(tmp_path: Path) -> None:
-    """Falling back to the generation before gives the same values by its log, or nothing, not others."""
+    """Falling back to the previous generation and its log gives the same values, or is refused."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         declare_rule(held, 2, "sgd", learning_rate=1.0)
@@ -997,7 +993,7 @@ def test_new_hyperparameters_and_a_damaged_generation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path, how: str) -> None:
-    """Deleted while it was under way, or of a generation that is damaged: the other's part was acknowledged, too."""
+    """Deleted meanwhile, or of a damaged generation: the part of the other variable was acknowledged, too."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 2, np.zeros(3))
         manager.save()
@@ -1026,7 +1022,7 @@ def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path
 
 
 class Deaths:
-    """Copies a directory before each call of the operating system that changes something there, and the last behind."""
+    """Copies a directory before each call that changes something there, and once after the last."""
 
     CALLS = ("open", "pwritev", "posix_fallocate", "ftruncate", "truncate", "unlink", "replace", "rename")
 
@@ -1047,7 +1043,7 @@ class Deaths:
 
 
 def outcomes(copies: dict[str, Path], expected: list[float]) -> list[str]:
-    """Of those in which a server does not start, or has something else than expected: which and what."""
+    """Return the copies from which a server does not start, or restores something unexpected."""
     wrong = list[str]()
     for when, copy in copies.items():
         try:
@@ -1060,7 +1056,7 @@ def outcomes(copies: dict[str, Path], expected: list[float]) -> list[str]:
 
 @pytest.mark.parametrize("disk", ["good", "full"])
 def test_a_death_at_any_moment_of_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str) -> None:
-    """Of one that is saved, or of several that fail and the next that is saved: nothing acknowledged is lost."""
+    """During a generation that is saved, or several that fail and one that is saved: no acknowledged update is lost."""
     trouble = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
     deaths = Deaths(tmp_path / "s", monkeypatch)
     with begun(tmp_path / "s") as (manager, held):
@@ -1082,7 +1078,7 @@ def test_a_death_at_any_moment_of_a_generation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_death_at_any_moment_of_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a log with a torn end: the next restart finds the same."""
+    """With a torn tail in the log: the next restart finds the same."""
     copy, segment, values = one_by_one(tmp_path / "s")
     ends = ends_of(segment)
     segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
@@ -1096,7 +1092,7 @@ def test_a_death_at_any_moment_of_a_restart(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a generation that failed: it harms nobody."""
+    """The empty segment of a generation that failed does no harm."""
     disk, unlink = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC), os.unlink
     kept = "log-x"
 
@@ -1122,13 +1118,13 @@ def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: p
     assert values_of(found_in(copy), 1).tolist() == [11] * 3
 
 
-def filled(folder: Path, lineage: Lineage, *, updates: int, parts: int, generations: int) -> Path:
-    """What a server leaves that dies in a job with so many updates behind its first generation, and then others."""
+def filled(folder: Path, identity: JobIdentity, *, updates: int, parts: int, generations: int) -> Path:
+    """Return what a server leaves that dies after so many updates since its first generation, and later ones."""
     with manager_of(folder) as manager:
         assert manager.restore() is None
         held = Store(0, JOB)
         declare(held, 1, np.zeros(3))
-        manager.begin(held, lineage)
+        manager.begin(held, identity)
         until(lambda: manager._plan.saved, "the first generation is saved")
         no_more_generations(manager)
         for number in range(updates):
@@ -1138,8 +1134,8 @@ def filled(folder: Path, lineage: Lineage, *, updates: int, parts: int, generati
         return killed(folder)
 
 
-def test_what_is_left_in_a_segment_of_its_former_life(tmp_path: Path) -> None:
-    """Longer than what it has in its new one, at whatever byte that ends: none of it comes back."""
+def test_leftovers_in_a_reused_segment(tmp_path: Path) -> None:
+    """Records longer than those of its new use, ending at any byte: none of the old ones comes back."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -1152,9 +1148,9 @@ def test_what_is_left_in_a_segment_of_its_former_life(tmp_path: Path) -> None:
 
 
 def test_a_segment_of_a_job_whose_end_was_broken_off(tmp_path: Path) -> None:
-    """A server that dies as it removes a job's files: what is left of them is no part of the next job."""
-    before = filled(tmp_path / "a", Lineage(1, 2, 1, "before"), updates=20, parts=1, generations=2)
+    """A server that dies while it removes a job's files: the rest of them is not part of the next job."""
+    before = filled(tmp_path / "a", JobIdentity(1, 2, 1, "before"), updates=20, parts=1, generations=2)
     (tmp_path / "b").mkdir()
-    shutil.copy(before / "log.spare", tmp_path / "b")  # the last file that goes
-    copy = filled(tmp_path / "b", LINEAGE, updates=1, parts=2, generations=0)
+    shutil.copy(before / "log.spare", tmp_path / "b")  # the file that is removed last
+    copy = filled(tmp_path / "b", IDENTITY, updates=1, parts=2, generations=0)
     assert values_of(found_in(copy), 1).tolist() == [2] * 3

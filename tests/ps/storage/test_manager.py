@@ -1,4 +1,4 @@
-"""What the service relies on: creations are durable, jobs leave nothing behind, and nobody waits for the disk."""
+"""What the service relies on: creations are durable, jobs leave nothing behind, requests don't wait for the disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from tests.ps.storage.support import (
+    IDENTITY,
     JOB,
-    LINEAGE,
     NEVER,
     Client,
     Hold,
@@ -34,7 +35,7 @@ from tests.ps.storage.support import (
     small_blocks,
     values_of,
 )
-from tests.waiting import PATIENCE, until
+from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps.request_metrics import ServiceCounts
@@ -55,7 +56,7 @@ both = pytest.mark.parametrize("kind", KEPT, ids=lambda kind: str(kind.value))
 
 @both
 def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
-    """It is acknowledged when the variable is on disk, not before."""
+    """A creation is acknowledged once the variable is on disk, not before."""
     disk = Hold(monkeypatch, "pwritev", "state-")
     with begun(tmp_path / "s", kind) as (manager, held):
         manager.save()
@@ -68,7 +69,7 @@ def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest
             saved.set()
 
         with beside(create) as raised:
-            assert disk.entered.wait(PATIENCE)
+            assert disk.entered.wait(TIMEOUT)
             assert not saved.is_set()
             assert found_in(killed(tmp_path / "s")).held()[0] == []
             disk.go.set()
@@ -78,7 +79,7 @@ def test_a_creation_waits_for_its_generation(tmp_path: Path, monkeypatch: pytest
 
 @both
 def test_a_creation_that_can_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
-    """Is refused with the disk's reason, every time; then it works again."""
+    """It is refused with the disk's reason, every time; then it works again."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.ENOSPC)
     with begun(tmp_path / "s", kind) as (manager, held):
         disk.armed = True
@@ -95,7 +96,7 @@ def test_a_creation_that_can_not_be_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("error", [RuntimeError("words"), MemoryError()], ids=["with words", "without"])
 def test_a_generation_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Nothing is called saved that is not: without memory, say."""
+    """A generation that fails otherwise, for example without memory, does not count as saved."""
     real = os.pwritev
 
     def fails(number: int, *rest: Any) -> int:
@@ -114,7 +115,7 @@ def test_a_generation_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.M
 
 @both
 def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
-    """Each has been on disk when it was acknowledged; they share generations."""
+    """Each is on disk when it is acknowledged; they share generations."""
     with begun(tmp_path / "s", kind) as (manager, held):
 
         def create(number: int) -> None:
@@ -133,7 +134,7 @@ def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
 
 @both
 def test_a_job_that_ends_leaves_nothing(tmp_path: Path, kind: Durability) -> None:
-    """But the lock; and the server has nothing when it comes back."""
+    """Only the lock is left, and a restarted server has no job."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         for _ in range(3):
@@ -142,20 +143,20 @@ def test_a_job_that_ends_leaves_nothing(tmp_path: Path, kind: Durability) -> Non
         assert len(names(tmp_path / "s")) > 3
         manager.end()
         until(lambda: names(tmp_path / "s") == {"lock"}, "all is removed", lambda: names(tmp_path / "s"))
-        manager.save()  # of nothing
+        manager.save()  # there is no job
     assert names(tmp_path / "s") == {"lock"}
     assert restored(tmp_path / "s") is None
 
 
 @both
 def test_a_job_that_ends_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
-    """What is being written counts for nothing, and who waits for it is let go."""
+    """The generation in progress does not count, and its waiters return."""
     disk = Hold(monkeypatch, "pwritev", "state-")
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         disk.armed = True
         with beside(manager.save) as raised:
-            assert disk.entered.wait(PATIENCE)
+            assert disk.entered.wait(TIMEOUT)
             manager.end()
         assert raised == []
         disk.go.set()
@@ -167,21 +168,18 @@ def test_a_job_that_ends_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.M
 def test_a_new_job_sees_nothing_of_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability
 ) -> None:
-    """Even if it begins while the old one is saved, and the server dies at once."""
+    """The new one is there even if it begins while the old one is saved, and the server dies at once."""
     disk = Hold(monkeypatch, "pwritev", "state-")
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.arange(3.0))
         declare(held, 2, np.arange(3.0))
         manager.save()
         Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)))
-        disk.armed = True
-        with beside(manager.save):
-            assert disk.entered.wait(PATIENCE)
+        with disk.during(manager.save):
             new = Store(0, JOB + 1)
-            manager.begin(new, LINEAGE)
+            manager.begin(new, IDENTITY)
             declare(new, 1, np.full(2, 7.0), name="another")
-            disk.go.set()
-            manager.save()
+        manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(new)
         assert again.job == JOB + 1
@@ -192,12 +190,12 @@ def test_a_new_job_sees_nothing_of_the_old_one(
 
 
 def test_a_disk_that_can_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's files that could not be removed at its end are not there for ever after the next one began."""
+    """A job's files that could not be removed at its end are removed after the next one began."""
     unlink = os.unlink
     failing = True
 
     def fails(path: Any, **rest: Any) -> None:
-        if failing and str(path).endswith((".manifest", ".data")):
+        if failing and str(path).endswith((".manifest", ".safetensors")):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         unlink(path, **rest)
 
@@ -209,59 +207,70 @@ def test_a_disk_that_can_not_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         until(lambda: not manager._clear, "it was tried")
         failing = False
         new = Store(0, JOB + 1)
-        manager.begin(new, LINEAGE)
+        manager.begin(new, IDENTITY)
         manager.save()
         assert found_in(killed(tmp_path / "s")).job == JOB + 1
         assert not (tmp_path / "s" / "state-000001.manifest").exists()
 
 
 def test_updates_go_on_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With snapshots nobody waits for the disk, and what is written is the moment at which it began."""
+    """With snapshots updates don't wait for the disk, and a generation is of the moment at which it began."""
     small_blocks(monkeypatch)
-    disk = Hold(monkeypatch, "pwritev", "state-")
+    disk = Hold(monkeypatch, "pwritev", "state-", passes=1)
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros((40, 3)))
         manager.save()
         client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
-        disk.armed = True
-        with beside(manager.save) as raised:
-            assert disk.entered.wait(PATIENCE)
+        with disk.during(manager.save):
             client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
             client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
             assert values_of(held, 1)[3].tolist() == [3] * 3
-            disk.go.set()
-        assert raised == []
         assert (values_of(found_in(killed(tmp_path / "s")), 1) == 1).all()
         manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
 
 
+def test_slots_that_are_made_while_a_generation_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's header lists all arrays: the first gradient adds some, and all of them are saved."""
+    disk = Hold(monkeypatch, "pwritev", "state-")
+    with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
+        for number in (1, 2):
+            declare(held, number, np.zeros(30))
+        declare_rule(held, 3, "adam", learning_rate=0.5, ema=0.5)
+        with disk.during(manager.save):
+            disk.armed = False
+            Client(manager, held).update(dense(ps_pb2.APPLY_GRADIENT, np.ones(30), 2, optimizer=3))
+        again = found_in(killed(tmp_path / "s"))
+        assert facts(again) == facts(held)
+        assert sorted(again.held()[0][1].shards[0].arrays()) == ["average/3", "slot/3/m", "slot/3/v", "value"]
+        (path,) = (tmp_path / "s").glob("*.safetensors")
+        assert sorted(safetensors.numpy.load_file(path)) == [
+            *("1/0/value", "2/0/average/3", "2/0/slot/3/m", "2/0/slot/3/v", "2/0/value")
+        ]
+
+
 def test_updates_with_a_log_go_on_while_a_generation_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for their record, and not for the generation; a death in the middle of it loses none."""
+    """They wait for their record, not for the generation; a death in the middle of it loses none."""
     small_blocks(monkeypatch)
-    disk = Hold(monkeypatch, "pwritev", "state-")
+    disk = Hold(monkeypatch, "pwritev", "state-", passes=1)
     with begun(tmp_path / "s", Durability.LOG) as (manager, held):
         declare(held, 1, np.zeros((40, 3)))
         manager.save()
         client = Client(manager, held)
         client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
-        disk.armed = True
-        with beside(manager.save) as raised:
-            assert disk.entered.wait(PATIENCE)
+        with disk.during(manager.save):
             client.update(dense(ps_pb2.ADD, np.ones((40, 3))))
             client.update(rows(ps_pb2.ADD, [3, 39], np.ones((2, 3))))
             expected = values_of(held, 1).tolist()
             assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == expected
-            disk.go.set()
-        assert raised == []
         assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == expected
 
 
 def test_generations_come_by_themselves(tmp_path: Path) -> None:
-    """Of what has changed; where nothing has, nothing is written."""
+    """Generations are saved after changes; without changes nothing is written."""
     with begun(tmp_path / "s", Durability.SNAPSHOT, every=0.005) as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -277,7 +286,7 @@ def test_generations_come_by_themselves(tmp_path: Path) -> None:
 
 
 def test_generations_that_never_come_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--snapshot-seconds inf` is accepted: then a stop saves, and a creation."""
+    """`--snapshot-seconds inf` is accepted: then only stops and creations save."""
     died = list[Any]()
     monkeypatch.setattr(threading, "excepthook", died.append)
     with begun(tmp_path / "s", Durability.SNAPSHOT, every=float("inf")) as (manager, held):
@@ -292,7 +301,7 @@ def test_generations_that_never_come_by_themselves(tmp_path: Path, monkeypatch: 
 
 @both
 def test_a_stop_saves_what_there_is(tmp_path: Path, kind: Durability) -> None:
-    """Whoever stops the server loses nothing."""
+    """An orderly stop loses nothing."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -303,7 +312,7 @@ def test_a_stop_saves_what_there_is(tmp_path: Path, kind: Durability) -> None:
 
 @both
 def test_a_stop_that_can_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
-    """Ends all the same, and leaves the generation before."""
+    """A stop that can't save ends all the same, and leaves the previous generation."""
     disk = Trouble(monkeypatch, "pwritev", "state-", errno.EIO)
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -318,7 +327,7 @@ def test_a_stop_that_can_not_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @both
 @pytest.mark.parametrize("every", [0.001, NEVER], ids=["often", "when asked"])
 def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> None:
-    """Of many shards, of which few change: a bounded number of files, no bytes without end, and the live store."""
+    """With many shards of which few change: a bounded number of files and bytes, and the live store comes back."""
     random = np.random.default_rng(2)
     with begun(tmp_path / "s", kind, every) as (manager, held):
         for number in range(1, 16):
@@ -347,7 +356,7 @@ def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> Non
 
 @both
 def test_deleted_variables_are_gone(tmp_path: Path, kind: Durability) -> None:
-    """With their updates in the log, their keys, and, two generations on, their bytes."""
+    """Deleted variables leave neither updates in the log, nor keys, nor, two generations later, bytes."""
     with begun(tmp_path / "s", kind) as (manager, held):
         declare(held, 1, np.full(1000, 123456789.0))
         declare(held, 2, np.zeros(3))
@@ -366,13 +375,13 @@ def test_deleted_variables_are_gone(tmp_path: Path, kind: Durability) -> None:
 
 
 def test_durability_none_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And starts no thread."""
+    """Nothing is written, and no thread is started."""
     monkeypatch.chdir(tmp_path)
     threads = threading.active_count()
     manager = StateManager(DurabilityOptions(directory=tmp_path / "s"))
     assert manager.restore() is None
     held = Store(0, JOB)
-    manager.begin(held, LINEAGE)
+    manager.begin(held, IDENTITY)
     for call in ("open", "pwritev", "posix_fallocate", "fsync"):
         monkeypatch.setattr(os, call, None)
     declare(held, 1, np.zeros(3))
@@ -387,7 +396,7 @@ def test_durability_none_touches_no_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_rule_by_value_and_a_log(tmp_path: Path) -> None:
-    """Are refused, with what can be done; with snapshots they go together."""
+    """With a log they are refused, with advice; with snapshots they are accepted."""
     with manager_of(tmp_path / "log") as manager, pytest.raises(MisuseError, match=r"'mine'.*durability snapshot"):
         manager.check_rule("mine")
     with manager_of(tmp_path / "snapshot", Durability.SNAPSHOT) as manager:
@@ -404,7 +413,7 @@ def test_a_rule_by_value_and_a_log(tmp_path: Path) -> None:
     ids=lambda lives: " ".join(kind.value for kind in lives),
 )
 def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durability, ...]) -> None:
-    """What was acknowledged under the one before is there."""
+    """Updates that were acknowledged under the previous choice are restored."""
     folder = tmp_path / "s"
     with begun(folder, lives[0]) as (manager, held):
         declare(held, 1, np.zeros(3))
@@ -419,7 +428,7 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
             found = manager.restore()
             assert found is not None
             assert values_of(found.store, 1).tolist() == [expected] * 3
-            assert found.lineage == LINEAGE
+            assert found.identity == IDENTITY
             Client(manager, found.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
             if kind is Durability.SNAPSHOT:
                 manager.save()
@@ -428,17 +437,17 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
     assert values_of(found_in(folder), 1).tolist() == [expected] * 3
 
 
-def test_what_a_coordinator_marked_goes_with_it() -> None:
-    """The next one goes on with the values; nothing of a checkpoint that was begun is kept for it."""
+def test_a_coordinator_s_marks_are_dropped_with_it() -> None:
+    """The next coordinator continues with the values; checkpoints that were begun are dropped."""
     role = ParameterServerRole(0, StateManager(DurabilityOptions()))
-    role.job_began(node_pb2.AttachRequest(job=JOB, lineage=5, epoch=1))
+    role.job_began(node_pb2.AttachRequest(job=JOB, job_id=5, epoch=1))
     role.attached(node_pb2.AttachRequest(job=JOB))
     declare(role.store, 1, np.zeros(3))
     role.parts.mark(role.store, 1)
     client = Client(role.manager, role.store)
     client.update(dense(ps_pb2.ADD, np.ones(3)))
     assert role.manager.spill.in_memory == 24
-    role.job_began(node_pb2.AttachRequest(job=JOB + 1, lineage=5, epoch=2))
+    role.job_began(node_pb2.AttachRequest(job=JOB + 1, job_id=5, epoch=2))
     assert role.manager.spill.in_memory == 0
     assert values_of(role.store, 1).tolist() == [1, 1, 1]
     with pytest.raises(StaleError, match="not marked"):
@@ -449,7 +458,7 @@ def test_what_a_coordinator_marked_goes_with_it() -> None:
 
 
 def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
-    """Nobody is served before it is told who was given up meanwhile; then those are refused."""
+    """Requests are refused until the coordinator has reported who was given up meanwhile; those still are then."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -461,14 +470,14 @@ def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="is waiting for its coordinator"):
             role.serving()
         request = node_pb2.AttachRequest(job=JOB, closed=[9], finished_starts=[3], finished_stops=[5])
-        assert role.attached(request) == LINEAGE.holding
+        assert role.attached(request) == IDENTITY.store_id
         client = Client(manager, role.serving())
         with pytest.raises(StaleError, match="given up"):
             client.update(dense(ps_pb2.ADD, np.ones(3)))
         with pytest.raises(StaleError, match="has ended"):
             Client(manager, role.store, 10).update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         role.job_began(node_pb2.AttachRequest(job=JOB + 1))
-        assert role.attached(node_pb2.AttachRequest(job=JOB + 1)) not in (0, LINEAGE.holding)
+        assert role.attached(node_pb2.AttachRequest(job=JOB + 1)) not in (0, IDENTITY.store_id)
         assert role.serving().held()[0] == []
         manager.save()
         role.job_ended()
@@ -476,7 +485,7 @@ def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
 
 
 def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts, has everything, and refuses updates until there is room."""
+    """The server starts, has everything, and refuses updates until there is room."""
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -498,18 +507,18 @@ def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: p
         assert values_of(found.store, 1).tolist() == [2] * 3
 
 
-# What clients know beyond what was restored
+# What clients have seen beyond what was restored
 
 
-def knowing(client: Client, life: int, seen: int, variable: int = 1) -> ps_pb2.UpdateReply:
-    """Send an addition of ones, as a client does whom a server of this life has told of so many updates."""
+def knowing(client: Client, boot_id: int, seen: int, variable: int = 1) -> ps_pb2.UpdateReply:
+    """Send an addition of ones from a client that has seen this count under this boot id."""
     part = dense(ps_pb2.ADD, np.ones(3), variable)
-    part[0].life, part[0].seen = life, seen
+    part[0].boot_id, part[0].seen = boot_id, seen
     return client.update(part)
 
 
 def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
-    """Wait until this, and nothing else, is what is written down there."""
+    """Wait until exactly these losses are written there."""
 
     def found() -> dict[tuple[int, int], int] | None:
         with tempfile.TemporaryDirectory() as other:
@@ -518,7 +527,7 @@ def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
             directory = StateDirectory(Path(other))
             losses = directory.losses()
             directory.close()
-        if losses is None or losses.holding != LINEAGE.holding:
+        if losses is None or losses.store_id != IDENTITY.store_id:
             return None
         return {(each.variable, each.shard): each.updates for each in losses.lost}
 
@@ -527,18 +536,18 @@ def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
 
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "empty", "missing", "of another job"])
 def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) -> None:
-    """By what clients were told; over two restarts it adds up. What is damaged is ignored, and nothing else with it."""
+    """Losses are found by what clients have seen, and add up over two restarts. Damaged records of them are ignored."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(6), (3, 6))
         declare(held, 2, np.zeros(3))
         client = Client(manager, held)
         manager.save()
         told = [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(2)]
-        manager.save()  # two updates are kept
+        manager.save()  # two updates are saved
         told += [client.update(dense(ps_pb2.ADD, np.ones(3))) for _ in range(3)]
         assert [reply.updates[0] for reply in told] == [1, 2, 3, 4, 5]
-        first_life = told[-1].life
-        assert {reply.life for reply in told} == {held.losses.life} == {first_life}
+        first_life = told[-1].boot_id
+        assert {reply.boot_id for reply in told} == {held.losses.boot_id} == {first_life}
         knowing(client, first_life, 5)
         assert held.lost == {}, "this process knows all of its own life"
         copy = killed(tmp_path / "s")
@@ -549,7 +558,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         client.manager, client.held = manager, held
         assert held.lost == {}, "nobody has said anything"
         assert knowing(client, first_life, 2).updates == [3]
-        assert knowing(client, 0, 99).updates == [4]  # of a client that was told nothing
+        assert knowing(client, 0, 99).updates == [4]  # a client that has seen nothing
         assert held.lost == {}
         assert "losses" not in names(copy)
         knowing(client, first_life, 4)
@@ -558,13 +567,13 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         told = [knowing(client, first_life, seen) for seen in (5, 3, 5)]
         assert held.lost == {"v1": 3}, "the most that anybody knows of"
         losses_in(copy, {(1, 0): 3})
-        second_life = told[-1].life
+        second_life = told[-1].boot_id
         assert second_life != first_life
         assert told[-1].updates == [8]
-        manager.save()  # eight are kept
+        manager.save()  # eight are saved
         reply = knowing(client, second_life, 8)
-        assert (reply.life, list(reply.updates)) == (second_life, [9])
-        knowing(client, second_life, 9, 2)  # of which this process knows all
+        assert (reply.boot_id, list(reply.updates)) == (second_life, [9])
+        knowing(client, second_life, 9, 2)  # all of which this process knows
         assert held.lost == {"v1": 3}
         again = killed(copy)
         bad = killed(copy)
@@ -590,7 +599,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         directory = StateDirectory(bad)
         other = directory.losses()
         assert other is not None
-        other.holding += 1
+        other.store_id += 1
         directory.write_losses(other)
         directory.close()
     elif spoil == "missing":
@@ -624,39 +633,39 @@ def _role_of(held: Store, manager: StateManager) -> ParameterServerRole:
 
 
 def test_a_disk_that_can_not_take_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported all the same, and written down with the next."""
+    """The loss is reported all the same, and written with the next one."""
     disk = Trouble(monkeypatch, "pwritev", "losses", errno.ENOSPC)
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
-        life = held.losses.life
+        boot_id = held.losses.boot_id
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
         found = manager.restore()
         assert found is not None
         client, disk.armed = Client(manager, found.store), True
-        knowing(client, life, 4)
+        knowing(client, boot_id, 4)
         until(lambda: disk.raised, "it was tried")
         assert found.store.lost == {"v1": 4}
         disk.armed = False
-        knowing(client, life, 6)
+        knowing(client, boot_id, 6)
         assert found.store.lost == {"v1": 6}
         losses_in(copy, {(1, 0): 6})
         assert "losses.new" not in names(copy)
 
 
 def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
-    """The update was checked before: it goes as it goes where nothing was lost."""
+    """The update was checked before, so the response is as without losses."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
-        life = held.losses.life
+        boot_id = held.losses.boot_id
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
         found = manager.restore()
         assert found is not None
         client, part = Client(manager, found.store), dense(ps_pb2.ADD, np.ones(3))
-        part[0].life, part[0].seen = life, 4
+        part[0].boot_id, part[0].seen = boot_id, 4
         request, payload, total = client.made(part)
         placed = updates.check_update(found.store, request, total)
         found.store.delete("v1")
@@ -667,13 +676,13 @@ def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
 # Another coordinator of the same job
 
 
-def coordinator(epoch: int, holding: int = 0) -> node_pb2.AttachRequest:
-    """The coordinator with this number; each has a job number of its own."""
-    return node_pb2.AttachRequest(job=JOB + epoch, lineage=78, epoch=epoch, job_name="a job", holding=holding)
+def coordinator(epoch: int, store_id: int = 0) -> node_pb2.AttachRequest:
+    """Return the coordinator with this number; each has its own job number."""
+    return node_pb2.AttachRequest(job=JOB + epoch, job_id=78, epoch=epoch, job_name="a job", store_id=store_id)
 
 
 def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
-    """As the node does: what the role holds."""
+    """Attach as the node does; return the store id."""
     role.admit(request)
     if request.job != role.store.job:
         role.job_began(request)
@@ -682,17 +691,17 @@ def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that has come back does not keep itself for the coordinator that it had."""
+    """A restarted server does not wait for its previous coordinator."""
     monkeypatch.setattr(role_module, "OWN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")
 @both
 def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> None:
-    """The values stay, and are of another job number: nothing of the coordinator before is applied any more."""
+    """The values stay under another job number: updates of the previous coordinator are no longer applied."""
     with manager_of(tmp_path / "s", kind) as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
         manager.save()
@@ -705,7 +714,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         mine = other.made(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5)
         placed_mine = updates.check_update(held, mine[0], mine[2])
 
-        assert attach(role, coordinator(2, holding)) == holding
+        assert attach(role, coordinator(2, store_id)) == store_id
         assert role.store is held
         assert held.job == JOB + 2
         manager.save()
@@ -717,10 +726,10 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         assert values_of(held, 1).tolist() == [2] * 3
         if manager._log is not None:
             assert manager._log._plan.settled
-        for old in (coordinator(1), coordinator(1, holding)):
+        for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="coordinator number 2 of this job has taken it over from number 1"):
                 role.admit(old)
-        # Functions are numbered anew: the fourth of this coordinator is not the fourth of the one before.
+        # Functions are numbered anew: the fourth of this coordinator is not the fourth of the previous one.
         fresh = Client(manager, held, 11).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert (fresh.applied, fresh.repeated_) == (1, 0)
         manager.save()
@@ -731,15 +740,15 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         assert facts(role.store) == expected
         assert role.kept_job == JOB + 2
         reply = node_pb2.HelloReply()
-        role.introduce(reply)
-        assert (reply.holding, reply.lineage, reply.epoch, reply.job_name) == (holding, 78, 2, "a job")
-        for old in (coordinator(1), coordinator(1, holding)):
+        role.fill_hello(reply)
+        assert (reply.store_id, reply.job_id, reply.epoch, reply.job_name) == (store_id, 78, 2, "a job")
+        for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="has taken it over from number 1"):
                 role.admit(old)
-        role.admit(coordinator(3, holding))
+        role.admit(coordinator(3, store_id))
         with pytest.raises(StaleError, match="start a new coordinator"):
-            role.admit(coordinator(2, holding + 1))
-        assert attach(role, coordinator(2, holding)) == holding
+            role.admit(coordinator(2, store_id + 1))
+        assert attach(role, coordinator(2, store_id)) == store_id
         assert values_of(role.serving(), 1).tolist() == [12] * 3
         client = Client(manager, role.serving(), 11)
         again = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
@@ -749,22 +758,22 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
-    """Before the next generation that comes by itself: what the new coordinator's functions did is done once."""
+def test_a_death_after_a_take_over(tmp_path: Path) -> None:
+    """The server dies before the next periodic generation: the new coordinator's functions are applied once."""
     with manager_of(tmp_path / "s") as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
         manager.save()
-        attach(role, coordinator(2, holding))
+        attach(role, coordinator(2, store_id))
         client = Client(manager, held)
         made = client.made(dense(ps_pb2.ADD, np.ones(3)), function=4)
 
         def acknowledged() -> bool:
             try:
                 return client.send(made).updates == [1]
-            except UnavailableError:  # until the take-over is written down, perhaps
+            except UnavailableError:  # perhaps until the take-over is saved
                 return False
 
         until(acknowledged, "the update is acknowledged", lambda: manager.words)
@@ -772,7 +781,7 @@ def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
     with manager_of(copy) as manager:
         role = ParameterServerRole(0, manager)
         assert values_of(role.store, 1).tolist() == [1] * 3
-        assert attach(role, coordinator(2, holding)) == holding
+        assert attach(role, coordinator(2, store_id)) == store_id
         client = Client(manager, role.serving())
         assert client.send(made).repeated_ == 1, "a repetition was applied again"
         assert values_of(role.store, 1).tolist() == [1] * 3
@@ -780,40 +789,40 @@ def test_a_death_behind_a_take_over(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("at_once")
 @both
-def test_the_coordinator_before_and_a_death_behind_a_take_over(tmp_path: Path, kind: Durability) -> None:
-    """Once anything was acknowledged to the new one, the old one is refused, by the next process, too."""
+def test_the_previous_coordinator_and_a_death_after_a_take_over(tmp_path: Path, kind: Durability) -> None:
+    """Once an update of the new one is acknowledged, the old one is refused, by the next process, too."""
     with manager_of(tmp_path / "s", kind) as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         declare(role.serving(), 1, np.zeros(3))
         manager.save()
-        attach(role, coordinator(2, holding))
+        attach(role, coordinator(2, store_id))
         until(lambda: manager._plan._saving is None and manager._plan.due() != -np.inf, "what was asked for is saved")
         copy = killed(tmp_path / "s")
     with manager_of(copy, kind) as manager:
         role = ParameterServerRole(0, manager)
         with pytest.raises(StaleError, match="has taken it over from number 1"):
-            role.admit(coordinator(1, holding))
+            role.admit(coordinator(1, store_id))
 
 
 @pytest.mark.usefixtures("at_once")
 @both
-def test_functions_of_the_coordinator_before_and_a_death(tmp_path: Path, kind: Durability) -> None:
-    """Their keys are not found again with a shard that was not written again: the next one's numbers begin anew."""
+def test_functions_of_the_previous_coordinator_and_a_death(tmp_path: Path, kind: Durability) -> None:
+    """Their keys do not come back with a shard that was not written again: the next one's numbers begin anew."""
     with manager_of(tmp_path / "s", kind) as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
         manager.save()
         Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)), function=4)  # it has not ended
         manager.save()
-        attach(role, coordinator(2, holding))
+        attach(role, coordinator(2, store_id))
         manager.save()
         copy = killed(tmp_path / "s")
     with manager_of(copy, kind) as manager:
         role = ParameterServerRole(0, manager)
-        assert attach(role, coordinator(2, holding)) == holding
+        assert attach(role, coordinator(2, store_id)) == store_id
         reply = Client(manager, role.serving(), 10).update(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
         assert reply.applied == 1, "another's fourth function"
         assert values_of(role.store, 1).tolist() == [11] * 3
@@ -821,7 +830,7 @@ def test_functions_of_the_coordinator_before_and_a_death(tmp_path: Path, kind: D
 
 @pytest.mark.usefixtures("at_once")
 def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No generation is of the coordinator before and has updates of the next one: they would be applied again."""
+    """No generation of the previous coordinator has updates of the next one: they would be applied again."""
     disk, commit, copies = Hold(monkeypatch, "pwritev", "state-"), StateDirectory.commit, list[Path]()
 
     def committed(directory: StateDirectory, manifest: state_pb2.Manifest) -> None:
@@ -832,7 +841,7 @@ def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(StateDirectory, "commit", committed)
     with manager_of(tmp_path / "s", Durability.SNAPSHOT) as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         held = role.serving()
         for number in (1, 2):
             declare(held, number, np.zeros(3))
@@ -842,8 +851,8 @@ def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: 
             client.update(dense(ps_pb2.ADD, np.ones(3), number))
         disk.armed = True
         with beside(manager.save):
-            assert disk.entered.wait(PATIENCE)  # the first is being written, the second comes behind it
-            attach(role, coordinator(2, holding))
+            assert disk.entered.wait(TIMEOUT)  # the first is being written, the second waits for it
+            attach(role, coordinator(2, store_id))
             client = Client(manager, held, 10)
             made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0), 2), function=4)
             assert client.send(made).applied == 1
@@ -853,22 +862,22 @@ def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: 
     for copy in copies:
         with manager_of(copy, Durability.SNAPSHOT) as manager:
             role = ParameterServerRole(0, manager)
-            attach(role, coordinator(2, holding))
+            attach(role, coordinator(2, store_id))
             Client(manager, role.serving(), 10).send(made)
             assert values_of(role.store, 2).tolist() == [11] * 3
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_damaged_generation_behind_a_take_over(tmp_path: Path) -> None:
-    """The one before it is of the coordinator before; what the new one's functions did is still done once."""
+def test_a_damaged_generation_after_a_take_over(tmp_path: Path) -> None:
+    """The older one is of the previous coordinator; the new one's functions are still applied once."""
     with manager_of(tmp_path / "s") as manager:
         role = ParameterServerRole(0, manager)
-        holding = attach(role, coordinator(1))
+        store_id = attach(role, coordinator(1))
         held = role.serving()
         declare(held, 1, np.zeros(3))
         manager.save()
         Client(manager, held).update(dense(ps_pb2.ADD, np.ones(3)), function=5)
-        attach(role, coordinator(2, holding))
+        attach(role, coordinator(2, store_id))
         manager.save()
         client = Client(manager, held, 10)
         made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), function=4)
@@ -879,10 +888,10 @@ def test_a_damaged_generation_behind_a_take_over(tmp_path: Path) -> None:
     with manager_of(copy) as manager:
         role = ParameterServerRole(0, manager)
         assert values_of(role.store, 1).tolist() == [11] * 3
-        for old in (coordinator(1), coordinator(1, holding)):
+        for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="has taken it over from number 1"):
                 role.admit(old)
-        assert attach(role, coordinator(2, holding)) == holding
+        assert attach(role, coordinator(2, store_id)) == store_id
         client = Client(manager, role.serving(), 10)
         assert client.send(made).repeated_ == 1, "a repetition was applied again"
         assert client.update(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5).applied == 1, "another's fifth function"

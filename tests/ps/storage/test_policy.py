@@ -1,4 +1,4 @@
-"""When a generation is saved and when an update may be acknowledged, against models that keep everything."""
+"""When a generation is saved and when an update may be acknowledged, against models that remember everything."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ seconds = st.floats(0, 20, allow_subnormal=False)
 
 
 class SaveMachine(RuleBasedStateMachine):
-    """Changes, waiters and generations that end well or badly, in any order, as one thread saves them."""
+    """Changes, waiters and generations that succeed or fail, in any order, as one thread saves them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plan = SavePlan(EVERY)
         self.now = 100.0
         self.made = 0  # changes so far
-        self.held: int | None = None  # the changes that the generation in the making holds
+        self.held: int | None = None  # the changes that the generation in progress holds
         self.disk = 0  # changes that are on disk
         self.last_failed = False
         self.began = 0.0
@@ -34,21 +34,21 @@ class SaveMachine(RuleBasedStateMachine):
 
     @rule(passes=seconds)
     def time_passes(self, passes: float) -> None:
-        """And nothing else."""
+        """Let time pass."""
         self.now += passes
 
     @rule()
     def change(self) -> None:
-        """An update came."""
+        """An update arrives."""
         self.made += 1
         assert self.plan.changed() == self.made
 
     @rule()
     def ask(self) -> None:
-        """A creation came, and waits."""
+        """A creation arrives, and waits."""
         self.made += 1
         self.plan.changed()
-        number = self.plan.ask()
+        number = self.plan.request()
         assert number == self.made
         assert not self.plan.is_saved(number)
         assert not self.plan.has_failed(number), "told of a failure before anybody tried"
@@ -56,14 +56,14 @@ class SaveMachine(RuleBasedStateMachine):
 
     @rule()
     def ask_for_what_there_is(self) -> None:
-        """A stop."""
-        if self.plan.ask() == self.disk:
+        """The server stops."""
+        if self.plan.request() == self.disk:
             assert self.plan.is_saved(self.made)
 
     @precondition(lambda self: self.held is None and self.made > self.disk)
     @rule()
     def the_time_comes(self) -> None:
-        """The thread waits until it is due, and saves."""
+        """The thread waits until a generation is due, and begins it."""
         due = self.plan.due()
         assert due is not None, "what has changed is never saved"
         self.now = max(self.now, due)
@@ -73,7 +73,7 @@ class SaveMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held is not None)
     @rule(took=seconds, error=st.sampled_from(["", "", "no room"]))
     def end(self, took: float, error: str) -> None:
-        """It is on disk, or it is not: everybody who waited for it knows."""
+        """The generation is saved or not: all that waited for it know."""
         assert self.held is not None
         self.now += took
         self.plan.end(self.now, error)
@@ -91,14 +91,14 @@ class SaveMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held is not None)
     @rule()
     def never_two_at_once(self) -> None:
-        """While one is in the making none is due, and to begin one is a mistake."""
+        """While one is in progress none is due, and beginning another is an error."""
         assert self.plan.due() is None
         with pytest.raises(AssertionError, match="two generations"):
             self.plan.begin(self.now)
 
     @invariant()
-    def due_is_now_for_who_waits_and_later_for_others(self) -> None:
-        """Nobody who waits is left waiting; nothing that changed is forgotten; the disk has its pauses."""
+    def due_is_now_for_waiters_and_later_for_others(self) -> None:
+        """No waiter waits for ever, no change is forgotten, and the disk has its pauses."""
         due = self.plan.due()
         if self.held is not None or self.made == self.disk:
             assert due is None
@@ -109,7 +109,7 @@ class SaveMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_saved_is_saved(self) -> None:
-        """Exactly the changes up to the last good generation."""
+        """Exactly the changes up to the last successful generation are saved."""
         assert [self.plan.is_saved(number) for number in range(1, self.made + 1)] == [
             number <= self.disk for number in range(1, self.made + 1)
         ]
@@ -122,8 +122,8 @@ TestSavePlan.__doc__ = "Never two generations at once, nobody waits in vain, and
 TestSavePlan.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
-def test_without_anybody_who_waits_the_disk_has_its_pause() -> None:
-    """The first change is saved at once, the next `every` later, or nine times what a slow one took."""
+def test_without_waiters_the_disk_has_its_pause() -> None:
+    """The first change is saved at once, the next `every` seconds later, or nine times what a slow save took."""
     plan = SavePlan(EVERY)
     assert plan.due() is None
     plan.changed()
@@ -135,7 +135,7 @@ def test_without_anybody_who_waits_the_disk_has_its_pause() -> None:
     plan.begin(20.0)
     plan.end(20.1, "no room")
     assert plan.due() == 20.1 + EVERY
-    plan.ask()
+    plan.request()
     assert plan.due() == -math.inf
     plan.begin(21.0)
     plan.end(21.0)
@@ -143,20 +143,22 @@ def test_without_anybody_who_waits_the_disk_has_its_pause() -> None:
 
 
 class LogMachine(RuleBasedStateMachine):
-    """Updates, repetitions, a disk that breaks and generations that mend the log, against a list of everything."""
+    """Updates, repetitions, a disk that breaks and generations that repair the log, against a list of everything."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plan = LogPlan()
         self.given = list[int]()
         self.open = set[int]()
-        self.repetitions = list[tuple[int, frozenset[int]]]()  # the horizon, and what was open as it came
+        self.repetitions = list[
+            tuple[int, frozenset[int]]
+        ]()  # the horizon, and the tickets that were open as it arrived
         self.broken = False
 
     @precondition(lambda self: not self.broken)
     @rule()
     def take(self) -> None:
-        """An update is to be applied."""
+        """An update is taken."""
         ticket = self.plan.take()
         assert ticket not in self.given
         self.given.append(ticket)
@@ -165,21 +167,21 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.broken)
     @rule()
     def none_is_taken(self) -> None:
-        """While the log is broken."""
+        """While the log is broken taking one is an error."""
         with pytest.raises(AssertionError, match="broken"):
             self.plan.take()
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        """A record is flushed, or the update changed nothing; or it has raised as the log is broken."""
+        """A record is flushed, or the update changed nothing, or it raised since the log is broken."""
         ticket = data.draw(st.sampled_from(sorted(self.open)))
         self.open.discard(ticket)
         self.plan.close(ticket)
 
     @rule()
     def repetition(self) -> None:
-        """Of an update that was applied already; its first copy may be any of the open ones."""
+        """A repetition arrives; its first copy may be any of the open ones."""
         self.repetitions.append((self.plan.horizon(), frozenset(self.open)))
 
     @rule()
@@ -191,14 +193,14 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.broken and not self.open)
     @rule()
     def mended(self) -> None:
-        """A generation holds what the log lacks."""
+        """A generation that holds all that the log lacks is saved."""
         assert self.plan.settled
         self.plan.mended()
         self.broken = False
 
     @invariant()
     def no_repetition_passes_an_older_one(self) -> None:
-        """None is let pass while what was open as it came is, and all are as soon as it is not."""
+        """A repetition passes as soon as no ticket is open that was open as it arrived, and not before."""
         for horizon, older in self.repetitions:
             assert self.plan.passed(horizon) is not bool(older & self.open)
         assert self.plan.settled is not bool(self.open)

@@ -1,7 +1,7 @@
-"""A machine whose power fails, under `--fsync` and the log: nothing that was acknowledged is lost, and servers start.
+"""Power failures, with `--fsync` and the log: no acknowledged update is lost, and servers start.
 
-A real server's calls of the operating system are written down while a real coordinator makes variables and updates
-them. Then the power fails between any two calls, and the server's own code starts from what may be left.
+A real server's system calls are recorded while a real coordinator creates and updates variables. Then the power fails
+between any two calls, and the server's own code starts from a state that may be left.
 
 PSCLUSTER_SEARCH=100 tries more.
 """
@@ -52,7 +52,7 @@ print("done", flush=True)
 
 
 def counts_in(folder: Path) -> dict[str, set[float]]:
-    """What a server that starts there after another boot has: all values of each variable."""
+    """Return what a server has that starts there after another boot: all values of each variable."""
     manager = StateManager(DurabilityOptions(Durability.LOG, folder, 1e6, fsync=False))
     try:
         found = manager.restore()
@@ -69,7 +69,7 @@ def counts_in(folder: Path) -> dict[str, set[float]]:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for what is preloaded")
 @pytest.mark.timeout(300)
 def test_the_power_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever it does, the server starts, with all that was acknowledged, and no update in part."""
+    """Whenever the power fails, the server starts, with all acknowledged updates, and no update in part."""
     state, journal = tmp_path / "state", tmp_path / "journal"
     journal.touch()
     state.mkdir()

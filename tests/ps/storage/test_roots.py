@@ -1,4 +1,4 @@
-"""Where checkpoints may lie: a server that was told stays inside, whatever a request names."""
+"""Where checkpoints are allowed: a server with roots stays inside them, whatever a request names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pscluster.ps.storage.tensor_files import write
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A directory for checkpoints, with a link that leads out of it."""
+    """Create a directory for checkpoints, with a link that leads out of it."""
     root = tmp_path / "checkpoints"
     root.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inside", ["", "/ckpt-000001", "/a/../b", "/in/ckpt-000001", "/not yet/there"])
 def test_inside(root: Path, inside: str) -> None:
-    """The root, what is in it, and links that stay in it. What is opened is the path that was looked at."""
+    """The root, its folders, and links that stay in it. The path that is opened is the one that was checked."""
     for protocol in ("", "file://", "local://", "file:", "local:"):
         assert (
             Roots([str(root)]).path_of(f"{protocol}{root}{inside}", "part")
@@ -37,7 +37,7 @@ def test_inside(root: Path, inside: str) -> None:
     ["/..", "/../elsewhere", "-more", "/out", "/out/ckpt-000001", "/in/../../elsewhere", "/a\0b", "/a::/etc"],
 )
 def test_outside(root: Path, outside: str) -> None:
-    """Dots, links, names that only begin like it, and file systems within others lead out."""
+    """Dots, links, names that only share a prefix, and file systems within others lead out."""
     for protocol in ("", "file://"):
         with pytest.raises(CheckpointError, match=r"is outside of .*, where this server keeps its checkpoints"):
             Roots([str(root)]).path_of(f"{protocol}{root}{outside}", "part")
@@ -46,7 +46,7 @@ def test_outside(root: Path, outside: str) -> None:
 @pytest.mark.parametrize("other", ["~", "~root/a", "file:{}", "local:{}", "file://~", "file:~/", "local://~/a"])
 @pytest.mark.parametrize("protocol", ["", "file:", "file://"])
 def test_a_server_that_works_inside(protocol: str, other: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that fsspec finds elsewhere, though they look like those of something in the working directory."""
+    """Names that fsspec resolves elsewhere, though they look relative to the working directory."""
     elsewhere = root.parent / "elsewhere"
     monkeypatch.chdir(root)
     monkeypatch.setenv("HOME", str(elsewhere))
@@ -65,7 +65,7 @@ def test_what_is_written_lies_inside(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_that_is_a_link(root: Path) -> None:
-    """It is looked at, too."""
+    """The file itself is checked, too."""
     (root / "part").symlink_to(root.parent / "elsewhere" / "part")
     with pytest.raises(CheckpointError, match="is outside of"):
         Roots([str(root)]).path_of(str(root), "part")
@@ -73,7 +73,7 @@ def test_a_file_that_is_a_link(root: Path) -> None:
 
 @pytest.mark.parametrize("other", ["/etc", "s3://other/a", "memory://x", "simplecache::s3://bucket/runs", "", "."])
 def test_elsewhere(root: Path, other: str) -> None:
-    """Neither another directory nor another protocol will do."""
+    """Neither another directory nor another protocol is accepted."""
     with pytest.raises(CheckpointError, match="is outside of"):
         Roots([str(root), "s3://bucket/runs"]).path_of(other, "part")
 
@@ -87,7 +87,7 @@ def test_elsewhere(root: Path, other: str) -> None:
     ],
 )
 def test_urls(url: str, fine: bool) -> None:
-    """Of a URL the path counts as it is written."""
+    """The path of a URL counts as it is written."""
     roots = Roots(["s3://bucket/runs/"])
     if fine:
         assert roots.path_of(url, "part") == f"{url}/part"
@@ -97,7 +97,7 @@ def test_urls(url: str, fine: bool) -> None:
 
 
 def test_anywhere(tmp_path: Path) -> None:
-    """Without roots every directory will do; the file's name still leads nowhere else."""
+    """Without roots every directory is accepted; the file's name still can't lead elsewhere."""
     assert Roots().path_of(str(tmp_path), "part-0.safetensors") == f"{tmp_path}/part-0.safetensors"
     with pytest.raises(CheckpointError, match="is not the name of a file"):
         Roots().path_of(str(tmp_path), "../part")

@@ -1,4 +1,4 @@
-"""Old bytes that are still to be written or sent: little of it in memory, the rest in a file that nobody sees."""
+"""Old bytes that are still to be written or sent: few of them in memory, the rest in an unnamed file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from tests.ps.storage.support import CHUNK, JOB, Client, declare, dense, small_blocks
 
 from pscluster.core.errors import UnavailableError
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server import reads
+from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
@@ -26,12 +27,12 @@ from pscluster.v1 import ps_pb2
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are small."""
+    """Use small blocks."""
     small_blocks(monkeypatch)
 
 
 def save(spill: Spill, numbers: range) -> list[SavedBlock]:
-    """A block full of each number."""
+    """Save a block full of each number."""
     return [spill.save(memoryview(bytes([number]) * CHUNK)) for number in numbers]
 
 
@@ -40,7 +41,7 @@ def check(blocks: list[SavedBlock], numbers: range) -> None:
 
 
 def open_files(folder: Path) -> list[int]:
-    """Of this folder, with or without a name."""
+    """Return the open files in this folder, with or without a name."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(FileNotFoundError):  # the listing's own
@@ -50,7 +51,7 @@ def open_files(folder: Path) -> list[int]:
 
 
 def test_beyond_the_limit_it_is_in_a_file(tmp_path: Path) -> None:
-    """As much as may be is in memory; the file has no name, and goes with the last that is in it."""
+    """Memory is used up to the limit; the file has no name, and is closed after its last block."""
     spill = Spill(tmp_path, limit=4 * CHUNK)
     blocks = save(spill, range(10))
     assert (spill.in_memory, spill.spilled) == (4 * CHUNK, 6)
@@ -66,8 +67,8 @@ def test_beyond_the_limit_it_is_in_a_file(tmp_path: Path) -> None:
     assert (spill.in_memory, spill.spilled) == (0, 0)
 
 
-def test_its_places_are_used_again(tmp_path: Path) -> None:
-    """The file grows to the most that was in it at a time."""
+def test_its_slots_are_used_again(tmp_path: Path) -> None:
+    """The file grows to the most blocks that it held at a time."""
     spill = Spill(tmp_path, limit=0)
     blocks = save(spill, range(3))
     for number in range(3, 50):
@@ -79,14 +80,14 @@ def test_its_places_are_used_again(tmp_path: Path) -> None:
 
 
 def test_short_blocks(tmp_path: Path) -> None:
-    """The last of an array."""
+    """The last block of an array may be short."""
     spill = Spill(tmp_path, limit=0)
     blocks = [spill.save(memoryview(bytes([size]) * size)) for size in (5, 1, CHUNK, 7)]
     assert [block.read() for block in blocks] == [bytes([size]) * size for size in (5, 1, CHUNK, 7)]
 
 
 def test_where_there_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It stays in memory, which is said once."""
+    """The blocks stay in memory, with one warning."""
     spill = Spill(tmp_path / "missing", limit=CHUNK)
     blocks = save(spill, range(4))
     check(blocks, range(4))
@@ -97,7 +98,7 @@ def test_where_there_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk."""
+    """Fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -107,7 +108,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What has no room stays in memory; once there is room again, it is used."""
+    """Blocks without room stay in memory; once there is room again, the file is used."""
     spill = Spill(tmp_path, limit=CHUNK)
     with files_of_at_most(2 * CHUNK):
         blocks = save(spill, range(6))
@@ -122,7 +123,7 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_where_there_is_no_folder_for_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a container whose disk can't be written."""
+    """As in a container whose disk can't be written, the blocks stay in memory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     spill = Spill(limit=CHUNK)
     check(save(spill, range(4)), range(4))
@@ -130,7 +131,7 @@ def test_where_there_is_no_folder_for_temporary_files(
 
 
 def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Though there is room now and then."""
+    """It warns once, though there is room now and then."""
     spill = Spill(tmp_path, limit=CHUNK)
     with files_of_at_most(2 * CHUNK):
         blocks = save(spill, range(6))
@@ -142,13 +143,15 @@ def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("how", ["other bytes", "too short"])
 def test_a_disk_that_loses_what_it_took(tmp_path: Path, how: str) -> None:
-    """No bytes are given, and who reads is told to try again."""
+    """No bytes are given out, and the reader is told to try again."""
     spill = Spill(tmp_path, limit=0)
-    shard = Shard(np.zeros(100, np.float32))
-    snapshot = shard.snapshot(0, 400, spill)
-    with shard.lock:
-        shard.before_change()
-        shard.array[...] = 1
+    held = Store(0, JOB)
+    held.spill = spill
+    declare(held, 1, np.zeros(100, np.float32))
+    item = ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True))
+    read = reads.read(held, ps_pb2.ReadRequest(job=JOB, items=[item]), Payload([]))
+    assert next(read) == bytes(CHUNK)
+    Client(StateManager(DurabilityOptions()), held).update(dense(ps_pb2.ASSIGN, np.ones(100, np.float32)))
     (number,) = open_files(tmp_path)
     if how == "too short":
         os.truncate(number, CHUNK + 3)
@@ -156,26 +159,25 @@ def test_a_disk_that_loses_what_it_took(tmp_path: Path, how: str) -> None:
         os.pwrite(number, b"x", CHUNK + 3)
     with pytest.raises(
         UnavailableError,
-        match=r"try again: old values (read|can't be read) back from the disk",
+        match="try again: old values read back from the disk are damaged",
     ):
-        list(snapshot)
-    snapshot.close()
+        list(read)
     assert spill.spilled == 0
 
 
-def test_who_lets_go_waits_for_nobody(tmp_path: Path) -> None:
-    """The last reference may end anywhere, under whatever locks; whoever has the lock looks again."""
+def test_releasing_waits_for_no_lock(tmp_path: Path) -> None:
+    """The last reference may end anywhere, under any locks; the thread that has the lock reclaims later."""
     spill = Spill(tmp_path, limit=CHUNK)
     blocks = save(spill, range(3))
     with spill._lock:
         blocks.clear()
         assert spill.spilled == 2
-    spill._look()
+    spill._try_reclaim()
     assert (spill.in_memory, spill.spilled, open_files(tmp_path)) == (0, 0, [])
 
 
 def test_by_several_threads(tmp_path: Path) -> None:
-    """Each finds its own bytes, whoever lets go of others meanwhile."""
+    """Each reads back its own bytes while others are released."""
     spill, wrong = Spill(tmp_path, limit=5 * CHUNK), []
 
     def work(number: int) -> None:
@@ -199,8 +201,8 @@ def test_by_several_threads(tmp_path: Path) -> None:
     assert len(open_files(tmp_path)) == 0
 
 
-def test_a_server_s_lies_with_its_state(tmp_path: Path) -> None:
-    """What is captured and changed all over is read as it was; most of it never was in memory twice."""
+def test_a_server_s_file_is_beside_its_state(tmp_path: Path) -> None:
+    """A capture that changes completely is read as it was; most of it was never in memory twice."""
     manager = StateManager(DurabilityOptions(Durability.SNAPSHOT, tmp_path / "state"))
     try:
         held, before = Store(0, JOB), np.arange(64, dtype=np.float32)
@@ -212,10 +214,9 @@ def test_a_server_s_lies_with_its_state(tmp_path: Path) -> None:
         Client(manager, held).update(dense(ps_pb2.ASSIGN, np.ones(64, np.float32)))
         assert manager.spill.in_memory == 2 * CHUNK
         assert manager.spill.spilled == 64 * 4 // CHUNK - 2
-        assert len(open_files(tmp_path / "state")) == 2  # the lock is the other
-        blocks = {block.offset: block.data for block in capture.blocks()}
-        assert b"".join(blocks[offset] for offset in sorted(blocks)) == before.tobytes()
-        shard.release(capture)
+        assert len(open_files(tmp_path / "state")) == 2  # the other is the lock
+        assert b"".join(capture["value"]) == before.tobytes()
+        capture["value"].close()
     finally:
         manager.close()
     StateDirectory(tmp_path / "state").close()

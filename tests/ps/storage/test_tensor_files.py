@@ -1,4 +1,4 @@
-"""Files of checkpoints, against the safetensors library, and a server's part in one, on stores in this process."""
+"""Files of checkpoints, against the safetensors library, and servers' parts in them, on stores in this process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import safetensors
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128
 
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable
@@ -28,16 +29,18 @@ from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.handles.variable import Variable, whole_index
-from pscluster.ps.optim import RULES, compute_dtype, new_slots
+from pscluster.ps.handles.indexing import whole_index
+from pscluster.ps.handles.variable import Variable
+from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.optim.rules import RULES
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import partition_of
-from pscluster.ps.storage import capture, tensor_files
+from pscluster.ps.storage import tensor_files
 from pscluster.ps.storage.checkpoint_parts import Parts
 from pscluster.ps.storage.spill import Spill
-from pscluster.ps.storage.tensor_files import TensorToWrite, WrittenFile, WrittenTensor, join
+from pscluster.ps.storage.tensor_files import WrittenFile, join
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
@@ -52,12 +55,12 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (5,), (0,), (3, 0, 2), (2, 3, 4), (30
 
 
 def typed(name: str) -> np.dtype[Any]:
-    """A type by its name."""
+    """Return a type by its name."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def some(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Values of every kind that the type has, for floats also those that are no numbers."""
+    """Return values of every kind that the type has, for floats also infinities and NaNs."""
     generator = np.random.default_rng(seed)
     data = generator.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
     if dtype == np.bool_:
@@ -65,16 +68,17 @@ def some(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> Array:
     return data.view(dtype).reshape(shape)
 
 
-def to_write(name: str, array: Array, chunk: int = 7) -> TensorToWrite:
-    """A tensor that comes in small pieces."""
-    data = array.tobytes()
-    pieces = [data[at : at + chunk] for at in range(0, len(data), chunk)]
-    return TensorToWrite(name, array.dtype, array.shape, pieces)
+def write(path: str, *arrays: tuple[str, Array], chunk: int = 7) -> tuple[WrittenFile, list[ps_pb2.SavedTensor]]:
+    """Write these arrays, in small pieces."""
+    tensors = [tensor_files.tensor_to_write(name, array.dtype, array.shape) for name, array in arrays]
+    data = (array.tobytes() for _, array in arrays)
+    pieces = ([each[at : at + chunk] for at in range(0, len(each), chunk)] for each in data)
+    return tensor_files.write(path, tensors, pieces), tensors
 
 
-def written(path: Path, arrays: dict[str, Array]) -> WrittenFile:
-    """A file of these."""
-    return tensor_files.write(str(path), [to_write(*item) for item in arrays.items()], {"format": "np"})
+def written(path: Path, arrays: dict[str, Array]) -> tuple[WrittenFile, list[ps_pb2.SavedTensor]]:
+    """Write these arrays to a file."""
+    return write(str(path), *arrays.items())
 
 
 # The format
@@ -82,11 +86,11 @@ def written(path: Path, arrays: dict[str, Array]) -> WrittenFile:
 
 @pytest.mark.parametrize("name", REAL + COMPLEX)
 def test_the_library_reads_what_we_write(tmp_path: Path, name: str) -> None:
-    """Every type and shape: what the library finds is there bit for bit; complex numbers are pairs."""
+    """Every type and shape is read bit for bit by the library; complex numbers are pairs."""
     arrays = {f"a/{shape}": some(typed(name), shape) for shape in SHAPES}
     path = tmp_path / "file.safetensors"
-    done = written(path, arrays)
-    assert done.nbytes == path.stat().st_size
+    done, _ = written(path, arrays)
+    assert done.bytes == path.stat().st_size
     found = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
     assert found.keys() == arrays.keys()
     for key, array in arrays.items():
@@ -108,7 +112,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_we_read_what_the_library_writes(tmp_path: Path, name: str) -> None:
-    """Every type and shape, from the places that its header names."""
+    """Every type and shape, from the offsets in the header."""
     arrays = {f"a/{shape}": some(typed(name), shape) for shape in SHAPES}
     path = tmp_path / "file.safetensors"
     safetensors.numpy.save_file(arrays, path)
@@ -117,38 +121,37 @@ def test_we_read_what_the_library_writes(tmp_path: Path, name: str) -> None:
     header = json.loads(data[8 : 8 + size])
     for key, array in arrays.items():
         start, stop = header[key]["data_offsets"]
-        digest = hashlib.sha256(data[8 + size + start : 8 + size + stop]).hexdigest()
-        again = tensor_files.read(
-            str(path), key, name, array.shape, WrittenTensor(8 + size + start, stop - start, digest)
-        )
+        saved = tensor_files.tensor_to_write(key, array.dtype, array.shape)
+        saved.offset, saved.checksum = 8 + size + start, xxh3_128(data[8 + size + start : 8 + size + stop]).hexdigest()
+        again = tensor_files.read(str(path), saved)
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 @pytest.mark.parametrize("name", REAL + COMPLEX)
 def test_our_own_way_back(tmp_path: Path, name: str) -> None:
-    """Where a file says a tensor is, there it is, with the digest that was told."""
+    """Each tensor is at the offset that its entry has, with that checksum."""
     arrays = {f"a/{shape}": some(typed(name), shape) for shape in SHAPES}
     path = tmp_path / "file.safetensors"
-    done = written(path, arrays)
-    assert hashlib.sha256(path.read_bytes()[: done.header_bytes]).hexdigest() == done.header_sha256
-    for (key, array), place in zip(arrays.items(), done.tensors, strict=True):
-        again = tensor_files.read(str(path), key, name, array.shape, place)
+    done, tensors = written(path, arrays)
+    assert xxh3_128(path.read_bytes()[: done.header_bytes]).hexdigest() == done.header_checksum
+    for array, saved in zip(arrays.values(), tensors, strict=True):
+        again = tensor_files.read(str(path), saved)
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 def test_a_file_without_tensors(tmp_path: Path) -> None:
-    """A server that holds no shard writes a file, too, and the library takes it."""
+    """A server without shards writes a file, too, and the library accepts it."""
     path = tmp_path / "file.safetensors"
-    assert written(path, {}).nbytes == path.stat().st_size
+    assert written(path, {})[0].bytes == path.stat().st_size
     assert safetensors.numpy.load_file(path) == {}
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A file in which one would hide the other is not written."""
+    """A file in which one tensor would hide the other is not written."""
     with pytest.raises(CheckpointError, match="named 'w'"):
-        tensor_files.write(str(tmp_path / "file"), [to_write("w", np.ones(3)), to_write("w", np.zeros(3))], {})
+        write(str(tmp_path / "file"), ("w", np.ones(3)), ("w", np.zeros(3)))
     with pytest.raises(CheckpointError, match="named '__metadata__'"):
-        tensor_files.write(str(tmp_path / "file"), [to_write("__metadata__", np.ones(3))], {})
+        write(str(tmp_path / "file"), ("__metadata__", np.ones(3)))
 
 
 @given(st.text(min_size=1, max_size=30).filter(lambda name: name.isprintable() and name != "__metadata__"))
@@ -162,7 +165,7 @@ def test_names_of_any_kind(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("file", ["", ".", "..", ".hidden", "a/b", "../a", "/etc/passwd", "a\0b", "a\n", "C:\\a"])
 def test_a_name_that_leads_elsewhere_is_refused(file: str) -> None:
-    """An index can't make a server read or write beside the checkpoint."""
+    """An index can't make a server read or write outside the checkpoint."""
     with pytest.raises(CheckpointError, match="not the name of a file"):
         join("/checkpoints/one", file)
 
@@ -171,20 +174,21 @@ def test_urls(tmp_path: Path) -> None:
     """A path may be a URL of fsspec."""
     array = np.arange(10.0)
     for path in (f"file://{tmp_path}/file", "memory://checkpoint/file"):
-        done = tensor_files.write(path, [to_write("w", array)], {"format": "np"})
-        again = tensor_files.read(path, "w", "float64", (10,), done.tensors[0])
+        _, (saved,) = write(path, ("w", array))
+        again = tensor_files.read(path, saved)
         np.testing.assert_array_equal(again, array)
 
 
 def test_damage_is_told_with_the_file_and_the_tensor(tmp_path: Path) -> None:
-    """A flipped bit, a file that is too short, missing or no file at all, a type of another size."""
+    """A flipped bit, a file that is too short, missing or not a file, a type of another size."""
     array = np.arange(10.0)
     path = tmp_path / "file"
-    place = written(path, {"w": array}).tensors[0]
+    _, (saved,) = written(path, {"w": array})
     good = path.read_bytes()
 
     def read(dtype: str = "float64", at: Path = path) -> Array:
-        return tensor_files.read(str(at), "w", dtype, (10,), place)
+        saved.dtype = dtype
+        return tensor_files.read(str(at), saved)
 
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=rf"{path} is damaged: w is not"):
@@ -214,18 +218,18 @@ def test_damage_is_told_with_the_file_and_the_tensor(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cant_be_written(tmp_path: Path, path: str, reason: str) -> None:
-    """The error names the path and says why."""
+    """The error names the path and gives the reason."""
     (tmp_path / "regular").write_text("a file")
     whole = path if "://" in path else str(tmp_path / path)
     with pytest.raises(CheckpointError, match=rf"{whole} can't be written: .*{reason}"):
-        tensor_files.write(whole, [to_write("w", np.ones(3))], {})
+        write(whole, ("w", np.ones(3)))
 
 
 # Servers in this process
 
 
 class Servers:
-    """Stores that stand for servers, each with its part in checkpoints."""
+    """Stores in place of servers, each with its part of checkpoints."""
 
     def __init__(self, count: int) -> None:
         self.stores = [Store(index, 7) for index in range(count)]
@@ -235,7 +239,7 @@ class Servers:
         self._sequence = 0
 
     def declare(self, name: str, values: Array, ends: Sequence[Sequence[int]] | None = None, first: int = 0) -> None:
-        """A variable, cut so, its shards in turn on the servers."""
+        """Create a variable with these cuts, its shards in turn on the servers."""
         cuts = [[length] for length in values.shape] if ends is None else ends
         spec = ps_pb2.VariableSpec(id=len(self.specs) + 1, name=name, dtype=values.dtype.name, shape=values.shape)
         for cut in cuts:
@@ -249,7 +253,7 @@ class Servers:
         self.specs[name] = spec
 
     def optimizer(self, name: str, rule: str, *, number: int = 0, ema: float = 0.0, **hyperparameters: Any) -> None:
-        """An optimizer."""
+        """Create an optimizer."""
         numbers, flags = RULES[rule](**hyperparameters).to_spec()
         spec = ps_pb2.OptimizerSpec(
             id=number or 100 + len(self.rules), name=name, rule=rule, numbers=numbers, flags=flags, ema_momentum=ema
@@ -270,7 +274,7 @@ class Servers:
         key: int = 0,
         late: int = 0,
     ) -> None:
-        """Of a whole shard; sent so many terms ago."""
+        """Update a whole shard, under the present term or an earlier one."""
         spec = self.specs[variable]
         store = self.stores[spec.owners[shard]]
         self._sequence += 1
@@ -296,12 +300,12 @@ class Servers:
         self.update(variable, shard, ps_pb2.APPLY_GRADIENT, gradient, optimizer)
 
     def mark(self, number: int = 1) -> None:
-        """Have all shards remembered."""
+        """Mark all shards."""
         for store, parts in zip(self.stores, self.parts, strict=True):
             parts.mark(store, number)
 
     def write(self, folder: Path | str, number: int = 1) -> Index:
-        """Write what was marked."""
+        """Write the marked shards."""
         index = Index(number, "now", 0.0)
         for spec in self.specs.values():
             index.add_variable(spec)
@@ -319,7 +323,7 @@ class Servers:
         return self.write(folder)
 
     def restore(self, folder: Path | str) -> None:
-        """As the coordinator does it."""
+        """Restore as the coordinator does."""
         path = str(folder)
         index = read_index(path)
         check_whole(index, path)
@@ -328,12 +332,13 @@ class Servers:
             plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
         number = fresh_id()
         for store, parts in zip(self.stores, self.parts, strict=True):
-            parts.stage(store, number, requests[store.index].shards, lambda file: join(path, file))
+            requests[store.index].id = number
+            parts.stage(store, requests[store.index], lambda file: join(path, file))
         for store, parts in zip(self.stores, self.parts, strict=True):
             parts.commit(store, number, store.term + 1)
 
     def whole(self, variable: str) -> dict[str, bytes]:
-        """All arrays of a variable, whole; what shards lack is as if they had had no gradient."""
+        """Return all arrays of a variable, whole; those that shards lack as before the first gradient."""
         spec = self.specs[variable]
         partition, dtype = partition_of(spec), typed(spec.dtype)
         found: dict[str, Array] = {}
@@ -358,7 +363,7 @@ class Servers:
         return {key: array.tobytes() for key, array in found.items()}
 
     def facts(self) -> dict[str, Any]:
-        """All that is held."""
+        """Return all that is held."""
         found: dict[str, Any] = {}
         for store in self.stores:
             for held in store.held()[0]:
@@ -369,7 +374,7 @@ class Servers:
 
 
 def test_nothing_of_a_checkpoint_whose_old_values_are_lost_is_kept(tmp_path: Path) -> None:
-    """It fails, and says why; the next one does not."""
+    """It fails, with the reason; the next one does not."""
     servers = Servers(1)
     servers.declare("v", np.zeros(9))
     store = servers.stores[0]
@@ -384,7 +389,7 @@ def test_nothing_of_a_checkpoint_whose_old_values_are_lost_is_kept(tmp_path: Pat
     gc.disable()
     try:
         for _ in range(2):
-            with pytest.raises(CheckpointError, match="old values can't be read back from the disk"):
+            with pytest.raises(CheckpointError, match="old values read back from the disk are damaged"):
                 servers.parts[0].write(store, 1, str(tmp_path / "part"))
         assert store.spill.spilled == 0
     finally:
@@ -392,7 +397,7 @@ def test_nothing_of_a_checkpoint_whose_old_values_are_lost_is_kept(tmp_path: Pat
 
 
 def test_nothing_of_a_checkpoint_that_failed_is_kept(tmp_path: Path) -> None:
-    """But what went wrong, for copies of the request: what was to be written may be large."""
+    """Only the error, for copies of the request: the marked arrays may be large."""
     servers = Servers(1)
     servers.declare("v", np.zeros(9))
     servers.mark()
@@ -414,14 +419,14 @@ def test_nothing_of_a_checkpoint_that_failed_is_kept(tmp_path: Path) -> None:
 
 
 def payload(arrays: Sequence[Array]) -> Payload:
-    """The bytes of a request."""
+    """Return a request's payload."""
     pieces = [piece for array in arrays for piece in (bytes(view(array)), bytes(padding(array.nbytes)))]
     return Payload([memoryview(b"".join(pieces))])
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[int]]:
-    """Ends of pieces of each axis, empty ones among them."""
+    """Draw cuts of each axis, with empty pieces among them."""
     return [[*sorted(draw(st.lists(st.integers(0, length), max_size=3))), length] for length in shape]
 
 
@@ -453,7 +458,7 @@ def test_any_cut_on_any_servers(
             old.train("w", shard, "by/adagrad", turn)
         for turn, shard in enumerate(data.draw(trained)):
             old.train("w", shard, "with_average", turn)
-        for shard in {0, len(new.specs["w"].owners) - 1}:  # what is to be gone behind
+        for shard in {0, len(new.specs["w"].owners) - 1}:  # for the restore to replace
             new.train("w", shard, "with_average")
     before = old.whole("w"), old.whole("other")
     saved = old.save(folder)
@@ -472,7 +477,7 @@ def test_any_cut_on_any_servers(
 
 
 def blocks_of(servers: Servers) -> list[int]:
-    """Sizes of the shards of w."""
+    """Return the sizes of the shards of w."""
     return [block.size for block in partition_of(servers.specs["w"]).blocks]
 
 
@@ -482,7 +487,7 @@ Saved = tuple[Servers, Path, Callable[[], Servers]]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
-    """Servers, a checkpoint of theirs, and a maker of others into which it can be restored."""
+    """Servers, a checkpoint of theirs, and a maker of other servers into which it can be restored."""
     servers = Servers(2)
     servers.declare("w", np.arange(24, dtype=np.float32).reshape(6, 4), [[2, 3, 6], [1, 4]])
     servers.declare("n", np.array(3, np.int64))
@@ -503,12 +508,12 @@ def saved(tmp_path: Path) -> Saved:
 
 
 def state(servers: Servers) -> dict[str, dict[str, bytes]]:
-    """Of all variables, whole."""
+    """Return all variables, whole."""
     return {name: servers.whole(name) for name in servers.specs}
 
 
 def never_wrong(folder: Path, file: Path, servers: Servers, right: dict[str, Any]) -> bool:
-    """Restoring raises CheckpointError that names the file, and changes nothing; or all is right. Was it refused?"""
+    """Check that restoring is right, or raises CheckpointError that names the file; return whether it was refused."""
     before = servers.facts()
     refusal = ""
     try:
@@ -524,7 +529,7 @@ def never_wrong(folder: Path, file: Path, servers: Servers, right: dict[str, Any
 
 
 def test_no_flipped_bit_goes_unnoticed(saved: Saved) -> None:
-    """Of every file: each is refused, with the file's name and nothing changed, or does not matter."""
+    """In every file: the bit is refused with the file's name and nothing changed, or does not matter."""
     servers, folder, others = saved
     right = state(servers)
     chance = random.Random(1)
@@ -563,7 +568,7 @@ def test_every_bit_of_a_tensor_counts(saved: Saved) -> None:
 
 
 def test_truncated_files(saved: Saved) -> None:
-    """A file that ends anywhere too early is refused, and so is one that is gone."""
+    """A file that ends too early anywhere is refused, and so is a missing one."""
     servers, folder, others = saved
     right, target = state(servers), others()
     chance = random.Random(2)
@@ -580,7 +585,7 @@ def test_truncated_files(saved: Saved) -> None:
 
 @pytest.mark.parametrize("which", ["index.json", "part-0-of-2.safetensors", "part-1-of-2.safetensors"])
 def test_files_of_two_checkpoints_mixed(saved: Saved, tmp_path: Path, which: str) -> None:
-    """One file of another checkpoint of the same variables is found."""
+    """A file of another checkpoint of the same variables is detected."""
     servers, folder, others = saved
     for shard in range(6):
         servers.train("w", shard, "adagrad", 9 + shard)
@@ -612,7 +617,7 @@ def test_files_of_two_checkpoints_mixed(saved: Saved, tmp_path: Path, which: str
     ids=lambda text: f"{text[:12]!r}",
 )
 def test_a_foreign_index(saved: Saved, text: str) -> None:
-    """JSON of somebody else, or none, is refused by the file's name."""
+    """JSON of another program, or none, is refused with the file's name."""
     _, folder, _ = saved
     (folder / "index.json").write_bytes(text.encode("latin1"))
     with pytest.raises(CheckpointError, match=r"index\.json is (of another program|damaged)"):
@@ -620,14 +625,14 @@ def test_a_foreign_index(saved: Saved, text: str) -> None:
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """An index with the right digest."""
+    """Return an index with the right digest."""
     body.pop("sha256", None)
     text = json.dumps(body, indent=1, sort_keys=True)
     return (text[:-2] + f',\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n').encode()
 
 
 def test_an_index_of_another_version(saved: Saved) -> None:
-    """It says which it is of."""
+    """The error says which version it is."""
     _, folder, _ = saved
     file = folder / "index.json"
     body = json.loads(file.read_bytes())
@@ -673,7 +678,7 @@ def test_an_index_that_leads_out_of_its_directory(saved: Saved) -> None:
     ],
 )
 def test_an_index_that_makes_no_sense(saved: Saved, change: Callable[[dict[str, Any]], object]) -> None:
-    """With the right digest, too, it is a CheckpointError that names the directory, and nothing is changed."""
+    """Even with the right digest it is a CheckpointError that names the directory, and nothing is changed."""
     _, folder, others = saved
     file = folder / "index.json"
     body = json.loads(file.read_bytes())
@@ -687,7 +692,7 @@ def test_an_index_that_makes_no_sense(saved: Saved, change: Callable[[dict[str, 
 
 
 def test_a_checkpoint_in_an_object_store(saved: Saved) -> None:
-    """Any file system of fsspec will do, the index and its damage included."""
+    """Any file system of fsspec works, and damage to the index is detected there, too."""
     servers, _, others = saved
     servers.save("memory://run/ckpt")
     target = others()
@@ -707,8 +712,8 @@ def test_a_checkpoint_in_an_object_store(saved: Saved) -> None:
 
 
 def test_what_is_written_is_what_was_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates, slots, averages and variables that come behind the mark are not in it, at whatever block it is."""
-    monkeypatch.setattr(capture, "CHUNK_BYTES", 64)
+    """Updates, slots, averages and variables after the mark are not in it, at whatever block they arrive."""
+    monkeypatch.setattr("pscluster.ps.server.shard.CHUNK_BYTES", 64)
     servers = Servers(2)
     servers.declare("w", np.zeros((40, 8), np.float32), [[20, 40], [8]])
     servers.optimizer("adam", "adam", ema=0.5)
@@ -742,13 +747,13 @@ def test_what_is_written_is_what_was_marked(tmp_path: Path, monkeypatch: pytest.
 
 
 def captures(servers: Servers) -> int:
-    """How many captures updates still have to save blocks for."""
+    """Return the number of snapshots for which updates still save blocks."""
     held = [each for store in servers.stores for each in store.held()[0]]
-    return sum(len(shard._captures) for each in held for shard in each.shards.values())
+    return sum(len(shard._snapshots) for each in held for shard in each.shards.values())
 
 
 def test_marks_are_released(tmp_path: Path) -> None:
-    """Written, dropped, replaced or failed: nothing keeps old bytes any more."""
+    """Once written, dropped, replaced or failed, no old bytes are held."""
     servers = Servers(1)
     servers.declare("w", np.zeros(9))
     (store,), (parts,) = servers.stores, servers.parts
@@ -770,7 +775,7 @@ def test_marks_are_released(tmp_path: Path) -> None:
 
 
 def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
-    """A save that begins in the middle of a restore does not undo half of it, nor the other way round."""
+    """A save that begins in the middle of a restore does not undo half of it, nor the reverse."""
     servers, folder, others = saved
     target = others()
     before = target.facts()
@@ -780,7 +785,8 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
         plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
     target.mark()
     for number in range(3):
-        target.parts[number].stage(target.stores[number], 5, requests[number].shards, lambda name: str(folder / name))
+        requests[number].id = 5
+        target.parts[number].stage(target.stores[number], requests[number], lambda name: str(folder / name))
     assert target.facts() == before
     target.write(folder.parent / "two")
     target.mark()
@@ -792,7 +798,7 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
 
 
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
-    """One that is not there is left out; one whose slots are others, more or fewer, is refused, and nothing changes."""
+    """A missing one is ignored; one with other, more or fewer slots is refused, and nothing changes."""
     servers = Servers(1)
     servers.declare("w", np.zeros(4, np.float32))
     servers.optimizer("rule", "adam")
@@ -822,7 +828,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_names_that_meet_are_refused(tmp_path: Path) -> None:
-    """A variable that is named as a slot of another would take its place in the file, or in the map."""
+    """A variable that is named like a slot of another one would replace it in the file, or in the map."""
     for count in (1, 2):  # on one server, and on two
         servers = Servers(count)
         servers.declare("w", np.zeros(4, np.float32))
@@ -832,7 +838,7 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
         servers.declare(f"w/adam/{slot}", np.ones(4, np.float32), first=1)
         with pytest.raises(CheckpointError, match=f"named 'w/adam/{slot}"):
             servers.save(tmp_path / f"{count}")
-    servers = Servers(1)  # the slot is of another shard: the names meet when they are merged
+    servers = Servers(1)  # the slot is of another shard: the names meet when shards are merged
     servers.declare("w", np.zeros(4, np.float32), [[2, 4]])
     servers.optimizer("adam", "adam")
     servers.train("w", 1, "adam")
@@ -842,7 +848,7 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_functions_with_keys_have_done(tmp_path: Path) -> None:
-    """What is in the checkpoint is not done again, in whatever shards it lies now; what came later is, if restored."""
+    """Updates in the checkpoint are not repeated, however its shards are cut now; later ones are, after a restore."""
     servers = Servers(2)
     servers.declare("w", np.zeros(4), [[2, 4]])
     servers.declare("v", np.zeros(4))
@@ -863,7 +869,7 @@ def test_what_functions_with_keys_have_done(tmp_path: Path) -> None:
         add(servers, 3, late=1)
     assert add(servers, 1) == [[1] * 4] * 2
     assert add(servers, 2) == [[2] * 4] * 2
-    del servers.specs["v"]  # it stays as it is, and so does what is known of it
+    del servers.specs["v"]  # it stays unchanged, with the updates that are remembered of it
     servers.restore(tmp_path / "one")
     servers.specs["v"] = read_spec(servers, "v")
     assert add(servers, 2) == [[2] * 4] * 2
@@ -876,24 +882,24 @@ def test_what_functions_with_keys_have_done(tmp_path: Path) -> None:
 
 
 def read_spec(servers: Servers, name: str) -> ps_pb2.VariableSpec:
-    """What the servers know of a variable."""
+    """Return what the servers know of a variable."""
     return servers.stores[0].describe([name], []).variables[0]
 
 
 def test_commit_of_what_is_not_staged() -> None:
-    """It is refused: of another number, of another store, or a second time."""
+    """It is refused: for another number, another store, or a second time."""
     servers = Servers(2)
     servers.declare("w", np.zeros(4, np.float32))
     before = servers.facts()
     parts, store = servers.parts[0], servers.stores[0]
     with pytest.raises(UnavailableError, match="has nothing to restore any more"):
         parts.commit(store, 5, 1)
-    parts.stage(store, 5, [], str)
+    parts.stage(store, ps_pb2.RestoreRequest(id=5), str)
     with pytest.raises(UnavailableError, match="has nothing to restore any more"):
         parts.commit(store, 6, 1)
     with pytest.raises(UnavailableError, match="has nothing to restore any more"):
         parts.commit(Store(0, 7), 5, 1)
-    parts.stage(store, 5, [], str)
+    parts.stage(store, ps_pb2.RestoreRequest(id=5), str)
     parts.forget()
     with pytest.raises(UnavailableError, match="has nothing to restore any more"):
         parts.commit(store, 5, 1)

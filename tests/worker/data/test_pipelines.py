@@ -1,4 +1,4 @@
-"""What a dataset gives for a place in its order: orders, sources, batches, and what bad input gets."""
+"""What a dataset gives for a position in its order: orders, sources, batches, and the answer to bad input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pscluster.worker.data.sources import Arrays, Files, source_of
 
 
 def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
-    """Of these places; the first error is raised."""
+    """The elements at these positions; the first error is raised."""
     found = list(pipeline.elements(epoch, start, pipeline.kept if stop is None else stop))
     for element in found:
         if isinstance(element, DatasetError):
@@ -35,7 +35,7 @@ def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | Non
     cuts=st.lists(st.integers(0, 60), max_size=5),
 )
 def test_an_order_is_a_permutation(length: int, split: int, seed: int | None, epoch: int, cuts: list[int]) -> None:
-    """However it is asked for, in pieces, each number comes once, in the same order, within its split's bounds."""
+    """However it is requested, in pieces, each number comes once, in the same order, within its split's bounds."""
     order = Order(length, split, seed)
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
     found: list[int] = []
@@ -53,7 +53,8 @@ def test_an_order_is_a_permutation(length: int, split: int, seed: int | None, ep
 
 
 def test_shuffled_within_and_across_splits() -> None:
-    """Both the splits and what is in them; other epochs and seeds have other orders, the same ones the same."""
+    """Both the splits and their contents are shuffled; other epochs and seeds have other orders, equal ones the
+    same."""
 
     def order(seed: int, epoch: int) -> list[int]:
         return [int(n) for numbers, _, _ in Order(1000, 50, seed).pieces(epoch, 0, 1000) for n in numbers]
@@ -78,7 +79,7 @@ class Pair(NamedTuple):
 
 
 class Dataset:
-    """As PyTorch's: by number."""
+    """A dataset like PyTorch's, indexed by number."""
 
     def __len__(self) -> int:
         return 10
@@ -90,14 +91,14 @@ class Dataset:
 
 
 class Several(Dataset):
-    """One that reads several at once."""
+    """A dataset that reads several at once."""
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
         return [{"x": np.full(3, number), "y": number} for number in numbers]
 
 
 class Reader:
-    """What can read ranges; it says how often it was asked."""
+    """A source that can read ranges, and counts its reads."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -106,7 +107,7 @@ class Reader:
         return 10
 
     def read(self, start: int, stop: int) -> dict[str, Any]:
-        """A block."""
+        """Read a block."""
         self.asked.append((start, stop))
         return {"x": np.repeat(np.arange(start, stop), 3).reshape(-1, 3), "y": np.arange(start, stop)}
 
@@ -121,7 +122,7 @@ def arrays() -> dict[str, Any]:
 )
 @pytest.mark.parametrize("seed", [None, 5])
 def test_sources_give_the_same(make: Any, seed: int | None) -> None:
-    """Whatever the examples come from, and after a journey to a worker."""
+    """Elements are the same whatever source the examples come from, even after being sent to a worker."""
     pipeline = Pipeline(source_of(make()), "data", seed=seed, split=4, batch=3)
     expected = elements(Pipeline(Arrays(arrays()), "data", seed=seed, split=4, batch=3), epoch=2)
     for one in (pipeline, pickle.loads(pickle.dumps(pipeline)) if make is not None else pipeline):
@@ -154,7 +155,7 @@ def test_structures() -> None:
 
 
 def test_a_step_may_write_to_its_batch() -> None:
-    """The source stays as it is."""
+    """Writing to a batch does not change the source."""
     x = np.arange(6.0)
     for seed in (None, 1):
         for batch in elements(Pipeline(Arrays(x), "data", seed=seed, batch=2)):
@@ -168,7 +169,7 @@ def test_a_step_may_write_to_its_batch() -> None:
 
 @given(width=st.sampled_from([1, 3000, 40_000]), batch=st.none() | st.integers(1, 40), seed=st.none() | st.just(0))
 def test_small_batches_are_read_together(width: int, batch: int | None, seed: int | None) -> None:
-    """They are what they are one by one, of whatever size; and what is written to one is in no other."""
+    """They equal those read one by one, at any size; writing to one changes no other."""
     rows = np.repeat(np.arange(90, dtype=np.float32)[:, None], width, axis=1)
     pipeline = Pipeline(source_of({"row": rows, "number": np.arange(90)}), "data", seed=seed, split=32, batch=batch)
     step = batch or 1
@@ -185,7 +186,7 @@ def test_small_batches_are_read_together(width: int, batch: int | None, seed: in
 
 
 def test_map_stands_where_it_was_put() -> None:
-    """Before batch() it sees examples, behind it batches."""
+    """Before batch() it sees examples, after it batches."""
     pipeline = Pipeline(
         Arrays(np.arange(4)),
         "data",
@@ -197,14 +198,14 @@ def test_map_stands_where_it_was_put() -> None:
 
 
 def test_drop_remainder() -> None:
-    """The last examples of the order, not of the source."""
+    """The last examples of the order are dropped, not those of the source."""
     pipeline = Pipeline(Arrays(np.arange(10)), "data", seed=3, batch=4, drop_remainder=True)
     assert pipeline.kept == 8
     assert [len(batch) for batch in elements(pipeline)] == [4, 4]
 
 
 def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
-    """Views of it, too, with steps and offsets; a computed one by value."""
+    """Views of it are sent by name, too, with steps and offsets; a computed one by value."""
     np.save(tmp_path / "x.npy", np.arange(100_000).reshape(-1, 10))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for part in (mapped, mapped[5:9000:3, ::-2], mapped.T[:, 7:].T):
@@ -223,7 +224,7 @@ def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """Each is read by the reader; batches stay within a file, and both files and examples are shuffled."""
+    """The reader reads each file; batches stay within a file, and both files and examples are shuffled."""
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("\n".join(f"{number}-{line}" for line in range(number + 1)))
 
@@ -252,7 +253,7 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seed", "held"), [(None, 0), (3, 16)])
 @pytest.mark.parametrize("batch", [None, 5])
 def test_a_reader_that_yields_more_than_can_be_held(seed: int | None, held: int, batch: int | None) -> None:
-    """No more is taken than an element needs, and of a shuffled file a split; each example comes once."""
+    """No more is read than an element needs, and of a shuffled file a split; each example comes once."""
     step, taken, sizes = batch or 1, itertools.count(), {"endless": None, "short": 39}
 
     def read(name: str) -> Iterator[int]:
@@ -277,7 +278,7 @@ def test_a_reader_that_yields_more_than_can_be_held(seed: int | None, held: int,
 
 
 def test_a_reader_that_fails_on_its_way() -> None:
-    """What it has yielded is there, and an error that says how much that was."""
+    """What it has yielded is kept, with an error that says how much that was."""
 
     def read(_: str) -> Iterator[int]:
         yield from range(5)
@@ -286,9 +287,7 @@ def test_a_reader_that_fails_on_its_way() -> None:
     first, failure = Pipeline(Files(["a"], read), "mine", batch=4).elements(0, 0, 1)
     assert first.tolist() == [0, 1, 2, 3]
     assert isinstance(failure, DatasetError)
-    said = (
-        "behind the first 4 examples of the file 'a', number 0 of the source, in epoch 0, can't be read: OSError: bad"
-    )
+    said = "after the first 4 examples of the file 'a', number 0 of the source, in epoch 0, can't be read: OSError: bad"
     assert said in str(failure)
 
 
@@ -298,22 +297,22 @@ def test_a_reader_that_fails_on_its_way() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "sentence"),
     [
-        (iter([1]), TypeError, "has no length, or no way to read its examples by number"),
-        (3, TypeError, "no source of examples"),
-        ("text", TypeError, "no source of examples"),
-        ({"x": [1, 2]}, TypeError, "no source of examples"),
+        (iter([1]), TypeError, "has no length, or its examples can't be read by number"),
+        (3, TypeError, "not a source of examples"),
+        ("text", TypeError, "not a source of examples"),
+        ({"x": [1, 2]}, TypeError, "not a source of examples"),
         ((np.zeros(3), np.zeros(4)), ValueError, r"the arrays of a source have \[3, 4\] examples"),
-        (np.float32(3), TypeError, "no source of examples"),
+        (np.float32(3), TypeError, "not a source of examples"),
     ],
 )
 def test_what_is_no_source(data: Any, error: type[Exception], sentence: str) -> None:
-    """It is said what there is to give."""
+    """The error says what may be given."""
     with pytest.raises(error, match=sentence):
         source_of(data)
 
 
 def test_a_frame_is_told_how_it_can_be_given() -> None:
-    """It has a length and can be indexed, by its columns."""
+    """The error says that its columns have a length and can be indexed."""
 
     class Frame:
         iloc = None
@@ -329,8 +328,8 @@ def test_a_frame_is_told_how_it_can_be_given() -> None:
     ("items", "sentence"),
     [
         ([np.zeros(2), np.zeros(3)], r"example 1 of the batch has the shape \(3,\), and the first one \(2,\)"),
-        ([{"x": 1}, {"y": 1}], r"examples with other keys than the first one's, \['x'\]"),
-        ([(1, 2), (1, 2, 3)], "examples that are no tuples of 2"),
+        ([{"x": 1}, {"y": 1}], r"examples with keys other than the first one's, \['x'\]"),
+        ([(1, 2), (1, 2, 3)], "examples that are not tuples of 2"),
     ],
 )
 def test_examples_that_do_not_fit(items: list[Any], sentence: str) -> None:
@@ -340,25 +339,25 @@ def test_examples_that_do_not_fit(items: list[Any], sentence: str) -> None:
 
 
 def test_a_reader_of_another_length() -> None:
-    """What gives more or fewer examples than it was asked for is refused."""
+    """A reader that gives more or fewer examples than requested is refused."""
 
     class Short(Reader):
         def read(self, start: int, stop: int) -> dict[str, Any]:
             return super().read(start, stop - 1)
 
-    with pytest.raises(DatasetError, match="the reader gave 9 examples for a range of 10"):
+    with pytest.raises(DatasetError, match="the reader returned 9 examples for a range of 10"):
         elements(Pipeline(source_of(Short()), "data", batch=2))
 
     class Few(Several):
         def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
             return super().__getitems__(numbers)[1:]
 
-    with pytest.raises(DatasetError, match="__getitems__ gave 1 examples for 2 numbers"):
+    with pytest.raises(DatasetError, match="__getitems__ returned 1 examples for 2 numbers"):
         elements(Pipeline(source_of(Few()), "data", batch=2))
 
 
 def test_what_fails_leaves_the_rest_readable() -> None:
-    """An element that can't be read is an error in its place; the next ones are there."""
+    """An element that can't be read is an error in its place; the next ones can be read."""
 
     def picky(x: int) -> int:
         if x == 2:

@@ -1,4 +1,4 @@
-"""When a worker reads ahead: where reading takes long by itself."""
+"""When a worker reads ahead: when reading itself takes long."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HOURS = 10_000
 
 
 def sleep(number: Any) -> Any:
-    """Waits."""
+    """Wait."""
     time.sleep(SECONDS)
     return number
 
 
 def work(number: Any) -> Any:
-    """Computes."""
+    """Compute."""
     until = time.thread_time() + SECONDS
     while time.thread_time() < until:
         pass
@@ -36,7 +36,7 @@ def work(number: Any) -> Any:
 
 @pytest.mark.parametrize("each", [sleep, work])
 def test_reading_that_takes_long(each: Callable[[Any], Any]) -> None:
-    """It is done by a thread of its own, as soon as that is known."""
+    """It happens on a separate thread, as soon as that is known."""
     reader = Reader(FunctionContext(function=1, attempt=1, worker_index=0, num_workers=1))
     try:
         part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", each=(each,)), reader)
@@ -57,11 +57,11 @@ def test_reading_that_takes_long(each: Callable[[Any], Any]) -> None:
     not hasattr(resource, "RUSAGE_THREAD"), reason="elsewhere it is not known whether a thread has slept"
 )
 def test_what_passes_while_others_have_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not count; a sleep does."""
+    """Time without the processor does not count; a sleep does."""
     clock = itertools.count(0, HOURS)
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(clock))
-        # Several times: now and then even this thread sleeps for a moment, for Python's lock.
+        # Several times: occasionally even this thread sleeps for a moment, for Python's lock.
         assert min(_Stopwatch().seconds() for _ in range(100)) < HOURS
         asleep = _Stopwatch()
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Arrays in files, as a peer names them: what is not for it to have read, or lies past a file's end, is refused."""
+"""Arrays in files that a peer names: files it may not read, and data past a file's end, are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mapped(tmp_path: Path) -> MappedArray:
 
 @pytest.fixture
 def worker(tmp_path: Path, mapped: MappedArray) -> Iterator[SerializationPolicy]:
-    """Pickles are off on this worker, which was given the folder that the array is in."""
+    """A worker without pickles that was given the folder in which the array is."""
     before = policy.chosen_policy()
     found = policy.policy_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
     policy.choose(found)
@@ -65,14 +65,14 @@ def test_bytes_are_only_numbers_of_the_file(mapped: MappedArray, changed: dict[s
 
 
 def test_files_outside_are_not_read(mapped: MappedArray, worker: SerializationPolicy, tmp_path: Path) -> None:
-    """By their path, dots or a link; folders of --data-from are inside, and other roles than workers read nothing."""
+    """Refused by path, dots or a link; folders of --data-from are inside, and roles other than workers read nothing."""
     assert mapped.open().shape == (4, 3)
     own = Path(mapped.path).parent
     elsewhere = tmp_path / "elsewhere.npy"
     elsewhere.write_bytes(Path(mapped.path).read_bytes())
     (own / "link.npy").symlink_to(elsewhere)
     for path in (str(elsewhere), str(own / ".." / "elsewhere.npy"), str(own / "link.npy"), "/etc/passwd"):
-        with pytest.raises(MisuseError, match=r"lies outside of the folders.*--data-from and its folder"):
+        with pytest.raises(MisuseError, match=r"lies outside the folders.*--data-from and its folder"):
             replace(mapped, path=path).open()
     for path in (str(own / "none"), "\0", "x" * 10_000):
         with pytest.raises(MisuseError, match=r"can't be read here"):
@@ -86,18 +86,18 @@ def test_files_outside_are_not_read(mapped: MappedArray, worker: SerializationPo
 
 @pytest.mark.usefixtures("worker")
 def test_what_is_no_file_is_not_opened_for_long(mapped: MappedArray) -> None:
-    """A pipe that nobody writes to does not hold the worker."""
+    """A pipe without a writer does not block the worker."""
     pipe = Path(mapped.path).parent / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, pipe.parent):
-        with pytest.raises(MisuseError, match=r"is no file to map an array from"):
+        with pytest.raises(MisuseError, match=r"is not a file to map an array from"):
             replace(mapped, path=str(path)).open()
 
 
 def test_the_folders_of_data(tmp_path: Path) -> None:
-    """Of the option or the environment; one that is not there is an error."""
+    """They come from the option or the environment; one that does not exist is an error."""
     environ = {"PSCLUSTER_DATA_FROM": str(tmp_path)}
     assert policy.policy_of(False, environ=environ).data == (tmp_path.resolve(),)
     assert policy.policy_of(False, environ=environ, data_from=["/"]).data == (Path("/"),)
-    with pytest.raises(ConfigurationError, match=r"names '/not/there', which is no folder here"):
+    with pytest.raises(ConfigurationError, match=r"names '/not/there', which is not a folder here"):
         policy.policy_of(False, data_from=["/not/there"])

@@ -1,4 +1,4 @@
-"""Evaluation: examples to states of metrics, states to results. A worker does it with a shard, one process with all."""
+"""Evaluation: examples to states of metrics, states to results; with a shard on each worker, or all in one process."""
 
 from __future__ import annotations
 
@@ -11,56 +11,46 @@ from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike, State
 
 States = dict[str, State]
-"""Of several metrics, by name."""
+"""States by the metric's name."""
 
 
 def states_of(step: Callable[[Any], Any], metrics: Mapping[str, MetricLike], elements: Iterable[Any]) -> States:
-    """What the metrics keep of these elements, in order.
+    """Return the states of the metrics after these elements, in order.
 
-    Args:
-        step: gives for an element what the metrics take: a tuple for all of them, or a dict with a tuple for each.
-        metrics: by name.
-        elements: a shard of the dataset.
-
-    Raises:
-        MisuseError: a dict that has something for some of the metrics, and not for others; or for none of them, and a
-            metric can't take the dict itself.
+    For each element, the step returns the metrics' arguments: a tuple for all of them, or a dict with a tuple for each.
+    Raise MisuseError if a dict has only some of the metrics' names, or none while a metric does not accept the dict.
     """
     states = {name: metric.initial() for name, metric in metrics.items()}
     for element in elements:
-        found = step(element)
-        by_metric = isinstance(found, dict) and _is_by_metric(found, metrics)
+        result = step(element)
+        by_metric = isinstance(result, dict) and _is_by_metric(result, metrics)
         for name, metric in metrics.items():
-            values = found[name] if by_metric else found
+            values = result[name] if by_metric else result
             try:
                 states[name] = metric.update(states[name], *(values if isinstance(values, tuple) else (values,)))
             except (TypeError, ValueError, MisuseError) as error:
-                if by_metric or not isinstance(found, dict):
+                if by_metric or not isinstance(result, dict):
                     raise
                 raise MisuseError(
-                    f"the step returned a dict with {list(found)} and none of the metrics' names, and metric {name!r} "
-                    f"does not take the dict itself ({error}): return a dict with {list(metrics)}"
+                    f"the step returned a dict with {list(result)}, which has none of the metrics' names, and metric "
+                    f"{name!r} does not take the dict itself ({error}): return a dict with {list(metrics)}"
                 ) from error
     return states
 
 
-def _is_by_metric(found: Mapping[Any, Any], metrics: Mapping[str, MetricLike]) -> bool:
-    """Has the dict something for each metric? Else it is for one that takes a dict."""
-    missing = [name for name in metrics if name not in found]
+def _is_by_metric(result: Mapping[Any, Any], metrics: Mapping[str, MetricLike]) -> bool:
+    """Return whether the dict has an entry for each metric, rather than being itself for a metric that takes a dict."""
+    missing = [name for name in metrics if name not in result]
     if missing and len(missing) < len(metrics):
         raise MisuseError(
-            f"the step gave a dict with {list(found)}, and nothing for the metrics {missing}: give something for each "
-            f"of {list(metrics)}"
+            f"the step returned a dict with {list(result)}, and nothing for the metrics {missing}: return something "
+            f"for each of {list(metrics)}"
         )
     return not missing
 
 
 def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> dict[str, Any]:
-    """The results over all shards, merged in their order.
-
-    Raises:
-        MisuseError: a metric's states do not fit together.
-    """
+    """Return the results over all shards, merged in order. Raise MisuseError if a metric's states do not match."""
     results: dict[str, Any] = {}
     for name, metric in metrics.items():
         state = metric.initial()
@@ -69,7 +59,7 @@ def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> d
             if state.keys() != other.keys():
                 raise MisuseError(
                     f"metric {name!r} does not merge: one state has {sorted(state)}, another {sorted(other)}; update() "
-                    "must give the arrays that initial() has"
+                    "must return the same arrays as initial()"
                 )
             try:
                 state = metric.merge(state, other)
@@ -83,7 +73,7 @@ def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> d
 
 
 def by_name(metrics: Mapping[str, MetricLike] | Sequence[MetricLike]) -> dict[str, MetricLike]:
-    """A list's by their names. MisuseError if two have one, or something is no metric."""
+    """Return metrics by name. Raise MisuseError if two have the same name, or something is not a metric."""
     given: object = metrics
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise MisuseError(f"the metrics are {given!r:.80}: give a list, such as [metrics.Accuracy()], or a dict")
@@ -99,13 +89,13 @@ def by_name(metrics: Mapping[str, MetricLike] | Sequence[MetricLike]) -> dict[st
     for name, metric in metrics.items():
         _check_metric(metric, f"metric {name!r}")
     if not metrics:
-        raise MisuseError("no metrics are given: there would be nothing to tell")
+        raise MisuseError("no metrics are given: there would be nothing to report")
     return dict(metrics)
 
 
 def _check_metric(metric: object, what: str) -> None:
     methods = ("initial", "update", "merge", "result")
-    missing = [word for word in methods if not callable(getattr(metric, word, None))]
+    missing = [method for method in methods if not callable(getattr(metric, method, None))]
     if isinstance(metric, str | type):
         raise MisuseError(f"{what} is {metric!r:.80}: give an object, such as metrics.Accuracy()")
     if missing:

@@ -1,8 +1,8 @@
-"""Exceptions of step functions: taken apart on the worker, put together on the coordinator, nothing pickled.
+"""Exceptions of step functions: taken apart on the worker, rebuilt on the coordinator, without pickles.
 
-What the coordinator raises is a FunctionError that is also an instance of the class that the function raised,
-where that class is known there, so that `except ValueError` works. It is put together without `__new__`,
-`__init__` and `__setattr__` of a class of the user's.
+The coordinator raises a FunctionError that is also an instance of the class that the function raised, if that class is
+known there, so that `except ValueError` works. Rebuilding it does not run `__new__`, `__init__` or `__setattr__` of a
+class of the user's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import pscluster
 from pscluster.core.errors import FunctionError, ProtocolError, PsClusterError
 from pscluster.core.sanitize import shown
-from pscluster.core.values import decode, encode, imported_class, module_of
+from pscluster.core.values import decode, encode
+from pscluster.core.values.records import imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2
 
 _MAX_MESSAGE = 16 << 10
@@ -38,18 +39,15 @@ PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are 
 
 
 def failure_of(error: BaseException) -> worker_pb2.Failure:
-    """The failure that describes an exception. Never raises, however badly the exception behaves."""
-    cls = type(error)
-    failure = worker_pb2.Failure(
+    """Return a description of an exception. Never raises, however badly the exception behaves."""
+    cls, args = type(error), error.args
+    return worker_pb2.Failure(
         module=_text(module_of(cls)),
         qualname=_text(cls.__qualname__),
         message=_message_of(error),
         traceback=_traceback_of(error),
+        arguments=_encoded((args if _encoded(args) is not None else None, _attributes_of(error))),
     )
-    arguments = _encoded((_sendable(error.args), _attributes_of(error)))
-    if arguments is not None:
-        failure.arguments.CopyFrom(arguments)
-    return failure
 
 
 def _message_of(error: BaseException) -> str:
@@ -62,7 +60,7 @@ def _message_of(error: BaseException) -> str:
 def _traceback_of(error: BaseException) -> str:
     """Return the traceback as text, with runs of the library's frames folded into one line each.
 
-    Where all frames are the library's they are shown, unless its message says it all: then the text is empty.
+    If all frames are the library's, they are shown, unless the message is enough: then the text is empty.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") == _RUNNER:
@@ -82,7 +80,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _chain(error: traceback.TracebackException) -> list[traceback.TracebackException]:
-    """Return it with what led to it, and the members of groups."""
+    """Return the error with its causes and contexts, and the members of groups."""
     chain, todo = list[traceback.TracebackException](), [error]
     while todo:
         each = todo.pop()
@@ -92,10 +90,10 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Frames that are shown without those of the library."""
+    """Frames to show without those of the library."""
 
     def format(self, **kwargs: Any) -> list[str]:
-        """Return the lines to show. What the library did before it called the user's code is left out."""
+        """Return the lines to show. The library's frames before the first of the user's are left out."""
         lines, folded = list[str](), ""
         for ours, group in itertools.groupby(zip(_ours(self), self, strict=True), key=operator.itemgetter(0)):
             frames = [frame for _, frame in group]
@@ -108,12 +106,12 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def _ours(frames: Iterable[traceback.FrameSummary]) -> list[bool]:
-    """Return which frames are the library's, with what it calls other packages for."""
-    found, ours = [], False
+    """Return for each frame whether it is the library's, or that of a package which it calls."""
+    flags, ours = [], False
     for frame in frames:
         ours = frame.filename.startswith(_OWN) or (ours and any(part in frame.filename for part in _CALLED_BY_US))
-        found.append(ours)
-    return found
+        flags.append(ours)
+    return flags
 
 
 def _text(text: str) -> str:
@@ -129,64 +127,65 @@ def _shortened(text: str, limit: int) -> str:
 def _encoded(obj: Any) -> value_pb2.Value | None:
     try:
         value = encode(obj)
-    except Exception:  # the object's own code may run: a property, __array__
+    except Exception:  # from the object's own code: a property, __array__
         return None
     return value if value.ByteSize() <= _MAX_ARGUMENTS else None
 
 
-def _sendable(args: Any) -> tuple[Any, ...] | None:
-    return args if isinstance(args, tuple) and _encoded(args) is not None else None
-
-
 def _attributes_of(error: BaseException) -> dict[str, Any]:
-    """What can be sent of it: its `__dict__`, slots, and members of built-in classes such as `errno`."""
-    found: dict[str, Any] = {}
+    """Return the attributes that can be sent: of `__dict__`, slots, and built-in classes (such as `errno`)."""
+    attributes: dict[str, Any] = {}
     for base in type(error).__mro__:
         if base in (Exception, BaseException):
             break
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType) and not name.startswith("__"):
-                found.setdefault(name, getattr(error, name, None))
-    found |= {name: value for name, value in vars(error).items() if not name.startswith("__")}
-    return {name: value for name, value in found.items() if value is not None and _encoded(value) is not None}
+                attributes.setdefault(name, getattr(error, name, None))
+    attributes |= {name: value for name, value in vars(error).items() if not name.startswith("__")}
+    return {name: value for name, value in attributes.items() if value is not None and _encoded(value) is not None}
 
 
 def rebuild_failure(
     failure: worker_pb2.Failure, *, function: str, worker: int | None, attempts: int, partly_applied: bool = False
 ) -> FunctionError:
-    """The error to raise for a failure.
+    """Return the error to raise for a failure.
 
-    It is also an instance of the class that the function raised, where that is an Exception, built in or in a
-    module already imported, and its instances can be FunctionErrors too. Anything else is a plain
-    FunctionError; its summary says what was raised either way.
+    It is also an instance of the class that the function raised, if that is an Exception, built in or from a module
+    already imported, and can be combined with FunctionError. Otherwise it is a plain FunctionError. In either case its
+    summary says what was raised.
     """
     args, attributes = _decoded(failure)
     traceback_text = _with_sources(failure.traceback)
     error = _instance(failure, args)
     error.args = args
-    for name, value in attributes.items():
-        try:
-            object.__setattr__(error, name, value)
-        except (AttributeError, TypeError, ValueError):  # read-only, or of another type in this version
-            continue
+    for attribute, value in attributes.items():
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # read-only, or of another type here
+            object.__setattr__(error, attribute, value)
     error.function = function
     error.worker = worker
     error.attempts = attempts
     error.remote_traceback = shown(traceback_text, lines=True)
     error.partly_applied = partly_applied
-    error.summary = _summary(failure, traceback_text, function, worker, attempts, partly_applied)
+    where = "" if worker is None else f" on worker {worker}"
+    hidden = failure.module in ("builtins", "__main__")
+    name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
+    what = f"{name}: {failure.message}" if failure.message else name
+    head = f"{function} failed{where} (attempt {attempts}): {what}"
+    if partly_applied:
+        head += f"\n{PARTLY_APPLIED}"
+    error.summary = shown(f"{head}\n\n{traceback_text}" if traceback_text else head, lines=True)
     return error
 
 
 def _with_sources(text: str) -> str:
-    """Add lines of code that the worker had no source of: of a notebook's cells, and of a script that is only here."""
+    """Add source lines that the worker lacked: those of a notebook's cells, and of a script that is only here."""
     lines = text.split("\n")
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     for at in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[at])
         if frame is None or "".join(lines[at + 1 : at + 2]).startswith("    "):
             continue
-        # No other file is read for what a peer writes.
+        # A peer's text must not make us read any other file.
         if frame["file"] in linecache.cache or frame["file"] == script:
             source = linecache.getline(frame["file"], int(frame["line"])).strip()
             lines[at + 1 : at + 1] = [f"    {source}"] if source else []
@@ -212,33 +211,30 @@ def _instance(failure: worker_pb2.Failure, args: tuple[Any, ...]) -> FunctionErr
     try:
         original = imported_class("", failure.module, failure.qualname)
         combined = _combined(original)
-        # Of the built-in base, so that the user's __new__ does not run.
-        base = next(base for base in original.__mro__ if base.__module__ == "builtins")
+        # That of the built-in base, so that the user's __new__ does not run.
+        base: Any = next(base for base in original.__mro__ if base.__module__ == "builtins")
         if base is MemoryError:
-            base = Exception  # MemoryError has a __new__ of its own, which adds nothing and refuses to be used here
+            base = Exception  # MemoryError's own __new__ adds nothing, and refuses other classes
         error = base.__new__(combined, *args)
         assert isinstance(error, FunctionError), "every combined class is one"
-        _init_builtin(base, error, args)
+        # Built-in classes such as UnicodeDecodeError take attributes from the arguments. This fails if the user's
+        # __init__ passed others on.
+        with contextlib.suppress(TypeError, ValueError):
+            base.__init__(error, *args)
         return error
     except Exception:  # no such class, or it can't be combined: its metaclass may raise anything
         return FunctionError(*args)
 
 
-def _init_builtin(base: Any, error: FunctionError, args: tuple[Any, ...]) -> None:
-    """Let a built-in class take its attributes from the arguments, as UnicodeDecodeError does."""
-    with contextlib.suppress(TypeError, ValueError):  # not these, then it was the user's __init__ that gave others
-        base.__init__(error, *args)
-
-
 @functools.cache
 def _combined(original: type) -> type[FunctionError]:
-    """The class of errors that are FunctionErrors and `original`s. TypeError if there can't be one."""
+    """Return a subclass of FunctionError and `original`. Raise TypeError if there can't be one."""
     if issubclass(FunctionError, original):
         return FunctionError
     if not issubclass(original, Exception):
-        raise TypeError(f"{original.__qualname__} is no Exception")
+        raise TypeError(f"{original.__qualname__} is not an Exception")
     if issubclass(original, BaseExceptionGroup):
-        raise TypeError("a group would need its exceptions, and they are on the worker")
+        raise TypeError("a group would need its exceptions, which are on the worker")
     namespace = {
         "__doc__": f"A scheduled function raised {original.__qualname__}.",
         "__module__": FunctionError.__module__,
@@ -249,27 +245,6 @@ def _combined(original: type) -> type[FunctionError]:
 
 
 def _reduce(self: FunctionError) -> tuple[Any, ...]:
-    """The class can't be found by name: pickle and copy make the plain error of it."""
-    state = {name: value for name, value in vars(self).items() if name in _STATE}
-    return FunctionError, (self.summary,), state
-
-
-_STATE = frozenset(["function", "worker", "attempts", "remote_traceback", "partly_applied", "summary"])
-
-
-def _summary(
-    failure: worker_pb2.Failure,
-    traceback_text: str,
-    function: str,
-    worker: int | None,
-    attempts: int,
-    partly_applied: bool,
-) -> str:
-    where = "" if worker is None else f" on worker {worker}"
-    hidden = failure.module in ("builtins", "__main__")
-    name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
-    what = f"{name}: {failure.message}" if failure.message else name
-    head = f"{function} failed{where} (attempt {attempts}): {what}"
-    if partly_applied:
-        head += f"\n{PARTLY_APPLIED}"
-    return shown(f"{head}\n\n{traceback_text}" if traceback_text else head, lines=True)
+    """Pickle and copy the error as a plain FunctionError: its class can't be found by name."""
+    state = ("function", "worker", "attempts", "remote_traceback", "partly_applied", "summary")
+    return FunctionError, (self.summary,), {name: value for name, value in vars(self).items() if name in state}

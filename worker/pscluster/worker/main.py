@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
-    """The parameter servers that a worker's cluster lists, in order. ConfigurationError if there is a gap."""
+    """Return the parameter servers in a worker's cluster, in order. Raise ConfigurationError if one is missing."""
     indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
     if indices != list(range(len(indices))):
         raise ConfigurationError(
-            f"TF_CONFIG: cluster.ps has the indices {indices}, but a worker needs every parameter server, or none, and "
-            'takes the coordinator\'s; write, for example, {"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
+            f"TF_CONFIG: cluster.ps has the indices {indices}, but a worker needs every parameter server, or none to "
+            'take the coordinator\'s; write, for example, {"cluster": {"ps": ["ps0:2222", "ps1:2222"]}}'
         )
     return [PeerAddress("ps", index, cluster.task_address("ps", index), tls, token) for index in indices]
 
@@ -51,48 +51,42 @@ def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = N
 def serve_worker(
     index: int, address: str, cluster: ClusterSpec, options: RoleOptions
 ) -> Callable[[StopRequest], Callable[[], None]]:
-    """What `run_role` starts: a worker that listens on `address`."""
+    """Return a function for `run_role` that starts a worker listening on `address`."""
     dialled = [peer.address for peer in ps_peers(cluster)]
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        mine = with_user_token(options, (address, *dialled))
-        peers = ps_peers(cluster, mine.tls, mine.token)
+        own_options = with_user_token(options, (address, *dialled))
+        peers = ps_peers(cluster, own_options.tls, own_options.token)
         for peer in peers:
-            peer.check_plain(insecure=mine.insecure)
-        choose_serialization(address, mine, is_worker=True)
+            peer.check_plain(insecure=own_options.insecure)
+        choose_serialization(address, own_options, is_worker=True)
         identity = make_identity("worker", index)
-        asked = ClientCounts(len(peers))
-        servers = ServerList(index, peers, mine)
+        client_counts = ClientCounts(len(peers))
+        servers = ServerList(index, peers, own_options)
 
         def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
-            asked.grow(len(request.holdings))
+            client_counts.grow(len(request.store_ids))
             client = PsClient(
                 servers.of(request),
                 identity,
                 job=request.job,
                 incarnation=incarnation,
                 retry_seconds=request.ps_timeout,
-                counts=asked,
+                counts=client_counts,
             )
-            client.expect(request.holdings)
-            client.term = request.term
+            client.expect(request.store_ids)
+            client.updater.term = request.term
             return client
 
-        role = WorkerRole(
-            index,
-            make_client,
-            options.connect_timeout,
-            asked.recording,
-            servers,
-        )
+        role = WorkerRole(servers, make_client, options.connect_timeout, client_counts.recording)
         server = RoleServer(
             identity,
             role,
             {"worker": (SERVICE, WorkerService(role))},
             address,
-            mine,
+            own_options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
-            telemetry=WorkerTelemetry(role, asked),
+            telemetry=WorkerTelemetry(role, client_counts),
             own=cluster.task_address("worker", index) or "",
         )
 
@@ -101,7 +95,7 @@ def serve_worker(
             server.leave()
             role.leave(options.grace)
             reach("worker.stop.after")
-            server.stop(0.5)  # outcomes that are on their way; the streams do not end by themselves
+            server.stop(0.5)  # for outcomes that are being sent; the streams do not end by themselves
 
         try:
             wait_for_peers(peers, identity, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}")
@@ -125,12 +119,10 @@ def serve_worker(
 @data_port_option
 @role_options
 def command(options: RoleOptions) -> None:
-    """Run this process' task."""
     config, index = own_task("worker")
     address = listen_address(config.cluster.task_address("worker", index), options)
     run_role("worker", index, options, serve_worker(index, address, config.cluster, options))
 
 
 def main() -> None:
-    """Entry point."""
     main_of(command)

@@ -1,19 +1,19 @@
-"""Runs the functions of one `Steps` stream, one after the other, and hands their outcomes on.
+"""Runs the functions of one `Steps` stream, one after another, and sends their outcomes.
 
-Threads: one reads the stream and runs what comes, in order; the stream's own thread sends outcomes as they are ready,
-so that no finished function waits for a running one. On the data plane the thread that runs them sends an outcome
-itself where nothing else is to be sent, unless functions are so short that several go into one message: to wake another
-thread takes longer than to send. One of the two sends at a time (`_sending`).
+Threads: one reads the stream and runs the functions in order; the stream's own thread sends outcomes as they become
+ready, so that no finished function waits for a running one. On the data plane, the running thread sends an outcome
+itself if it is the only one, unless functions are so short that several fit into a message: waking another thread takes
+longer than sending. Only one of the two sends at a time (`_sending`).
 
-Functions that were sent but not yet read wait in the stream; `recall` therefore tells apart, by their position in the
-order of sending, those that were not read yet, those that wait here, the running one and those that have ended.
+Functions that were sent but not yet read wait in the stream. So `recall` distinguishes, by position in the order of
+sending, those not yet read, those waiting here, the running one and those that have ended.
 
-While a function runs that has a part of a dataset which takes long to read, or behind one that was long, another thread
-reads the next message of the stream: what comes next is there, and what it needs is read, when the function ends. Not
-behind a short one, since handing a message to another thread costs more than that.
+While a function runs that has a slow part of a dataset, or after a long one, another thread reads the stream's next
+message: then the next function, and the data it needs, are there when this one ends. Not after a short one, since
+handing a message to another thread costs more than that.
 
-Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that
-case the coordinator hands it to another worker.
+Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that case the
+coordinator gives it to another worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pscluster.core.errors import FunctionCancelled, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.definitions import record_resolver
 from pscluster.core.handles import Handle
-from pscluster.core.metrics.trace import EACH, SHORT_SECONDS, Recording
+from pscluster.core.metrics.trace import EACH, SHORT_SECONDS, Run
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.values import decode_call, encode
@@ -42,77 +42,61 @@ from pscluster.v1 import worker_pb2
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.prefetch import EndOfPart, Part
 from pscluster.worker.failures import failure_of
-from pscluster.worker.function_metrics import SHORTEST_SECONDS, WorkerCounts
+from pscluster.worker.function_metrics import SHORTEST_SECONDS
 from pscluster.worker.job import Job
 
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 0.01
-"""A function that takes longer is worth a thread that reads what comes next: one that waits for it until it has ended
-waits for a millisecond or two where others want the machine's cores. Of gathers of 3 ms the thread's turns took 5 %."""
+"""After a longer function, a thread reads the next message while a function runs: without it, reading takes a
+millisecond or two if the machine's cores are busy. With gathers of 3 ms, that thread's turns took 5 % of the time."""
 
-SEND_SECONDS = 0.0001
-"""A function that takes longer, or that none waits behind, is worth a message of its own outcome."""
-
-_SEND_BYTES = 4096  # at most, by the thread that runs functions: there is room for so much, it does not wait
-
-_REPLY_BYTES = 4 << 20  # outcomes are put into one message up to about this size
+SEND_SECONDS = 0.0001  # the outcome of a longer function, or of one after which no other waits, gets its own message
+_SEND_BYTES = 4096  # at most, by the running thread: it must not block, and there is room for this much
+_REPLY_BYTES = 4 << 20  # approximate limit of the outcomes in one message
 
 Outcome = worker_pb2.Outcome
 
 Send = Callable[[bytes], bool]
-"""Sends a message; False if it could not. See `ServerCall.sender`."""
+"""Sends a message; returns False if it could not. See `ServerCall.sender`."""
 
 
 class Runner:
-    """The functions of one stream: see the module's docstring."""
+    """Runs the functions of one stream: see the module's docstring."""
 
-    def __init__(self, job: Job, turn: threading.Lock, counts: WorkerCounts | None = None) -> None:
-        self._counts = counts or WorkerCounts(Recording())
-        self._job = job
+    def __init__(self, job: Job, turn: threading.Lock) -> None:
+        self._job, self._counts = job, job.counts
         self._turn = turn  # shared by all streams of the worker: one function at a time
         self._lock = threading.RLock()
-        # One for each that waits: a thread that wakes in vain takes the interpreter from the function.
+        # One for each waiting thread: one that wakes in vain takes the interpreter from the function.
         self._to_run = threading.Condition(self._lock)
         self._to_read = threading.Condition(self._lock)
         self._to_send = threading.Condition(self._lock)
-        self._changed = threading.Condition(self._lock)  # for those who wait for the end of something
-        # With their positions, and when they came.
-        self._waiting: deque[tuple[int, worker_pb2.Step, float]] = deque()
+        self._changed = threading.Condition(self._lock)  # for threads that wait for the end of something
+        self._waiting: deque[tuple[int, worker_pb2.Step, float]] = deque()  # position, step, time received
         self._read = 0  # position of the last step that was read
         self._recalled: set[int] = set()  # positions that were recalled before they were read
         self._running: FunctionContext | None = None
         self._outbox: deque[Outcome] = deque()
         self._send: Send | None = None
-        self._sending = True  # a thread sends; at first the stream's own, that the stream is up
+        self._sending = True  # a thread sends; at first the stream's own, to say that the stream is up
         self._ended = False
         self._leaving = False
         self._requests: Iterator[worker_pb2.StepsRequest] = iter(())
         self._reader: threading.Thread | None = None
-        self._reading = False  # the reader reads, or is to read, one message
-        self._read_all = False  # there is no other
-        self._seconds = 0.0  # the last function took
-        self._failure: PsClusterError | None = None  # the stream is to end with
+        self._reading = False  # the reader reads, or should read, one message
+        self._read_all = False  # there are no more messages
+        self._seconds = 0.0  # duration of the last function
+        self._failure: PsClusterError | None = None  # with which to end the stream
 
-    @property
-    def running(self) -> int:
-        """How many functions run now."""
-        return int(self._running is not None)
-
-    @property
-    def waiting(self) -> int:
-        """How many have come and wait here."""
-        return len(self._waiting)
+    def functions(self) -> tuple[int, int]:
+        """Return how many functions run now, and how many wait here."""
+        return int(self._running is not None), len(self._waiting)
 
     # The reading and running thread
 
     def run(self, requests: Iterator[worker_pb2.StepsRequest], send: Send | None = None) -> None:
-        """Take steps from the stream and run them until it ends.
-
-        Args:
-            requests: the stream.
-            send: for outcomes that need not be among those that `outcomes` gives.
-        """
+        """Take steps from the stream and run them until it ends. `send` is for outcomes not yielded by `outcomes`."""
         self._requests, self._send, counts = requests, send, self._counts
         idle = counts.idle()
         try:
@@ -122,7 +106,7 @@ class Runner:
                     self._settle(self._run_one(*next_one))
                 idle = counts.idle()
         except grpc.RpcError:
-            pass  # the coordinator has gone: nobody waits for outcomes
+            pass  # the coordinator is gone, and needs no outcomes
         except PsClusterError as error:
             logger.warning("the stream of functions ended: %s", error)
         except Exception:
@@ -132,7 +116,7 @@ class Runner:
             self.end()
 
     def _wait_next(self) -> bool:
-        """Until there may be something to run. False if there will be nothing more."""
+        """Wait until there may be something to run. Return False if there will be nothing more."""
         with self._lock:
             self._to_run.wait_for(lambda: self._waiting or self._ended or not self._reading)
             if self._ended or self._waiting or self._read_all:
@@ -140,14 +124,14 @@ class Runner:
         return self._read_one()
 
     def _read_one(self) -> bool:
-        """By the thread whose turn it is. False at the stream's end."""
+        """Read a message. Return False at the stream's end. Only one thread does so at a time."""
         request = next(self._requests, None)
         if request is not None:
             self._accept(request)
         return request is not None
 
     def _read_ahead(self) -> None:
-        """A message, whenever one is wanted."""
+        """Read a message whenever `_want_next` requests one."""
         while True:
             with self._lock:
                 self._to_read.wait_for(lambda: self._reading or self._ended)
@@ -167,7 +151,7 @@ class Runner:
                 return
 
     def _want_next(self) -> None:
-        """Under the lock: the next message is to be read while a function runs."""
+        """Make the reader read the next message while a function runs. Under the lock."""
         if self._reading or self._read_all:
             return
         self._reading = True
@@ -181,18 +165,17 @@ class Runner:
         with self._lock:
             for position, step in enumerate(request.steps, request.position):
                 self._read = position
-                if position in self._recalled:
+                # Without a definition: the function for this position was cancelled before it was sent.
+                if position in self._recalled or not step.definition:
                     self._recalled.discard(position)
-                    self._job.pop_arguments(position)
-                elif not step.definition:  # what was to be here was cancelled before it was sent
-                    self._job.pop_arguments(position)
+                    self._job.arguments.pop(position, None)
                 elif self._leaving:
                     self._give_back(position, step.function)
                 else:
                     self._waiting.append((position, step, now))
                     if step.parts and self._job.reads_ahead:
                         self._job.expect_parts(step)
-            self._reading = False  # at once with what came: whoever runs that may want the next message already
+            self._reading = False  # in the same critical section: the running thread may want the next message at once
             self._to_run.notify_all()
 
     def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
@@ -208,8 +191,8 @@ class Runner:
             return position, step, received
 
     def _give_back(self, position: int, function: int) -> None:
-        """Under the lock. It will not run here."""
-        self._job.pop_arguments(position)
+        """Give back a function that will not run here. Under the lock."""
+        self._job.arguments.pop(position, None)
         self._job.drop_parts(function)
         self._counts.returned += 1
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
@@ -219,30 +202,30 @@ class Runner:
         with self._lock:
             self._running = None
             self._seconds = outcome.seconds
-            at_once = (
+            send_here = (
                 self._send is not None
                 and not (self._sending or self._outbox or self._ended)
                 and (outcome.seconds > SEND_SECONDS or not self._waiting)
                 and outcome.ByteSize() <= _SEND_BYTES
             )
-            if not at_once:
+            if not send_here:
                 self._outbox.append(outcome)
                 self._to_send.notify_all()
-                if self._ended:  # nobody sends it
+                if self._ended:  # it will not be sent
                     self._changed.notify_all()
                 return
             self._sending = True
         self._send_one(outcome)
 
     def _send_one(self, outcome: Outcome) -> None:
-        """By the thread that runs functions, which has said that it sends."""
+        """Send an outcome on the running thread, which has set `_sending`."""
         assert self._send is not None  # see _settle
         sent = True
         try:
             reach("worker.result.before")
             sent = self._send(worker_pb2.StepsReply(outcomes=[outcome]).SerializeToString())
             reach("worker.result.after")
-        except PsClusterError as error:  # a fault that is armed: the stream is to fail, as where its own thread sends
+        except PsClusterError as error:  # of an armed fault: the stream must fail, as if its own thread had sent
             self._failure = error
             raise
         finally:
@@ -257,7 +240,7 @@ class Runner:
     def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
         context, counts, seconds = self._running, self._counts, 0.0
         assert context is not None  # set by _next
-        arguments = self._job.pop_arguments(position)
+        arguments = self._job.arguments.pop(position, [])
         outcome = Outcome(function=step.function)
         parts: Sequence[Part] = ()
         reach("worker.run.before")
@@ -294,14 +277,17 @@ class Runner:
             for number, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
-        # Of a function that takes nothing this is a part of a hundred: no calls.
+        # For an empty function this is 1 % of the time, so make no calls.
         if seconds <= SHORTEST_SECONDS:
             counts.shortest += 1
             counts.shortest_seconds += seconds
         else:
             counts.runs.add(seconds)
         if seconds >= SHORT_SECONDS or not context.function & (EACH - 1) or context.attempt > 1:
-            counts.remember(step, received, begun, begin, seconds, counts.data_seconds - data_before, outcome.kind)
+            how, thread = Outcome.Kind.Name(outcome.kind).lower(), threading.current_thread().name
+            end, waited = begin + seconds, counts.data_seconds - data_before
+            run = Run(step.function, step.attempt, received, begun, begin, end, waited, how, thread)
+            counts.recording.runs.append(run)
         return outcome
 
     def _arguments(
@@ -311,8 +297,8 @@ class Runner:
             return (), {}
 
         def with_parts(kind: str, key: str) -> Handle:
-            mine = (part for part in parts if kind == Part.handle_kind and key == part.handle_key)
-            return next(mine, None) or self._job.resolve_handle(kind, key)
+            matching = (part for part in parts if kind == Part.handle_kind and key == part.handle_key)
+            return next(matching, None) or self._job.resolve_handle(kind, key)
 
         return decode_call(
             step.arguments,
@@ -327,19 +313,19 @@ class Runner:
         if (size := value.ByteSize()) > MAX_INLINE_BYTES:
             raise TypeError(
                 f"the result takes {size >> 20} MiB in one message, more than {MAX_INLINE_BYTES >> 20}: return arrays "
-                "or bytes, which travel beside it, in place of many small objects"
+                "or bytes, which travel beside it, instead of many small objects"
             )
         if attachments:
-            # The function may use its arrays again once it has returned.
-            kept: list[Buffer] = [bytes(attachment) for attachment in attachments]
+            # Copied, since the user's code may go on using its arrays after the function has returned.
+            copies: list[Buffer] = [bytes(attachment) for attachment in attachments]
             outcome.attachments.function = function
-            outcome.attachments.sizes.extend(map(len, kept))
-            self._job.put_result(function, kept)
+            outcome.attachments.sizes.extend(map(len, copies))
+            self._job.results[function] = copies
 
     # The sending thread
 
     def outcomes(self) -> Iterator[worker_pb2.StepsReply]:
-        """Outcomes as they are ready, several a message where several are; ends with the stream."""
+        """Yield messages of all outcomes that are ready, until the stream ends."""
         while True:
             with self._lock:
                 self._sending = False
@@ -361,7 +347,7 @@ class Runner:
     # Other threads
 
     def recall(self, functions: list[int], positions: list[int], cancel_running: bool) -> None:
-        """Give back what has not started; with `cancel_running`, ask what runs to stop."""
+        """Give back functions that have not started; with `cancel_running`, tell a running one to stop."""
         with self._lock:
             waiting = {position for position, *_ in self._waiting}
             for function, position in zip(functions, positions, strict=True):
@@ -372,22 +358,20 @@ class Runner:
                     self._give_back(position, function)
                 elif cancel_running and self._running is not None and self._running.function == function:
                     self._running.cancel()
-            gone = waiting.intersection(positions)
-            self._waiting = deque(each for each in self._waiting if each[0] not in gone)
+            recalled = waiting.intersection(positions)
+            self._waiting = deque(each for each in self._waiting if each[0] not in recalled)
 
     def end_process_of(self, functions: Sequence[int]) -> None:
-        """Kill this process if one of these runs: it was asked to stop, and does not."""
+        """Kill this process if it runs one of these functions, which was told to stop and does not."""
         with self._lock:
             if self._running is not None and self._running.function in functions:
                 logger.error("function %d does not stop: ending this process, as requested", self._running.function)
-                os.kill(os.getpid(), signal.SIGKILL)  # whoever keeps workers alive starts it again, as after any death
+                os.kill(os.getpid(), signal.SIGKILL)  # its supervisor restarts it, as after any death
 
     def leave(self) -> None:
-        """Give back what has not started; the running function may end.
-
-        The stream stays until the coordinator, which was told, has ended its side: there may be functions in it
-        that nobody has read, and to end it while a message is written to it would break it off.
-        """
+        """Give back functions that have not started; let the running one end."""
+        # The stream stays open until the coordinator, which has been told, ends its side: it may hold unread functions,
+        # and ending it while a message is written to it would cut that off.
         with self._lock:
             self._leaving = True
             for position, step, _ in self._waiting:
@@ -395,19 +379,19 @@ class Runner:
             self._waiting.clear()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing runs and all outcomes are on their way, or nobody wants them. False if it takes longer."""
+        """Wait until nothing runs and all outcomes are sent, or the stream has ended. Return False after `timeout`."""
         with self._lock:
             return self._changed.wait_for(
                 lambda: self._running is None and (self._ended or not (self._outbox or self._sending)), timeout
             )
 
     def wait_ended(self, timeout: float) -> bool:
-        """Wait until no more functions can come. False if that takes longer."""
+        """Wait until no more functions can come. Return False after `timeout` seconds."""
         with self._lock:
             return self._changed.wait_for(lambda: self._ended, timeout)
 
     def end(self) -> None:
-        """The stream is over: what runs is asked to stop, the rest is forgotten."""
+        """End the stream: tell the running function to stop, and forget the others."""
         with self._lock:
             self._ended = True
             for _, step, _ in self._waiting:
@@ -415,17 +399,17 @@ class Runner:
             self._waiting.clear()
             if self._running is not None:
                 self._running.cancel()
-            for each in (self._to_run, self._to_read, self._to_send, self._changed):
-                each.notify_all()
+            for condition in (self._to_run, self._to_read, self._to_send, self._changed):
+                condition.notify_all()
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
-    """Its result. With parts of datasets, all of each must have been read."""
+    """Call a function and return its result. It must read all of its parts of datasets."""
     try:
         result = function(*args, **kwargs)
     except EndOfPart:
         if any(part.skipped for part in parts):
-            return None  # what it asked for could not be read, and is skipped
+            return None  # the element that it wanted could not be read, and is skipped
         raise
     for part in parts:
         part.check_read()
@@ -433,9 +417,9 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _without_stop(error: BaseException) -> BaseException:
-    """Something else for a StopIteration, which a `join()` or `fetch()` inside a loop would end that loop with."""
+    """Replace a StopIteration, which, raised by `join()` or `fetch()` in a loop, would end that loop."""
     if isinstance(error, EndOfIterator):
         return error.error().with_traceback(error.__traceback__)
-    if isinstance(error, StopIteration):  # as Python does where one leaves a generator
+    if isinstance(error, StopIteration):  # as Python does when one leaves a generator
         return RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
     return error

@@ -1,7 +1,7 @@
-"""Which parameter servers a worker works with, and whether a coordinator that has them knows this worker.
+"""The parameter servers that a worker uses, and whether their coordinator lists this worker.
 
-The servers are those that the worker's own TF_CONFIG lists, under the addresses that it has there. Where it lists none,
-as TensorFlow's workers need not, they are those of the coordinator that attaches, under the coordinator's addresses.
+The servers and their addresses are those in the worker's own TF_CONFIG. If it lists none, as TensorFlow allows, they
+are those of the coordinator that attaches.
 """
 
 from __future__ import annotations
@@ -20,62 +20,52 @@ from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-"""So often a worker that no coordinator has taken asks a parameter server whether one lists it."""
+CHECK_SECONDS = 5.0  # how often a worker without a coordinator asks a server whether its coordinator lists the worker
 
 
 class ServerList:
-    """The parameter servers that a worker uses, and the refusal of a coordinator that has others."""
+    """The parameter servers that a worker uses. Refuses a coordinator that has others.
+
+    `listed` are those of the worker's own TF_CONFIG. If empty, a coordinator's are used, and dialled with `options`.
+    """
 
     def __init__(self, index: int, listed: Sequence[PeerAddress] = (), options: RoleOptions | None = None) -> None:
-        """Take the list of the worker's own TF_CONFIG; empty: a coordinator's is taken.
-
-        Args:
-            index: the worker's.
-            listed: the servers, in order.
-            options: how servers are dialled whose addresses a coordinator tells.
-        """
+        self.index = index  # of the worker
         self.listed = tuple(listed)
-        self._index = index
         self._options = options or RoleOptions()
-        self._said = ""
+        self._logged = ""
 
     def check_count(self, count: int) -> None:
-        """Raise ConfigurationError if a coordinator lists another number of servers; log it, unless it was last."""
+        """Raise ConfigurationError if a coordinator lists another number of servers. Log the same error only once."""
         if not self.listed or count == len(self.listed):
             return
         why = (
-            f"the coordinator has {count} parameter servers, and TF_CONFIG of worker {self._index} lists "
+            f"the coordinator has {count} parameter servers, and TF_CONFIG of worker {self.index} lists "
             f"{len(self.listed)}: give both the same cluster.ps, or leave it out of the worker's, which then takes the "
             "coordinator's"
         )
-        if why != self._said:
-            self._said = why
+        if why != self._logged:
+            self._logged = why
             logger.error("%s", why)
         raise ConfigurationError(why)
 
     def check(self, request: node_pb2.AttachRequest) -> None:
-        """Refuse a coordinator whose servers can't be used here.
-
-        Raises:
-            ConfigurationError: it lists another number, or one can't be talked to safely.
-            ProtocolError: it does not name all of them.
-        """
-        self.check_count(len(request.holdings))
+        """Raise ConfigurationError if a coordinator lists another number of servers, or as `of`."""
+        self.check_count(len(request.store_ids))
         self.of(request)
 
     def of(self, request: node_pb2.AttachRequest) -> tuple[PeerAddress, ...]:
-        """Return the servers, in order. Raises as `check`."""
+        """Return the servers. ProtocolError if addresses are missing; ConfigurationError for an insecure way to one."""
         if self.listed:
             return self.listed
-        if len(request.ps_addresses) != len(request.holdings):
+        if len(request.ps_addresses) != len(request.store_ids):
             raise ProtocolError(
-                f"worker {self._index} lists no parameter servers, and the coordinator gives the addresses of "
-                f"{len(request.ps_addresses)} out of {len(request.holdings)}"
+                f"worker {self.index} lists no parameter servers, and the coordinator gives the addresses of "
+                f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
             )
-        return tuple(self._told(index, address) for index, address in enumerate(request.ps_addresses))
+        return tuple(self._peer(index, address) for index, address in enumerate(request.ps_addresses))
 
-    def _told(self, index: int, address: str) -> PeerAddress:
+    def _peer(self, index: int, address: str) -> PeerAddress:
         try:
             split_address(address, f"the coordinator's cluster.ps[{index}]")
         except ConfigurationError as error:
@@ -88,34 +78,34 @@ class ServerList:
 def watch_listing(
     peer: PeerAddress, ours: node_pb2.Identity, waits: Callable[[], object], stop: threading.Event
 ) -> None:
-    """Log it when a coordinator that has the parameter servers does not list this worker: once, until that changes.
+    """Until `stop` is set, log if the coordinator of the parameter servers does not list this worker.
 
-    Return when `stop` is set. Nothing is asked while this worker has a coordinator, and `waits` gives nothing.
+    The same message is logged only once. Nothing is checked while `waits` returns nothing: the worker has a
+    coordinator.
     """
-    said = ""
+    logged = ""
     while not stop.is_set():
-        if waits():
-            why = _why_unlisted(peer, ours)
-            if why and why != said:
-                logger.warning("%s", why)
-            said = why or said
-        stop.wait(LOOK_SECONDS)
+        why = _why_unlisted(peer, ours) if waits() else ""
+        if why and why != logged:
+            logger.warning("%s", why)
+            logged = why
+        stop.wait(CHECK_SECONDS)
 
 
 def _why_unlisted(peer: PeerAddress, ours: node_pb2.Identity) -> str:
-    """Why no function comes; empty: nothing is known."""
+    """Return why no function comes; "" if unknown."""
     with open_peer_channel(peer) as channel:
         try:
             reply = say_hello(channel, peer, ours)
         except PsClusterError:
-            return ""  # a server that is gone is noticed elsewhere
+            return ""  # a lost server is noticed elsewhere
     if not reply.workers:
         return ""
     return not_listed(ours.index, one_line(reply.holder), reply.workers)
 
 
 def not_listed(index: int, coordinator: str, workers: Sequence[int]) -> str:
-    """Say that a worker is not among those of a coordinator, and what to do."""
+    """Return the message that a coordinator does not list a worker, and what to do."""
     return (
         f"worker {index} gets no functions: cluster.worker of {shown(coordinator)} has {tasks_in_words(workers)}; add "
         f"worker {index} there and start the coordinator again, or stop this worker"

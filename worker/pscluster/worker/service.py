@@ -9,21 +9,15 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from pscluster.core.errors import (
-    MisuseError,
-    ProtocolError,
-    PsClusterError,
-    StaleError,
-    UnavailableError,
-)
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.functions.definitions import UnresolvedReference
+from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.ids import fresh_id
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import Role
-from pscluster.core.transport.frames import Assembler, pack, pieces, unpack
-from pscluster.core.transport.server_call import server_call
+from pscluster.core.transport.base import server_call
+from pscluster.core.transport.frames import Assembler, cut, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.function_metrics import WorkerCounts
@@ -36,27 +30,20 @@ logger = logging.getLogger(__name__)
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 
 _MAX_UPLOAD_BYTES = 1 << 46
-_TURN_SECONDS = 1.0  # so often a stream that waits for its turn looks whether it is still wanted
+_TURN_SECONDS = 1.0  # how often a stream that waits for its turn checks that it is still wanted
 
 ClientFactory = Callable[[node_pb2.AttachRequest, int], PsClient]
-"""(request of the coordinator, incarnation) -> a client that is not connected yet."""
+"""Takes (request of the coordinator, incarnation); returns a client that is not connected yet."""
 
 
 class WorkerRole(Role):
-    """Keeps the job that the worker works for, and the runner of its stream."""
+    """Holds the job that the worker works for, and the runner of its stream. `recording` is also of its clients."""
 
     def __init__(
-        self,
-        index: int,
-        make_client: ClientFactory,
-        connect_timeout: float,
-        recording: Recording | None = None,
-        servers: ServerList | None = None,
+        self, servers: ServerList, make_client: ClientFactory, connect_timeout: float, recording: Recording
     ) -> None:
-        """`recording`: of what its clients ask of the servers; `servers`: those of this worker's TF_CONFIG."""
-        self.counts = WorkerCounts(recording or Recording())
-        self._index = index
-        self._servers = servers or ServerList(index)
+        self.counts = WorkerCounts(recording)
+        self._servers = servers
         self._make_client = make_client
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
@@ -64,39 +51,33 @@ class WorkerRole(Role):
         self._job: Job | None = None
         self._runner: Runner | None = None
         self._leaving = False
-        self._lineage = self._epoch = 0
+        self._job_id = self._epoch = 0
         self._recorded_job = 0
 
-    def greet(self, request: node_pb2.HelloRequest) -> None:
-        """Raise ConfigurationError to a coordinator that lists more or fewer parameter servers than this worker."""
+    def check_hello(self, request: node_pb2.HelloRequest) -> None:
+        """Raise ConfigurationError if the coordinator lists more or fewer parameter servers than this worker."""
         if request.num_ps:
             self._servers.check_count(request.num_ps)
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
-        """Refuse a coordinator.
-
-        Raises:
-            StaleError: another one has taken its job over.
-            ConfigurationError: it knows more or fewer parameter servers than this worker.
-            ProtocolError: it does not say where they are, and this worker does not know.
-        """
-        if request.lineage and request.lineage == self._lineage and request.epoch < self._epoch:
+        """Raise StaleError if another coordinator has taken over the job, else as `ServerList.check`."""
+        if request.job_id and request.job_id == self._job_id and request.epoch < self._epoch:
             raise StaleError(
                 f"coordinator number {self._epoch} of this job has taken it over from number {request.epoch}"
             )
         self._servers.check(request)
 
     def attached(self, request: node_pb2.AttachRequest) -> int:
-        """A fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
-        self._lineage, self._epoch = request.lineage, request.epoch
+        """Begin a fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
+        self._job_id, self._epoch = request.job_id, request.epoch
         incarnation = fresh_id()
         job = Job(
             incarnation=incarnation,
-            worker_index=self._index,
+            worker_index=self._servers.index,
             num_workers=request.num_workers,
             seed=request.seed,
             client=self._make_client(request, incarnation),
-            # The coordinator has all servers: one that is not in reach of this worker is gone, as at any later call.
+            # The coordinator has reached all servers, so treat an unreachable one as lost, as at any later call.
             connect_timeout=request.ps_timeout or self._connect_timeout,
             counts=self.counts,
         )
@@ -108,7 +89,6 @@ class WorkerRole(Role):
         return incarnation
 
     def job_ended(self) -> None:
-        """Drop everything."""
         self._replace(None)
 
     def _replace(self, job: Job | None) -> None:
@@ -121,56 +101,53 @@ class WorkerRole(Role):
             old.close()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
-        """Functions done and running, and the time in them."""
         counts = self.counts
         reply.functions_done = counts.done
         reply.functions_running, _ = self.functions()
         reply.function_seconds, reply.waited_seconds = counts.all_runs().total, counts.data_seconds
 
     def functions(self) -> tuple[int, int]:
-        """How many run now, and how many wait here behind those."""
+        """Return how many functions run now, and how many wait here."""
         runner = self._runner
-        return (0, 0) if runner is None else (runner.running, runner.waiting)
+        return (0, 0) if runner is None else runner.functions()
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
-        """Functions, and what they asked of the servers."""
         return self.counts.recording.messages()
 
     def job(self, incarnation: int) -> Job:
-        """The job of a request. StaleError if the attachment that it names is over."""
+        """Return the job of a request. Raise StaleError if the attachment that it names is over."""
         job = self._job
         if job is None or job.incarnation != incarnation:
             raise StaleError("this attachment to the worker is over")
         return job
 
     def begin(self, job: Job) -> Runner:
-        """A runner for the job's stream."""
-        runner = Runner(job, self._turn, self.counts)
+        """Return a new runner for the job's stream."""
+        runner = Runner(job, self._turn)
         with self._lock:
             if self._job is not job:
                 raise StaleError("this attachment to the worker is over")
-            if self._leaving:  # before it is up: so no function is sent that would come back
-                raise UnavailableError(f"worker {self._index} is stopping")
+            if self._leaving:  # refuse the stream before functions are sent, which would come back
+                raise UnavailableError(f"worker {self._servers.index} is stopping")
             if self._runner is not None:
                 raise ProtocolError("this attachment already has a stream of functions")
             self._runner = runner
         return runner
 
-    def wait_turn(self, timeout: float) -> bool:
-        """Wait until nothing runs that an earlier stream has left. False if that takes longer."""
-        if not self._turn.acquire(timeout=timeout):
-            return False
-        self._turn.release()
-        return True
+    def wait_turn(self) -> bool:
+        """Wait until nothing of an earlier stream runs. Return False after `_TURN_SECONDS`."""
+        if waited := self._turn.acquire(timeout=_TURN_SECONDS):
+            self._turn.release()
+        return waited
 
     def runner(self, incarnation: int) -> Runner | None:
-        """The runner of an attachment's stream, if there is one. StaleError if the attachment is over."""
+        """Return the runner of an attachment's stream, if there is one. Raise StaleError if the attachment is over."""
         with self._lock:
             self.job(incarnation)
             return self._runner
 
     def leave(self, grace: float) -> None:
-        """Give back what has not started; wait for what runs, until its result is fetched and the stream has ended."""
+        """Give back functions that have not started; wait for the running one, until its result has been fetched."""
         until = time.monotonic() + grace
         with self._lock:
             self._leaving = True
@@ -187,7 +164,7 @@ class WorkerRole(Role):
 
 
 class WorkerService:
-    """See worker.proto for what each method promises."""
+    """Implements worker.proto, which says what each method promises."""
 
     def __init__(self, role: WorkerRole) -> None:
         self._role = role
@@ -195,14 +172,13 @@ class WorkerService:
     def steps(
         self, requests: Iterator[worker_pb2.StepsRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.StepsReply]:
-        """Functions in, outcomes out."""
-        first = next(requests, None)  # empty: it only names the attachment
+        first = next(requests, None)  # without functions: it only names the attachment
         if first is None:
             return
         runner = self._role.begin(self._role.job(first.incarnation))
         context.add_callback(runner.end)
-        # A function of an earlier stream may still run, however long: what is sent here meanwhile would be stuck.
-        while not self._role.wait_turn(_TURN_SECONDS):
+        # A function of an earlier stream may run for any time: functions sent here before its end would be stuck.
+        while not self._role.wait_turn():
             if not context.is_active():
                 return
         arguments = requests, server_call(context).sender()
@@ -211,7 +187,6 @@ class WorkerService:
         yield from runner.outcomes()
 
     def upload(self, frames: Iterator[bytes], _context: grpc.ServicerContext) -> worker_pb2.UploadReply:
-        """A definition, a resource, or the large arrays of a function's arguments."""
         assembler = Assembler(_MAX_UPLOAD_BYTES)
         first: worker_pb2.UploadRequest | None = None
         for data in frames:
@@ -232,23 +207,18 @@ class WorkerService:
                 return worker_pb2.UploadReply(unresolved=str(reason) or "no reason given")
             except PsClusterError:
                 raise
-            except Exception as error:  # whatever a user's module or pickle does when it is loaded
+            except Exception as error:  # from loading the user's module or pickle
                 raise MisuseError(f"{type(error).__name__}: {error}") from error
         elif body == "resource":
             job.build(first.resource)
         elif body == "attachments":
-            parts, at = [], 0
-            for size in first.attachments.sizes:
-                parts.append(payload[at : at + size])
-                at += size
-            job.take_arguments(first.attachments.position, parts)
+            job.arguments[first.attachments.position] = cut(payload, first.attachments.sizes)
         else:
             raise ProtocolError("an upload of nothing")
         reach("worker.define.after")
         return worker_pb2.UploadReply()
 
     def recall(self, request: worker_pb2.RecallRequest, _context: grpc.ServicerContext) -> worker_pb2.RecallReply:
-        """Take functions back."""
         if len(request.functions) != len(request.positions):
             raise ProtocolError("a recall needs as many positions as functions")
         runner = self._role.runner(request.incarnation)
@@ -260,9 +230,9 @@ class WorkerService:
         return worker_pb2.RecallReply()
 
     def download(self, request: worker_pb2.DownloadRequest, _context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The large arrays of a result, in frames."""
         job = self._role.job(request.incarnation)
-        buffers = job.result(request.function)
+        if (buffers := job.results.get(request.function)) is None:
+            raise StaleError(f"function {request.function} has no result to fetch on this worker")
         total, sent = sum(map(len, buffers)), 0
         head = worker_pb2.DownloadReply(total_bytes=total)
         for group in pieces(buffers):
@@ -274,21 +244,19 @@ class WorkerService:
         job.drop_result(request.function)
 
     def release(self, request: worker_pb2.ReleaseRequest, _context: grpc.ServicerContext) -> worker_pb2.ReleaseReply:
-        """Forget resources and definitions."""
         self._role.job(request.incarnation).release(request.resources, request.definitions)
         return worker_pb2.ReleaseReply()
 
     def tell_seen(
         self, request: worker_pb2.TellSeenRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.TellSeenReply:
-        """Tell servers of how many updates this worker was told."""
         check_count(len(request.servers), MAX_COUNT, "parameter servers to tell")
         self._role.job(request.incarnation).tell_seen(request.servers)
         return worker_pb2.TellSeenReply()
 
 
 def _check(first: worker_pb2.UploadRequest) -> None:
-    """ProtocolError if more is announced than may come."""
+    """Raise ProtocolError if the upload declares more than it may bring."""
     if first.WhichOneof("body") == "attachments":
         check_count(len(first.attachments.sizes), MAX_COUNT, "arrays beside the arguments")
         if sum(first.attachments.sizes) != first.total_bytes:
@@ -297,6 +265,6 @@ def _check(first: worker_pb2.UploadRequest) -> None:
             )
     elif first.total_bytes > MAX_PICKLE_BYTES:
         raise ProtocolError(
-            f"a function or class of {first.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: let it not "
-            "capture what it can load"
+            f"a function or class of {first.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: load data in it "
+            "rather than capture it"
         )

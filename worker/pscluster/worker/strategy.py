@@ -1,4 +1,4 @@
-"""The strategy as a step function sees it: one replica a worker, and reads of several variables at once."""
+"""The strategy as a step function sees it: one replica per worker, and reads of several variables at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ReduceOp(enum.Enum):
 
 
 class Strategy(Handle):
-    """What both the coordinator's strategy and its image on a worker can do."""
+    """The methods shared by the coordinator's strategy and its counterpart on a worker."""
 
     handle_kind = "strategy"
 
     @property
     def handle_key(self) -> str:
-        """There is one strategy in a job."""
+        """Empty: a job has one strategy."""
         return ""
 
     def __init__(self, client: PsClient) -> None:
@@ -41,11 +41,11 @@ class Strategy(Handle):
         return 1
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call `fn` on the one replica there is, here."""
+        """Call `fn` on the only replica: here."""
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
-        """Combine the replicas' values: of one replica, itself; along `axis`, where one is given, as NumPy does."""
+        """Combine the replicas' values. With one replica: return the value, reduced along `axis` if that is given."""
         op = ReduceOp(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
         if axis is None:
             return value
@@ -53,31 +53,30 @@ class Strategy(Handle):
         return map_structure(lambda leaf: combine(leaf, axis=axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The replicas' values as a tuple: one."""
+        """Return the replicas' values as a tuple of one."""
         return (value,)
 
     def traffic(self) -> Traffic:
-        """Bytes that this process has pulled from and pushed to the parameter servers in this job."""
-        return self._client.traffic
+        """Return the bytes that this process has pulled from and pushed to the parameter servers in this job."""
+        return self._client.exchanges.traffic
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: object = None) -> Any:
-        """The peer's wrapper, around a `dataset_fn` or inside of one that returns its result. Changes nothing."""
+        """Return `dataset_fn`: TensorFlow's wrapper around a `dataset_fn`, or around what one returns."""
         del options
         return dataset_fn
 
     def read(self, structure: Any) -> Any:
-        """The values of any nesting of variables, in the same nesting: one request a server, all at once."""
+        """Return the values of nested variables, in the same nesting: one request per server, all at once."""
         return read_structure(structure)
 
 
 class StepStrategy(Strategy):
-    """What a step function gets for the strategy that it has captured."""
+    """The strategy that a step function gets for the one it has captured."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what there is. AttributeError always."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"in a step function a strategy has no {name!r}, only read(), run(), reduce() and the like: variables, "
-            "optimizers and checkpoints are made in the script, and what is made there is used here by its name"
+            f"in a step function a strategy has no {name!r}, only read(), run(), reduce() and the like: create "
+            "variables, optimizers and checkpoints in the script, and use them here by their names"
         )

@@ -15,11 +15,11 @@ OF_CLIENTS = (
     Metric("pushed_bytes_total", "counter", "sent in updates", ("server",)),
     Metric("server_reconnects_total", "counter", "requests repeated because a server was unreachable", ("server",)),
 )
-"""Of whoever has a client of the parameter servers."""
+"""Metrics of a role with a client of the parameter servers."""
 
 
 class WorkerTelemetry(Telemetry):
-    """See `metrics`."""
+    """The metrics of a worker."""
 
     role: ClassVar[str] = "worker"
     metrics = (
@@ -30,19 +30,18 @@ class WorkerTelemetry(Telemetry):
         Metric("functions_running", "gauge", "functions that run"),
         Metric("functions_waiting", "gauge", "functions that came and have not begun"),
         Metric("run_seconds", "histogram", "of each function that ran"),
-        Metric("idle_seconds_total", "counter", "without a function to run, a coordinator being there"),
+        Metric("idle_seconds_total", "counter", "without a function to run, while a coordinator was attached"),
         Metric("data_wait_seconds_total", "counter", "for which functions waited for their data"),
-        Metric("attachments_total", "counter", "how often a coordinator took it"),
+        Metric("attachments_total", "counter", "how often a coordinator attached"),
         *OF_CLIENTS,
     )
 
-    def __init__(self, role: WorkerRole, asked: ClientCounts) -> None:
+    def __init__(self, role: WorkerRole, client_counts: ClientCounts) -> None:
         super().__init__()
         self._role = role
-        self._asked = asked
+        self._client_counts = client_counts
 
     def own(self) -> Snapshot:
-        """From the role, its runner, and its clients."""
         counts, (running, waiting) = self._role.counts, self._role.functions()
         return {
             "functions_done_total": counts.done,
@@ -55,5 +54,5 @@ class WorkerTelemetry(Telemetry):
             "idle_seconds_total": counts.idle_seconds,
             "data_wait_seconds_total": counts.data_seconds,
             "attachments_total": counts.attachments,
-            **self._asked.plain(),
+            **self._client_counts.plain(),
         }

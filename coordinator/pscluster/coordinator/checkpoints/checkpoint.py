@@ -1,17 +1,16 @@
 """Saving and restoring one checkpoint: a consistent cut.
 
-A checkpoint is a cut through the job: no function runs while the servers mark their shards, so that no update is in one
-shard and missing in another. Functions that run end first, those that have not started wait; marking takes
-milliseconds. Then functions go on, and the servers write what was marked, copy-on-write, each its own file.
+No function runs while the servers mark their shards, so that no update is in one shard and missing in another. That
+takes milliseconds; then each server writes its marked shards, copy-on-write, to its own file.
 
-    save: paused (what has begun ends, or it fails after barrier_timeout) -> marked -> going on -> written -> index
-          written
-          whatever fails, the run goes on, what was there before stands, and the error is raised where it is waited for
-    restore: the index is read and checked -> every server reads and verifies its part beside what there is -> paused
-          -> commit, under a new term -> going on
-          whatever fails before the commit, nothing has changed; where one server fails in it, others have the
-          checkpoint's values: the run goes on, and nothing is saved until a restore has ended, or it is given up. The
-          next coordinator sees it by the servers' terms, which differ
+    save: pause (functions that have begun end, or the save fails after barrier_timeout) -> mark -> resume -> write the
+          files -> write the index
+          If any step fails, the run continues, earlier checkpoints stand, and the error reaches the waiting caller.
+    restore: read and check the index -> every server reads and verifies its share beside its current state -> pause
+          -> commit, under a new term -> resume
+          If a step before the commit fails, nothing has changed. If one server fails in the commit, others have the
+          checkpoint's values: the run continues, and nothing is saved until a restore succeeds or is given up. The
+          next coordinator notices, since the servers' terms differ.
 """
 
 from __future__ import annotations
@@ -20,26 +19,22 @@ import contextlib
 import datetime
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
-import fsspec
 from google.protobuf.json_format import MessageToDict
 
-from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
+from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
-from pscluster.coordinator.data.dataset_progress import NAME as POSITIONS
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
-from pscluster.coordinator.job.progress import NAME as PROGRESS
-from pscluster.coordinator.job.progress import TRAINING, JobProgress
-from pscluster.coordinator.job.terms import check_restored, restoring
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
-from pscluster.ps.spec import PINNED, part_name
+from pscluster.ps.spec import part_name
 from pscluster.ps.storage.tensor_files import join
 from pscluster.v1 import ps_pb2
 
@@ -47,16 +42,13 @@ logger = logging.getLogger(__name__)
 
 BARRIER_SECONDS = 60.0
 
-KEPT = PROGRESS, POSITIONS, TRAINING
-"""Variables of our own, which a checkpoint has where something was kept."""
-
 
 class Checkpoint(StaysHere):
-    """Saves all of a strategy, variables, slots, averages, steps and progress, and restores it.
+    """Saves and restores all of a strategy: variables, slots, averages, steps and progress.
 
     Args:
-        strategy: whose variables they are.
-        barrier_timeout: seconds that running functions have to end in, before a save fails.
+        strategy: whose variables to save.
+        barrier_timeout: seconds within which running functions must end; otherwise a save fails.
     """
 
     instead = "save and restore in the script"
@@ -68,11 +60,11 @@ class Checkpoint(StaysHere):
         self.barrier_timeout = barrier_timeout
 
     def mark(self, number: int = 0) -> MarkedCheckpoint:
-        """A cut through the job as it is now, to be written.
+        """Make a cut through the job as it is now, which can then be written.
 
         Raises:
             WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`; the message names them.
-            CheckpointError: a restore was broken off in its last step, and neither repeated nor given up.
+            CheckpointError: a restore failed in its last step, and was neither repeated nor given up.
             UnavailableError: a server can't be reached.
         """
         try:
@@ -83,28 +75,29 @@ class Checkpoint(StaysHere):
 
     def _mark(self, number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
-        check_restored(context)
-        context.client.directory()  # wait for a server that is gone here, not while functions are paused
+        context.check_restored()
+        context.client.directory()  # wait for a server that is down here, not while functions are paused
         with self._paused():
-            check_restored(context)  # others may have tried meanwhile
+            context.check_restored()  # another thread may have tried meanwhile
             if context.dataset_progress is not None:
                 context.dataset_progress.save()
-            forgotten = context.dispatcher.forgotten() if context.dispatcher is not None else set()
+            forgotten = context.dispatcher.servers.forgotten() if context.dispatcher is not None else set()
             index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = context.client.directory()[0]
-            variables = [spec for spec in directory.variables if not spec.name.startswith(PINNED)]
+            variables = [spec for spec in directory.variables if not spec.evaluation]
             for spec in variables:
                 index.add_variable(spec)
             index.partly_applied = context.partly_applied.count
-            index.partly_applied_last = context.partly_applied.last
+            index.partly_applied_last = list(context.partly_applied.last)
             for optimizer in directory.optimizers:
                 index.optimizers[optimizer.name] = MessageToDict(optimizer, preserving_proto_field_name=True)
             mark = fresh_id()
             try:
-                context.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
+                replies = context.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
+                index.job_metadata.update(replies[0].metadata)
                 reach("coordinator.mark.after")
             except BaseException:
-                with contextlib.suppress(PsClusterError):  # those that are there keep no old bytes for nobody
+                with contextlib.suppress(PsClusterError):  # those that have marked need not keep old bytes
                     context.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
@@ -112,28 +105,27 @@ class Checkpoint(StaysHere):
         return MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
-        """No function runs within the block."""
         dispatcher = self.context.dispatcher
-        return contextlib.nullcontext() if dispatcher is None else dispatcher.barrier(self.barrier_timeout)
+        return contextlib.nullcontext() if dispatcher is None else dispatcher.waits.barrier(self.barrier_timeout)
 
     def write(self, path: str) -> str:
-        """Save to this directory, which every server must see under the same path; the path.
+        """Save to this directory, which every server must see under the same path, and return the path.
 
         Raises:
-            WaitTimeoutError, UnavailableError: as `mark`.
+            WaitTimeoutError, UnavailableError: see `mark`.
             CheckpointError: it can't be written; the message says where and why.
         """
         return self.mark().write(str(path))
 
     def read(self, path: str, *, partial: bool = False, progress: bool = True) -> Index:
-        """Restore from this directory, however the variables are cut and placed now. What was in it.
+        """Restore from this directory, however the variables are cut and placed now, and return its index.
 
-        Functions run while it is read; those that do when it takes its place end first, as in `mark`.
+        Functions run while it is read; those running when it is committed end first, as in `mark`.
 
         Args:
-            partial: variables that are not in the checkpoint stay as they are; otherwise that is an error.
-            progress: with how far the job was: what `save_progress` has kept, the positions of datasets, that of `fit`.
-                False: that stays as it is.
+            partial: leave variables that the checkpoint lacks as they are; otherwise they are an error.
+            progress: restore the job's progress as well: what `save_progress` saved, datasets' positions, and `fit`'s
+                state. If False, they stay as they are.
 
         Raises:
             WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`. Nothing was changed.
@@ -150,9 +142,6 @@ class Checkpoint(StaysHere):
         if datasets is not None:
             datasets.check_idle()
         self._check_names(index, path, partial)
-        if progress:
-            for name in KEPT:  # there has to be a place for it
-                JobProgress(context.variables, name).prepare(index.variables)
         requests = self._plan(index, path, progress)
         for request in requests.values():
             request.directory = path
@@ -166,12 +155,10 @@ class Checkpoint(StaysHere):
         return index
 
     def give_up_restore(self) -> None:
-        """Go on with what the servers have, after a restore that was broken off in its last step.
+        """Continue with what the servers have, after a restore that failed in its last step.
 
-        Some of them may have the checkpoint's values, and others not: from now on that is what is saved.
-
-        Raises:
-            WaitTimeoutError, UnavailableError: as `read`; it is not given up yet.
+        Some servers may have the checkpoint's values and others not: that mixture is saved from now on. Raises
+        WaitTimeoutError and UnavailableError as `read` does; it is not given up then.
         """
         nothing = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
         with self._taking_place(nothing, "giving up a restore"):
@@ -185,7 +172,7 @@ class Checkpoint(StaysHere):
         nbytes: int = 0,
         datasets: DatasetProgress | None = None,
     ) -> Iterator[None]:
-        """Within the block the servers have what they were to read, and no function runs yet."""
+        """Have the servers read and commit what these requests name. No function runs within the block."""
         context, number = self.context, fresh_id()
         for request in requests.values():
             request.id = number
@@ -197,13 +184,14 @@ class Checkpoint(StaysHere):
                 reach("coordinator.stage.after")
                 pause.enter_context(self._paused())
                 if datasets is not None:
+                    pause.enter_context(datasets.unsaved())
                     datasets.check_idle()
             except BaseException:
                 drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
                     context.client.restore(drops)
                 raise
-            with restoring(context, what) as term:
+            with context.restoring(what) as term:
                 commits = {server: ps_pb2.RestoreRequest(id=number, commit=True, term=term) for server in requests}
                 context.client.restore(commits, nbytes)
                 reach("coordinator.commit.after")
@@ -211,47 +199,37 @@ class Checkpoint(StaysHere):
 
     def _check_names(self, index: Index, path: str, partial: bool) -> None:
         known = {variable.name for variable in self.context.variables.all}
-        missing = sorted(known - index.variables.keys() - set(KEPT))
+        missing = sorted(known - index.variables.keys())
         if missing and not partial:
             raise CheckpointMisfitError(
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
-        if surplus := [name for name in index.variables if name not in known and name not in KEPT]:
+        if surplus := [name for name in index.variables if name not in known]:
             logger.warning("%s has variables that this job does not have: %s", path, ", ".join(surplus))
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}
         for variable in self.context.variables.all:
-            if variable.name in KEPT and not progress:
-                continue
             if variable.name in index.variables:
                 plan_variable(variable, index.variables[variable.name], path, requests, named=progress)
-            elif variable.name in KEPT:  # none was kept then: zeros, which say so
-                shard = requests[variable.owners[0]].shards.add(variable=variable.number)
-                shard.arrays.add(array="value")
+        if progress:
+            requests[0].metadata.SetInParent()  # none, where the checkpoint has none
+            requests[0].metadata.texts.update(index.job_metadata)
         return requests
 
 
+@dataclass(frozen=True, slots=True)
 class MarkedCheckpoint:
-    """A cut that the servers hold, until it is written or another one is made."""
+    """A cut that the servers hold until it is written, or until another one is made."""
 
-    def __init__(
-        self,
-        context: JobContext,
-        mark: int,
-        index: Index,
-        names: dict[int, str],
-        forgotten: Collection[int] = (),
-    ) -> None:
-        self._context = context
-        self._forgotten = forgotten
-        self._mark = mark
-        self._names = names
-        self.index = index
+    context: JobContext
+    mark: int
+    index: Index
+    names: Mapping[int, str]  # of its variables, by number
+    forgotten: Collection[int]  # keys of functions that are not scheduled again
 
     def write(self, path: str) -> str:
-        """Have it written; see `Checkpoint.write`."""
-        counts, begin, event_log = self._context.counts, time.monotonic(), self._context.event_log
+        counts, begin, event_log = self.context.counts, time.monotonic(), self.context.event_log
         try:
             self._write(path)
         except BaseException as error:
@@ -264,32 +242,27 @@ class MarkedCheckpoint:
         return path
 
     def _write(self, path: str) -> None:
-        client, index = self._context.client, self.index
+        client, index = self.context.client, self.index
+        nbytes = 4 * sum(variable.nbytes for variable in self.context.variables.all)  # with slots, about
         try:
-            fs, where = fsspec.core.url_to_fs(path)
-            fs.makedirs(where, exist_ok=True)
-            if there(fs, join(where, INDEX)):
-                raise CheckpointError(
-                    f"{path} already holds a checkpoint, which is never overwritten: give another path"
-                )
-            replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self._mark, path, _bytes(self._context))
-            reach("coordinator.parts.after")
-            for server, reply in enumerate(replies):
-                name = part_name(server, client.num_servers)
-                if not there(fs, join(where, name)) or fs.size(join(where, name)) != reply.bytes:
+            with written(path) as (fs, where):
+                fs.makedirs(where, exist_ok=True)
+                if there(fs, join(where, INDEX)):
                     raise CheckpointError(
-                        f"ps {server} has written {name}, which is not here in {path}: the directory must be the same "
-                        "for all parameter servers and the coordinator"
+                        f"{path} already holds a checkpoint, which is never overwritten: give another path"
                     )
-                index.add_file(name, reply, self._names, self._forgotten)
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(f"{path} can't be written: {reason(error)}") from error
+                replies = client.checkpoint(ps_pb2.CheckpointRequest.WRITE, self.mark, path, nbytes)
+                reach("coordinator.parts.after")
+                for server, reply in enumerate(replies):
+                    name = part_name(server, client.num_servers)
+                    if not there(fs, join(where, name)) or fs.size(join(where, name)) != reply.bytes:
+                        raise CheckpointError(
+                            f"ps {server} has written {name}, which is not here in {path}: the directory must be the "
+                            "same for all parameter servers and the coordinator"
+                        )
+                    index.add_file(name, reply, self.names, self.forgotten)
         finally:
             with contextlib.suppress(PsClusterError):
-                client.checkpoint(ps_pb2.CheckpointRequest.DROP, self._mark)
+                client.checkpoint(ps_pb2.CheckpointRequest.DROP, self.mark)
         check_whole(index, path)
         write_index(path, index)
-
-
-def _bytes(context: JobContext) -> int:
-    return sum(variable.nbytes for variable in context.variables.all) * 4  # slots

@@ -1,7 +1,7 @@
-"""A directory of checkpoints: which there are, and whether more will come. Paths may be URLs of fsspec.
+"""A directory of checkpoints: which it holds, and whether more will come. Paths may be URLs of fsspec.
 
-DIRECTORY/ckpt-000001   and so on; a checkpoint from the moment its index is there
-DIRECTORY/finished.json no more will come, until the next one is made
+DIRECTORY/ckpt-000001   and so on; a checkpoint once it has an index
+DIRECTORY/finished.json no more will come, unless it is removed for another one
 """
 
 from __future__ import annotations
@@ -25,24 +25,21 @@ FINISHED = "finished.json"
 
 
 def path_of(directory: str, number: int) -> str:
-    """Where the checkpoint of this number is."""
     return f"{directory.rstrip('/')}/ckpt-{number:06d}"
 
 
 def numbers(directory: str, *, whole: bool) -> list[int]:
-    """Those that there are, in order; `whole`: that have an index. CheckpointError if one can't look."""
-    with _accessible(directory, "can't be looked into"):
-        fs, place = fsspec.core.url_to_fs(directory)
-        fs.invalidate_cache()
-        if not there(fs, place):
+    """Return the checkpoints' numbers, sorted; `whole`: of those with an index. CheckpointError if it can't be read."""
+    with _accessible(directory, "can't be read") as (fs, root):
+        if not there(fs, root):
             return []
-        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(place, detail=True)]
+        names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(root, detail=True)]
         found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
-        return sorted(n for n in found if not whole or there(fs, f"{path_of(place, n)}/{INDEX}"))
+        return sorted(number for number in found if not whole or there(fs, f"{path_of(root, number)}/{INDEX}"))
 
 
 def where(path: str | Path) -> str:
-    """Of a checkpoint, its own path; of a directory of them, that of the newest."""
+    """Return a checkpoint's path itself; for a directory of them, the path of the newest."""
     text = str(path).rstrip("/")
     if exists(text, INDEX):
         return text
@@ -50,73 +47,65 @@ def where(path: str | Path) -> str:
     return text if newest is None else path_of(text, newest)
 
 
-def there(fs: Any, place: str) -> bool:
-    """Whether there is such a file or directory. The file system's own `exists` says no, too, where it can't look, and
-    where SIGTERM or Ctrl-C came meanwhile, which are lost then."""
+def there(fs: Any, path: str) -> bool:
+    """Return whether the file or directory exists. Unlike fsspec's `exists`, raise other errors, and signals."""
     try:
-        fs.info(place)
+        fs.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
 
 def exists(directory: str, name: str) -> bool:
-    """Whether such a file is there. CheckpointError if one can't look."""
-    with _accessible(directory, "can't be looked into"):
-        fs, place = fsspec.core.url_to_fs(directory)
-        fs.invalidate_cache()
-        return there(fs, join(place, name))
+    """Return whether the directory has this file. CheckpointError if it can't be read."""
+    with _accessible(directory, "can't be read") as (fs, root):
+        return there(fs, join(root, name))
 
 
 def finish(directory: str) -> None:
-    """Say that no more will come. CheckpointError if that can't be written."""
+    """Record that no more checkpoints will come. CheckpointError if that can't be written."""
     newest = max(numbers(directory, whole=True), default=None)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     text = json.dumps({"newest": newest and path_of("", newest).strip("/"), "time": now})
-    with written(directory):
-        fs, place = fsspec.core.url_to_fs(directory)
-        fs.makedirs(place, exist_ok=True)
+    with written(directory) as (fs, root):
+        fs.makedirs(root, exist_ok=True)
         rename = written_aside(join(directory, FINISHED), f"{text}\n".encode())
         reach("coordinator.finished.before")
         rename()
         reach("coordinator.finished.after")
 
 
-def is_finished(directory: str) -> bool:
-    """Whether no more will come. To be asked before one looks which there are."""
-    return exists(directory, FINISHED)
-
-
-def go_on(directory: str) -> None:
-    """More will come. CheckpointError if it can't be taken back that none would."""
-    if exists(directory, FINISHED):  # one who may write need not be one who may remove
-        with written(directory), contextlib.suppress(FileNotFoundError):
-            fs, place = fsspec.core.url_to_fs(join(directory, FINISHED))
-            fs.rm_file(place)
+def clear_finished(directory: str) -> None:
+    """Undo `finish`. CheckpointError if that is not possible."""
+    if exists(directory, FINISHED):  # permission to write need not be permission to remove
+        with written(directory) as (fs, root), contextlib.suppress(FileNotFoundError):
+            fs.rm_file(join(root, FINISHED))
 
 
 def written_aside(path: str, data: bytes) -> Callable[[], object]:
-    """Write a file under a name that does not count; what is returned gives it its own, in place of what has it."""
-    fs, place = fsspec.core.url_to_fs(path)
-    new = f"{place}.new"
-    with fs.open(new, "wb") as file:
+    """Write a file under a temporary name; return a function that moves it to its own."""
+    fs, final = fsspec.core.url_to_fs(path)
+    temporary = f"{final}.new"
+    with fs.open(temporary, "wb") as file:
         file.write(data)
-    return lambda: fs.mv(new, place)
+    return lambda: fs.mv(temporary, final)
 
 
-def written(path: str) -> contextlib.AbstractContextManager[None]:
-    """What goes wrong within is a CheckpointError: that can't be written."""
+def written(path: str) -> contextlib.AbstractContextManager[tuple[Any, str]]:
+    """Yield the file system and the path in it; errors in the block become CheckpointErrors: it can't be written."""
     return _accessible(path, "can't be written")
 
 
 @contextlib.contextmanager
-def _accessible(path: str, what: str) -> Iterator[None]:
+def _accessible(path: str, what: str) -> Iterator[tuple[Any, str]]:
     try:
-        yield
+        fs, local_path = fsspec.core.url_to_fs(path)
+        fs.invalidate_cache()
+        yield fs, local_path
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} {what}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Why a file or a directory could not be used, in the system's words where it has any."""
+    """Return why a file or directory could not be used, in the system's words if it has any."""
     return getattr(error, "strerror", None) or str(error)

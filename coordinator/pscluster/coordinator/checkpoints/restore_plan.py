@@ -1,17 +1,18 @@
-"""What each server is to read of a checkpoint, however variables were cut and placed when it was made. Pure."""
+"""What each server reads of a checkpoint, however variables were cut and placed when it was made. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from pscluster.coordinator.checkpoints.index import SavedTensor, SavedVariable
+from pscluster.coordinator.checkpoints.index import SavedVariable
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.geometry import moves
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import ps_pb2
 
-KEYS_AT_ONCE = 1 << 19  # of functions, in a request to restore: 4 MiB
+KEYS_PER_REQUEST = 1 << 19  # functions' keys in a request to restore: 4 MiB
 
 
 def plan_variable(
@@ -22,17 +23,9 @@ def plan_variable(
     *,
     named: bool = True,
 ) -> None:
-    """Add to the servers' requests what their shards of a variable are to read.
+    """Add to the servers' requests what their shards of a variable, as it is cut and placed now, read.
 
-    Args:
-        variable: as it is cut and placed now.
-        saved: as it was when it was saved.
-        path: of the checkpoint, for what is said of it.
-        requests: by server.
-        named: with the updates under keys that the saved shards have.
-
-    Raises:
-        CheckpointMisfitError: the two are of different shapes or types.
+    `named`: include the saved shards' updates under keys. CheckpointMisfitError if the shapes or types differ.
     """
     if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
         raise CheckpointMisfitError(
@@ -41,33 +34,34 @@ def plan_variable(
         )
     old, new = saved.partition, variable.partition
     shards = [
-        requests[owner].shards.add(variable=variable.number, shard=number)
-        for number, owner in enumerate(variable.owners)
+        requests[owner].shards.add(variable=variable.id, shard=number) for number, owner in enumerate(variable.owners)
     ]
-    tensors = {key: {each.shard: each for each in parts} for key, parts in saved.arrays.items()}
+    tensors = {key: {tensor.shard: tensor for tensor in saved_tensors} for key, saved_tensors in saved.arrays.items()}
     arrays: dict[tuple[int, str], Any] = {}
-    updates = [dict[int, set[int]]() for _ in shards]  # of each shard, by key of a function
+    updates = [dict[int, set[int]]() for _ in shards]  # per shard: which updates each function's key has made
     for move in moves(old, new):
         shard = shards[move.new_shard]
         for same in saved.named[move.old_shard] if named else ():
-            for function in same.numbers:
+            for function in same.function_keys:
                 updates[move.new_shard].setdefault(function, set()).update(same.nth)
         for optimizer, step in saved.steps[move.old_shard].items():
             shard.steps[optimizer] = max(step, shard.steps[optimizer])
-        before, here = old.block(move.old_shard), new.block(move.new_shard)
-        for key, parts in tensors.items():
-            if move.old_shard not in parts:
-                continue  # this shard had had no gradient yet
+        old_block, new_block = old.block(move.old_shard), new.block(move.new_shard)
+        for key, by_shard in tensors.items():
+            if move.old_shard not in by_shard:
+                continue  # a slot of a shard that had no gradient yet
             array = arrays.get((move.new_shard, key))
             if array is None:
                 array = arrays[move.new_shard, key] = shard.arrays.add(array=key)
-            source = array.sources.add(file=parts[move.old_shard].file, tensor=_tensor(key, parts[move.old_shard]))
-            getattr(source, "from").extend(a - b for a, b in zip(move.block.start, before.start, strict=True))
-            source.to.extend(a - b for a, b in zip(move.block.start, here.start, strict=True))
+            fields = asdict(by_shard[move.old_shard])
+            del fields["shard"]  # the request names the new one
+            source = array.sources.add(tensor=ps_pb2.SavedTensor(array=key, **fields))
+            getattr(source, "from").extend(a - b for a, b in zip(move.block.start, old_block.start, strict=True))
+            source.to.extend(a - b for a, b in zip(move.block.start, new_block.start, strict=True))
             source.count.extend(move.block.shape)
     for number, shard in enumerate(shards):
         if (number, "value") not in arrays:
-            shard.arrays.add(array="value")  # an empty one
+            shard.arrays.add(array="value")  # an empty shard
         by_updates: dict[tuple[int, ...], list[int]] = {}
         for function, nths in updates[number].items():
             by_updates.setdefault(tuple(sorted(nths)), []).append(function)
@@ -76,27 +70,15 @@ def plan_variable(
 
 
 def sent_ahead(requests: dict[int, ps_pb2.RestoreRequest]) -> Iterator[dict[int, ps_pb2.RestoreRequest]]:
-    """Take out what functions with keys had done, where that is much: to be sent before, in pieces."""
+    """Move the updates under keys out of requests that have too many of them, into requests to send first."""
     for server, request in requests.items():
-        if sum(len(same.keys) for shard in request.shards for same in shard.named) <= KEYS_AT_ONCE:
+        if sum(len(same.keys) for shard in request.shards for same in shard.named) <= KEYS_PER_REQUEST:
             continue
         for shard in request.shards:
             for same in shard.named:
-                for first in range(0, len(same.keys), KEYS_AT_ONCE):
-                    piece = ps_pb2.RestoreRequest(id=request.id, ahead=True)
-                    mine = piece.shards.add(variable=shard.variable, shard=shard.shard)
-                    mine.named.add(nth=same.nth, keys=same.keys[first : first + KEYS_AT_ONCE])
-                    yield {server: piece}
+                for first in range(0, len(same.keys), KEYS_PER_REQUEST):
+                    ahead = ps_pb2.RestoreRequest(id=request.id, ahead=True)
+                    ahead_shard = ahead.shards.add(variable=shard.variable, shard=shard.shard)
+                    ahead_shard.named.add(nth=same.nth, keys=same.keys[first : first + KEYS_PER_REQUEST])
+                    yield {server: ahead}
             shard.ClearField("named")
-
-
-def _tensor(key: str, saved: SavedTensor) -> ps_pb2.CheckpointTensor:
-    return ps_pb2.CheckpointTensor(
-        array=key,
-        tensor=saved.tensor,
-        dtype=saved.dtype,
-        shape=saved.shape,
-        offset=saved.offset,
-        bytes=saved.bytes,
-        sha256=saved.sha256,
-    )

@@ -1,4 +1,4 @@
-"""A checkpoint's variables, read where they are needed: no cluster, and no more in memory than is asked for."""
+"""A checkpoint's variables, read as they are needed: without a cluster, one variable in memory at a time."""
 
 from __future__ import annotations
 
@@ -9,83 +9,66 @@ from typing import Any
 import numpy as np
 
 from pscluster.coordinator.checkpoints.folder import where
-from pscluster.coordinator.checkpoints.index import SavedTensor, SavedVariable, check_whole, dtype_of, read_index
-from pscluster.coordinator.job import progress as job_progress
+from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
+from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
-from pscluster.ps.spec import OURS
-from pscluster.ps.storage.tensor_files import Array, WrittenTensor, join, read
+from pscluster.ps.storage.tensor_files import Array, join, read
 
 
 class SavedVariables(Mapping[str, Array]):
     """The variables of a checkpoint by name, whole, however they were cut. Read-only.
 
-    Each access reads and verifies the variable anew, shard by shard: keep what is needed twice.
+    Each access reads and verifies the variable again, shard by shard.
 
     Args:
-        path: of a checkpoint, or of a directory of them: the newest there is meant then. Or a URL of fsspec.
-
-    Attributes:
-        path: of the checkpoint.
-        failure: the last CheckpointError that reading a variable ended with, or None.
+        path: a checkpoint, or a directory of checkpoints, of which the newest is read; a path or a URL of fsspec. The
+            attribute `path` is the checkpoint's.
 
     Raises:
-        CheckpointError: there is none, or its index is damaged; at an access: the variable is.
+        CheckpointError: there is no checkpoint, or its index is damaged; at an access: the variable is damaged.
         UnknownVariableError: also a KeyError; it has no variable of that name.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = where(path)
-        self.failure: CheckpointError | None = None
+        self.failure: CheckpointError | None = None  # the last one that reading a variable raised
         self._index = read_index(self.path)
         check_whole(self._index, self.path)
-        self._names = [name for name in self._index.variables if not name.startswith(OURS)]
-
-    @property
-    def number(self) -> int:
-        """That of the checkpoint in its directory; 0 for one made by `Checkpoint.write`."""
-        return self._index.number
-
-    @property
-    def created(self) -> str:
-        """When it was made, in ISO 8601."""
-        return self._index.created
+        self.number = self._index.number  # in its directory; 0 for one made by `Checkpoint.write`
+        self.created = self._index.created  # in ISO 8601
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What `strategy.save_progress` had kept; {} if nothing was."""
-        found = self._index.variables.get(job_progress.NAME)
-        return job_progress.decoded(self._read(found).tobytes()) if found is not None else {}
+        """Return what `strategy.save_progress` had saved; {} if nothing was."""
+        return decoded(PROGRESS, self._index.job_metadata)
 
     def __getitem__(self, name: str) -> Array:
         if name not in self:
-            raise UnknownVariableError(f"{self.path} has no variable {name!r}; it has {', '.join(self._names)}")
-        return self._read(self._index.variables[name])
-
-    def _read(self, variable: SavedVariable) -> Array:
+            raise UnknownVariableError(f"{self.path} has no variable {name!r}; it has {', '.join(self)}")
+        variable = self._index.variables[name]
         shards, blocks = variable.arrays["value"], variable.partition.blocks
         try:
             if len(shards) == 1:
                 return self._shard(shards[0])
             whole: Array = np.empty(variable.shape, dtype_of(variable.dtype))
-            for each in shards:
-                whole[blocks[each.shard].slices] = self._shard(each)
+            for saved in shards:
+                whole[blocks[saved.shard].slices] = self._shard(saved)
         except CheckpointError as error:
             self.failure = error
             raise
         return whole
 
     def _shard(self, saved: SavedTensor) -> Array:
-        place = WrittenTensor(saved.offset, saved.bytes, saved.sha256)
-        return read(join(self.path, saved.file), saved.tensor, saved.dtype, saved.shape, place)
+        return read(join(self.path, saved.file), saved)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return isinstance(name, str) and name in self._index.variables
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._index.variables)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._index.variables)
 
     def __repr__(self) -> str:
-        return f"<SavedVariables of {self.path}: {', '.join(self._names)}>"
+        return f"<SavedVariables of {self.path}: {', '.join(self)}>"

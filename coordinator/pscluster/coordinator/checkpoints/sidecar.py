@@ -1,10 +1,10 @@
-"""Evaluation beside a job: a process of its own, anywhere, looks for new checkpoints and computes what they are worth.
+"""Evaluation beside a job: a separate process, anywhere, polls for new checkpoints and evaluates them.
 
-Nothing in the cluster knows of it or waits for it. It only reads the directory of checkpoints, and whatever happens
-there is to be expected: checkpoints are removed while they are read, another job begins, the disk does not answer.
+Nothing in the cluster knows of it or waits for it. It only reads the directory of checkpoints, and copes with whatever
+happens there: checkpoints are removed while it reads them, another job begins, the disk does not answer.
 
-    the newest one that was not evaluated -> fn(its variables) -> event files, a line of evaluations.jsonl
-    (every=True: the oldest)                 whatever fails before the line is there is done again by its successor
+    the newest one not yet evaluated -> fn(its variables) -> event files, a line of evaluations.jsonl
+    (every=True: the oldest)            without that line, the next evaluator repeats it
 """
 
 from __future__ import annotations
@@ -24,46 +24,36 @@ import fsspec
 
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.saved import SavedVariables
-from pscluster.coordinator.training.events import AppendedFile, EventWriter
+from pscluster.coordinator.training.events import EventWriter, appended_file
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
 RESULTS = "evaluations.jsonl"
-SAID_SECONDS = 30.0
-"""Between two lines of the log that say that there is nothing new."""
+LOG_SECONDS = 30.0  # the time between two log lines that there is no new checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a checkpoint was worth.
+    """The evaluation of a checkpoint. Times are in ISO 8601."""
 
-    Attributes:
-        checkpoint: its path.
-        number: its number.
-        created: when it was made, in ISO 8601.
-        time: when it had been evaluated, in ISO 8601.
-        seconds: how long that took.
-        values: what `fn` gave, by name.
-    """
-
-    checkpoint: str
+    checkpoint: str  # its path
     number: int
-    created: str
-    time: str
-    seconds: float
-    values: dict[str, float]
+    created: str  # when the checkpoint was made
+    time: str  # when the evaluation ended
+    seconds: float  # how long it took
+    values: dict[str, float]  # what `fn` returned, by name
 
     def to_json(self) -> str:
-        """One line. JSON has no NaN and no infinities: they are the strings "NaN", "Infinity" and "-Infinity"."""
+        """Return one line. JSON has no NaN and no infinities, which are the strings "NaN", "Infinity", "-Infinity"."""
         values = {name: value if math.isfinite(value) else _NAMES[str(value)] for name, value in self.values.items()}
         return json.dumps({**asdict(self), "values": values}, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Evaluation:
-        """What `to_json` gave. ValueError, TypeError or another LookupError if it did not."""
-        found = json.loads(line)
-        return cls(**{**found, "values": {name: float(value) for name, value in found["values"].items()}})
+        """Read a line of `to_json`. ValueError, TypeError, LookupError or AttributeError if it is not one."""
+        body = json.loads(line)
+        return cls(**{**body, "values": {name: float(value) for name, value in body["values"].items()}})
 
 
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -73,20 +63,20 @@ class SidecarEvaluator:
     """Evaluates checkpoints as they appear in a directory, beside the job that makes them, on this or another host.
 
     Every result is a line of `log_dir/evaluations.jsonl` (see `Evaluation`) and, if tensorboardX is installed, in an
-    event file beside it, as of the checkpoint's number. An evaluator that is started again reads these lines, and does
-    not evaluate these checkpoints again. Two at a time need a `log_dir` each.
+    event file beside it, with the checkpoint's number as its step. An evaluator that is started again skips the
+    checkpoints of these lines. Concurrent evaluators need different `log_dir`s.
 
     Args:
-        fn: is given the `SavedVariables` of a checkpoint; gives a number, or a mapping of names to numbers.
+        fn: takes the `SavedVariables` of a checkpoint; returns a number, or a mapping of names to numbers.
         directory: that of a `CheckpointManager`; need not exist yet. A path or a URL of fsspec.
-        every: every checkpoint, in order; otherwise the newest only, which leaves out those made meanwhile.
+        every: evaluate every checkpoint, in order; otherwise the newest only, skipping those made in the meantime.
         log_dir: a path or a URL of fsspec; default: DIRECTORY/evaluations.
-        max_evaluations: ends after so many.
-        poll: seconds between two looks into the directory.
-        timeout: seconds without a new checkpoint, after which it gives up; None: it never does.
+        max_evaluations: the number after which it ends.
+        poll: seconds between two checks of the directory.
+        timeout: seconds without a new checkpoint after which it gives up; None: never.
 
     Raises:
-        ConfigurationError: an argument is out of its range, or is no place that can be reached.
+        ConfigurationError: an argument is out of its range, or a path is of no known file system.
     """
 
     def __init__(
@@ -115,33 +105,34 @@ class SidecarEvaluator:
         self.max_evaluations = max_evaluations
         self.poll = poll
         self.timeout = timeout
-        for place in (self.directory, self.log_dir):
+        for path in (self.directory, self.log_dir):
             try:
-                fsspec.core.url_to_fs(place)
+                fsspec.core.url_to_fs(path)
             except (ValueError, ImportError) as error:
-                raise ConfigurationError(f"{place} can't be reached: {error}") from error
-        self._passed: set[int] = set()  # of those that are there: evaluated, or not to be read
+                raise ConfigurationError(f"{path} can't be reached: {error}") from error
+        self._handled: set[int] = set()  # of the existing checkpoints: evaluated or unreadable
         self._trouble = ""
 
     def run(self) -> list[Evaluation]:
-        """Evaluate until no more checkpoints come, as `CheckpointManager.finish` says. What was evaluated by this call.
+        """Evaluate until `CheckpointManager.finish` records that no more checkpoints come; return the evaluations.
+
+        A checkpoint that is removed or damaged while `fn` reads it is logged and skipped.
 
         Raises:
-            WaitTimeoutError: there was no new one for `timeout` seconds.
-            MisuseError: what `fn` gives are no numbers.
+            WaitTimeoutError: there was no new checkpoint for `timeout` seconds.
+            MisuseError: `fn` returned something else than numbers.
             CheckpointError, ConfigurationError, OSError: the results can't be read or written.
-            Exception: what `fn` raises, with a note of the checkpoint. A checkpoint that is removed or damaged is none
-                of its faults: it is logged, and the next one waited for.
+            Exception: whatever `fn` raises, with a note that names the checkpoint.
         """
         evaluations: list[Evaluation] = []
-        with _Results(self.log_dir) as results:
-            last = said = time.monotonic()
+        with contextlib.closing(_Results(self.log_dir)) as results:
+            last = logged = time.monotonic()
             while self.max_evaluations is None or len(evaluations) < self.max_evaluations:
-                finished, number = self._look()
+                finished, number = self._poll()
                 if number is not None:
                     if (evaluation := self._evaluate(number, results)) is not None:
                         evaluations.append(evaluation)
-                    last = said = time.monotonic()
+                    last = logged = time.monotonic()
                     continue
                 if finished:
                     logger.info("no more checkpoints will come in %s", self.directory)
@@ -153,33 +144,33 @@ class SidecarEvaluator:
                         f"{self._trouble}; {len(evaluations)} were evaluated. Is the job still running? A job that "
                         "has ended calls CheckpointManager.finish()"
                     )
-                if now - said >= SAID_SECONDS:
-                    said = now
+                if now - logged >= LOG_SECONDS:
+                    logged = now
                     logger.info("no new checkpoint in %s for %.0f s", self.directory, now - last)
                 time.sleep(self.poll if self.timeout is None else min(self.poll, last + self.timeout - now))
         return evaluations
 
-    def _look(self) -> tuple[bool, int | None]:
-        """Will no more come, and which one is to be evaluated, if any?"""
+    def _poll(self) -> tuple[bool, int | None]:
+        """Return whether no more checkpoints will come, and the number of the next one to evaluate, if any."""
         try:
-            finished = folder.is_finished(self.directory)  # first: one that comes in between is not overlooked
-            there = folder.numbers(self.directory, whole=True)
+            finished = folder.exists(self.directory, folder.FINISHED)  # first, so as to see the last checkpoint
+            numbers = folder.numbers(self.directory, whole=True)
         except CheckpointError as error:
             if str(error) != self._trouble:
                 logger.warning("%s; trying again", error)
             self._trouble = str(error)
             return False, None
         self._trouble = ""
-        self._passed &= set(there)
-        return finished, next_of(there, self._passed, every=self.every)
+        self._handled &= set(numbers)
+        return finished, next_of(numbers, self._handled, every=self.every)
 
     def _evaluate(self, number: int, results: _Results) -> Evaluation | None:
-        self._passed.add(number)
+        self._handled.add(number)
         path = folder.path_of(self.directory, number)
         try:
             saved = SavedVariables(path)
         except CheckpointError as error:
-            _pass_over(path, error)
+            _log_skipped(path, error)
             return None
         if (saved.number, saved.created) in results.known:
             return None
@@ -188,12 +179,12 @@ class SidecarEvaluator:
             values = _values(self.fn(saved))
         except Exception as error:
             failure = saved.failure
-            if failure is None and isinstance(error, FileNotFoundError) and _is_gone(path):
-                failure = CheckpointError(str(error))  # fn has opened the files by itself
+            if failure is None and isinstance(error, FileNotFoundError) and _is_removed(path):
+                failure = CheckpointError(str(error))  # fn opens the files itself
             if failure is None:
                 error.add_note(f"This was raised while {path} was evaluated.")
                 raise
-            _pass_over(path, failure)
+            _log_skipped(path, failure)
             return None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         seconds = round(time.monotonic() - begin, 6)
@@ -204,51 +195,45 @@ class SidecarEvaluator:
         return evaluation
 
 
-def next_of(there: list[int], passed: set[int], *, every: bool) -> int | None:
-    """Which of the checkpoints that are there, in order, is to be evaluated next."""
-    wanted = there if every else there[-1:]
-    return next((number for number in wanted if number not in passed), None)
+def next_of(numbers: list[int], handled: set[int], *, every: bool) -> int | None:
+    wanted = numbers if every else numbers[-1:]
+    return next((number for number in wanted if number not in handled), None)
 
 
-def _is_gone(path: str) -> bool:
+def _is_removed(path: str) -> bool:
     try:
         return not folder.exists(path, folder.INDEX)
     except CheckpointError:
         return False
 
 
-def _pass_over(path: str, error: CheckpointError) -> None:
-    if _is_gone(path):
+def _log_skipped(path: str, error: CheckpointError) -> None:
+    if _is_removed(path):
         logger.warning("skipping %s: it was removed before it could be evaluated", path)
     else:
         logger.error("%s can't be evaluated: %s", path, error)
 
 
-def _values(given: Any) -> dict[str, float]:
-    """What `fn` gave, by name; a number alone is named "value"."""
-    found = given if isinstance(given, Mapping) else {"value": given}
+def _values(result: Any) -> dict[str, float]:
+    """Return what `fn` returned, by name; a number alone is named "value"."""
     values = {}
-    for name, value in found.items():
+    for name, value in (result if isinstance(result, Mapping) else {"value": result}).items():
         try:
             if not isinstance(name, str) or isinstance(value, str | bytes):
                 raise TypeError
             values[name] = float(value)
         except (TypeError, ValueError):
             raise MisuseError(
-                f"fn gave {value!r} for {name!r}; give a number, or a mapping of names to numbers"
+                f"fn returned {value!r} for {name!r}; return a number, or a mapping of names to numbers"
             ) from None
     return values
 
 
 class _Results:
-    """What was evaluated, as lines and as events.
-
-    Attributes:
-        known: number and time of the checkpoints that were, by evaluators before this one, too.
-    """
+    """The evaluations, as lines and as events."""
 
     def __init__(self, log_dir: str) -> None:
-        self.known: set[tuple[int, str]] = set()
+        self.known: set[tuple[int, str]] = set()  # number and time of checkpoints, those of earlier evaluators included
         self._log_dir = log_dir
         path = f"{log_dir}/{RESULTS}"
         for line in _whole_lines(path):
@@ -258,13 +243,13 @@ class _Results:
                 logger.warning("%s has a line that was not written by an evaluator: %.80s", path, line)
             else:
                 self.known.add((evaluation.number, evaluation.created))
-        self._lines = AppendedFile(path)
+        self._lines = appended_file(path)
         self._events: EventWriter | None = None
         if not EventWriter.available():
             logger.info("no event files are written: tensorboardX is not installed")
 
     def add(self, evaluation: Evaluation) -> None:
-        """Write it. The line comes last: where it is, all is."""
+        """Write an evaluation; its line last, to say that all of it was written."""
         if self._events is None and EventWriter.available():
             self._events = EventWriter(self._log_dir)
         if self._events is not None:
@@ -273,22 +258,18 @@ class _Results:
         self._lines.flush()
         self.known.add((evaluation.number, evaluation.created))
 
-    def __enter__(self) -> _Results:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with contextlib.closing(self._lines):
             if self._events is not None:
                 self._events.close()
 
 
 def _whole_lines(path: str) -> list[str]:
-    """Of an earlier evaluator. One that it did not end is removed. CheckpointError if that can't be."""
-    with folder.written(path):
-        fs, place = fsspec.core.url_to_fs(path)
-        if not folder.there(fs, place):
+    """Return an earlier evaluator's lines, and remove an incomplete one. CheckpointError if that is not possible."""
+    with folder.written(path) as (fs, file):
+        if not folder.there(fs, file):
             return []
-        data: bytes = fs.cat_file(place)
+        data: bytes = fs.cat_file(file)
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             folder.written_aside(path, whole)()

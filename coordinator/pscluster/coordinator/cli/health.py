@@ -1,4 +1,4 @@
-"""Asking a role whether it serves: `pscluster health`. Imports little: containers run it every few seconds."""
+"""`pscluster health`: check whether a role is serving. Imports little, since containers run it every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASK_SECONDS = 3.0
 def is_healthy(
     address: str, token: str | None, timeout: float = ASK_SECONDS, tls: Tls | None = None
 ) -> tuple[bool, str]:
-    """The standard gRPC health check: whether it says SERVING, and a sentence."""
+    """Make the standard gRPC health check; return whether the role is SERVING, and a sentence for people."""
     with open_channel(address, tls, token) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)

@@ -1,4 +1,4 @@
-"""Runs a user's script as the coordinator, or as the evaluator: `pscluster coordinator` and `pscluster evaluator`."""
+"""`pscluster coordinator` and `pscluster evaluator`: run a user's script as the coordinator or the evaluator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
-from pscluster.coordinator.cli.options import dashboard_options
+from pscluster.coordinator.cli.main import dashboard_options
+from pscluster.coordinator.cli.run import script_at
 from pscluster.coordinator.job.context import close_all
 from pscluster.coordinator.job.settings import set_process_options
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -29,23 +29,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Stopped(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C: a KeyboardInterrupt, which scripts know how to let pass."""
+    """SIGTERM or Ctrl-C; a KeyboardInterrupt, which scripts normally do not catch."""
 
 
 def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role: str = "chief") -> int:
-    """Run the script as `__main__`, then tell the cluster that the job is over. Returns the exit code.
+    """Run the script as `__main__`, then tell the cluster that the job is over. Return the exit code.
 
-    A script that ends gives 0, and one that signal n has stopped before its end 128 + n, as `pscluster run` has it; an
-    evaluator, which has no end of its own, gives 0 then, too. Its `sys.exit` gives its own code. An exception is shown
-    and gives 1; but our own, where the cluster is at fault and not the script, is shown in one line: 2 if the
-    configuration is wrong, 1 if tasks were missing or refused.
+    That is 0 at the end of the script, and 128 + n if signal n stopped it before, as for `pscluster run`; but 0 for an
+    evaluator, which never ends by itself. `sys.exit` sets its own code. An exception is shown with its traceback, and
+    the code is 1. Errors of the cluster rather than the script are shown in one line: the code is 2 if the
+    configuration is wrong, 1 if tasks were missing or refused the job.
     """
-    path = Path(script)
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise ConfigurationError(f"the script {script} {what}; give a Python file")
+    path = script_at(script)
     name = "coordinator" if role == "chief" else role
-    config = TFConfig.from_environ()  # without a task, or at all: the script may know its cluster by itself
+    config = TFConfig.from_environ()  # may be empty, or have no task: the script may know its cluster
     if config.task is not None:
         expect_type(config.task, role)
     set_process_options(options)
@@ -53,7 +50,7 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     tune_allocator()
     stopped: list[signal.Signals] = []
     in_script, has_ended = False, False
-    unfinished = 0  # the signal that came before the script had ended
+    unfinished = 0  # the signal that arrived before the script had ended
 
     def handle(number: int, _frame: object) -> None:
         nonlocal unfinished
@@ -78,13 +75,13 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     try:
         try:
             in_script = True
-            if stopped:  # before there was a script to stop
+            if stopped:  # before the script began
                 raise _Stopped
-            # Not with this file's __future__ imports: the script is as it would be if Python ran it.
+            # Without this file's __future__ imports, as if Python ran the script.
             code_of_script = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-            exec(code_of_script, module.__dict__)  # noqa: S102  (what we are for)  # nosec B102
+            exec(code_of_script, module.__dict__)  # noqa: S102  (our purpose)  # nosec B102
         finally:
-            in_script, has_ended = False, True  # a signal during what follows must not break it off
+            in_script, has_ended = False, True  # a signal must not interrupt the rest of this function
     except _Stopped:
         reason = f"the {name} was stopped by {stopped[0].name}"
         logger.warning("stopped by %s before the script had ended", stopped[0].name)
@@ -103,12 +100,12 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
             error.__traceback__ = trace.tb_next if trace is not None else None  # the first frame is ours
             sys.excepthook(type(error), error, error.__traceback__)
     close_all(reason)
-    # Stopped in order is a good end for a role, but whoever started this must not take the job for done.
+    # A clean stop is a success for a role, but the caller of this command must not take the job for done.
     return 128 + unfinished if unfinished and code == 0 and role == "chief" else code
 
 
 def _while_connecting(error: BaseException) -> bool:
-    """Was it raised while the strategy was made? Then nothing in the script went wrong."""
+    """Return whether the error was raised while the strategy was being created: then the script is not at fault."""
     making = ParameterServerStrategy.__init__.__code__
     return any(frame.f_code is making for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -131,7 +128,6 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
-    """Run this process' task."""
     _end(run_coordinator(script, args, options))
 
 
@@ -140,7 +136,6 @@ def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def evaluator_command(script: str, args: tuple[str, ...], log_level: str, log_format: str) -> None:
-    """Run this process' task."""
     options = replace(options_of_environ(role="tool"), log_level=log_level, log_format=log_format)
     hide_token()
     _end(run_coordinator(script, args, options, "evaluator"))
@@ -149,9 +144,8 @@ def evaluator_command(script: str, args: tuple[str, ...], log_level: str, log_fo
 def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread of the script's must not keep a finished job alive
+    os._exit(code)  # the script's threads must not keep a finished job alive
 
 
 def main() -> None:
-    """Entry point."""
     main_of(command)

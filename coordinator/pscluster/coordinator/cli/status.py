@@ -1,18 +1,17 @@
-"""Asking roles how they do: `pscluster status` and `pscluster top`."""
+"""`pscluster status` and `pscluster top`: query the roles of a cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import grpc
 from rich.console import Console, Group, RenderableType
@@ -35,11 +34,13 @@ _AT_ONCE = 32
 _WIDTH = 140  # of tables that go into a pipe
 
 Answer = node_pb2.StatusReply | str
-"""A task's own account of itself, or why there is none."""
+"""A task's status, or why there is none."""
+
+Answers = Mapping[PeerAddress, Answer]
 
 
 def peers_of(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
-    """All tasks, the coordinator first."""
+    """Return all tasks, the coordinator first."""
     return [
         PeerAddress(job, index, cluster.task_address(job, index), tls, token)
         for job in ("chief", "ps", "worker", "evaluator")
@@ -49,71 +50,52 @@ def peers_of(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = N
 
 
 class Asker:
-    """Asks tasks for their accounts, all at once, on connections that stay open; a context manager."""
+    """Queries all tasks at once, on connections that stay open until `close`."""
 
-    def __init__(self, peers: Sequence[PeerAddress]) -> None:
-        self.peers = list(peers)
-        self._channels = [open_peer_channel(peer) for peer in self.peers]
-        self._stubs = [Stub(channel, NODE_SERVICE) for channel in self._channels]
+    def __init__(self, peers: Iterable[PeerAddress]) -> None:
+        self._channels = {peer: open_peer_channel(peer) for peer in peers}
+        self._stubs = {peer: Stub(channel, NODE_SERVICE) for peer, channel in self._channels.items()}
 
-    def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS) -> list[Answer]:
-        """What each says, in their order. Takes `timeout` seconds at most."""
+    def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS, *, explained: bool = False) -> Answers:
+        """Return each task's answer, within `timeout` seconds, with the `busiest` variables of each server.
+
+        `explained`: find out why a task does not answer by connecting to it, which takes a few seconds more.
+        """
         request = node_pb2.StatusRequest(busiest=busiest)
-        answers = functools.partial(self._answer, request, timeout)
+
+        def answer(peer: PeerAddress) -> Answer:
+            try:
+                reply: node_pb2.StatusReply = self._stubs[peer].status(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() not in RETRYABLE:
+                    return str(from_rpc(error, str(peer)))
+                return explain(peer.address, peer.tls) if explained else "it does not answer"
+            theirs = reply.identity
+            if (theirs.role, theirs.index) != (peer.role, peer.index):
+                return f"{theirs.name} answers there: check TF_CONFIG"
+            return reply
+
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(answers, self.peers, self._stubs))
-
-    @staticmethod
-    def _answer(request: node_pb2.StatusRequest, timeout: float, peer: PeerAddress, stub: Stub) -> Answer:
-        try:
-            reply: node_pb2.StatusReply = stub.status(request, timeout=timeout)
-        except grpc.RpcError as error:
-            return "it does not answer" if error.code() in RETRYABLE else str(from_rpc(error, str(peer)))
-        theirs = reply.identity
-        if (theirs.role, theirs.index) != (peer.role, peer.index):
-            return f"{theirs.name} answers there: compare TF_CONFIG"
-        return reply
-
-    def explained(self, answers: Sequence[Answer]) -> list[Answer]:
-        """The same, and of those that do not answer what a plain connection can tell."""
-
-        def why(peer: PeerAddress, answer: Answer) -> Answer:
-            return explain(peer.address, peer.tls) if answer == "it does not answer" else answer
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:  # those that don't answer take seconds each
-            return list(pool.map(why, self.peers, answers))
+            return dict(zip(self._stubs, pool.map(answer, self._stubs), strict=True))
 
     def close(self) -> None:
-        """Close the connections."""
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def replies_by_task(answers: Answers) -> dict[str, node_pb2.StatusReply]:
+    """Return the status of the tasks that answered, by name."""
+    return {peer.task: answer for peer, answer in answers.items() if not isinstance(answer, str)}
 
 
-def ask(peer: PeerAddress) -> Answer:
-    """One task's own account of itself, or why there is none."""
-    with Asker([peer]) as asker:
-        return asker.explained(asker.ask())[0]
+def all_up(answers: Answers) -> bool:
+    """Return whether all have answered, except for evaluators, which a job does not need."""
+    return all(not isinstance(answer, str) or peer.role == "evaluator" for peer, answer in answers.items())
 
 
-def all_up(peers: Sequence[PeerAddress], answers: Sequence[Answer]) -> bool:
-    """Have all answered? Nobody waits for an evaluator."""
-    return all(
-        not isinstance(answer, str) or peer.role == "evaluator" for peer, answer in zip(peers, answers, strict=True)
-    )
-
-
-def status_table(peers: Sequence[PeerAddress], answers: Sequence[Answer]) -> Table:
-    """Every task's state."""
-    table = Table("task", "address", "state", "up", "what it has")
-    for peer, answer in zip(peers, answers, strict=True):
+def status_table(answers: Answers) -> Table:
+    table = Table("task", "address", "state", "up", "details")
+    for peer, answer in answers.items():
         if isinstance(answer, str):
             table.add_row(peer.task, peer.address, Text("not up", "bold red"), "", Text(shown(answer)))
         else:
@@ -135,10 +117,10 @@ def _detail(reply: node_pb2.StatusReply) -> str:
     return "; ".join(parts)
 
 
-def as_json(peers: Sequence[PeerAddress], answers: Sequence[Answer]) -> str:
-    """One object, on one line: `all_up`, and in `tasks` one for every task, in the order of the table."""
-    tasks = [_task(peer, answer) for peer, answer in zip(peers, answers, strict=True)]
-    return shown_json({"all_up": all_up(peers, answers), "tasks": tasks})
+def as_json(answers: Answers) -> str:
+    """Return an object, on one line: `all_up`, and in `tasks` one object per task, in the order of the table."""
+    tasks = [_task(peer, answer) for peer, answer in answers.items()]
+    return shown_json({"all_up": all_up(answers), "tasks": tasks})
 
 
 def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
@@ -161,99 +143,69 @@ def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
     return task
 
 
-def show_status(
-    peers: Sequence[PeerAddress],
-    *,
-    as_text: bool = True,
-    every: float | None = None,
-    rounds: int = 0,
-) -> int:
-    """Print how all tasks do; the exit code: 0 if all answer, or if somebody has looked on until Ctrl-C.
+def show_status(peers: Sequence[PeerAddress], *, as_text: bool = True, every: float | None = None) -> int:
+    """Print the state of all tasks, and return the exit code: 0 if all answered, or after Ctrl-C with `every`.
 
-    One look that is broken off has no exit code: KeyboardInterrupt.
-
-    Args:
-        as_text: a table; otherwise JSON, a line each time.
-        every: seconds between two looks; None: once.
-        rounds: so many looks; 0: until Ctrl-C.
+    `every`: seconds between rounds; None: a single round, in which Ctrl-C raises KeyboardInterrupt.
     """
     up = False
     with (
         contextlib.nullcontext() if every is None else contextlib.suppress(KeyboardInterrupt),
-        Asker(peers) as asker,
+        contextlib.closing(Asker(peers)) as asker,
         _screen(live=as_text and every is not None) as show,
     ):
-        for _ in _rounds(every, 1 if every is None else rounds):
-            answers = asker.explained(asker.ask())
-            up = all_up(asker.peers, answers)
+        for _ in (0,) if every is None else _rounds(every):
+            answers = asker.ask(explained=True)
+            up = all_up(answers)
             if as_text:
-                show(status_table(asker.peers, answers))
+                show(status_table(answers))
             else:
-                print(as_json(asker.peers, answers), flush=True)
+                print(as_json(answers), flush=True)
     return 0 if up or every is not None else 1
 
 
 def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, rows: int = 10) -> int:
-    """Print who does most, a second: servers, variables, workers. The first look only counts; the exit code.
+    """Print the busiest servers, variables and workers; return the exit code.
 
-    Args:
-        every: seconds between two looks.
-        rounds: so many pictures; 0: until Ctrl-C.
-        rows: of each table, at most.
+    `rounds`: updates to show, after a first one that only measures; 0: until Ctrl-C. `rows`: the most in a table.
     """
     meter = RateMeter()
-    with contextlib.suppress(KeyboardInterrupt), Asker(peers) as asker, _screen(live=True) as show:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Asker(peers)) as asker, _screen(live=True) as show:
         for number in _rounds(every, rounds and rounds + 1):
-            answers = asker.ask(BUSIEST)
-            replies = {
-                peer.task: answer
-                for peer, answer in zip(asker.peers, answers, strict=True)
-                if not isinstance(answer, str)
-            }
+            replies = replies_by_task(asker.ask(BUSIEST))
             rates = meter.add(time.monotonic(), replies)
             if number:
-                silent = [
-                    peer.task for peer, answer in zip(asker.peers, answers, strict=True) if isinstance(answer, str)
-                ]
+                silent = [peer.task for peer in peers if peer.task not in replies]
                 show(top_tables(replies, rates, silent, rows))
     return 0
 
 
-def _rounds(every: float | None, count: int) -> Iterator[int]:
-    """Numbers, so long apart, until Ctrl-C."""
-    number = 0
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            yield number
-            number += 1
-            if number == count:
-                return
-            time.sleep(every or 0)
+def _rounds(every: float, count: int = 0) -> Iterator[int]:
+    """Yield the numbers below `count`, or without end for 0, with `every` seconds between two."""
+    for number in range(count) if count else itertools.count():
+        if number:
+            time.sleep(every)
+        yield number
 
 
 @contextlib.contextmanager
 def _screen(live: bool) -> Iterator[Callable[[RenderableType], None]]:
-    """Shows one picture in the place of the last in a terminal, behind it elsewhere."""
+    """Yield a function that shows an update: in place of the previous one in a terminal, else after it."""
     if not live or not sys.stdout.isatty():
-
-        def add(picture: RenderableType) -> None:
-            print(_plain(picture), flush=True)
-
-        yield add
+        yield lambda update: print(rendered(update, _WIDTH), flush=True)
         return
-    with _orderly(), Live(console=Console(), auto_refresh=False) as screen:
-        yield lambda picture: screen.update(picture, refresh=True)
+    with _cleaning_up_on_sigterm(), Live(console=Console(), auto_refresh=False) as screen:
+        yield lambda update: screen.update(update, refresh=True)
 
 
 class _Terminated(BaseException):
-    """SIGTERM, on its way out."""
+    """SIGTERM, as an exception."""
 
 
 @contextlib.contextmanager
-def _orderly() -> Iterator[None]:
-    """SIGTERM ends the process as it always does, but what is inside first puts the terminal right: the cursor."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not ours:
+def _cleaning_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process as usual, but only after the block has restored the terminal's cursor."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -270,13 +222,8 @@ def _orderly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _plain(picture: RenderableType) -> str:
-    parts = picture.renderables if isinstance(picture, Group) else [picture]
-    return "\n".join(rendered(part, _WIDTH) for part in parts)
-
-
 def size(nbytes: float) -> str:
-    """Bytes in words, such as "1.5 MiB"."""
+    """Return a number of bytes as text, such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -294,18 +241,17 @@ def _numbers(title: str, first: str, *names: str) -> Table:
 def top_tables(
     replies: Mapping[str, node_pb2.StatusReply], rates: Rates, silent: Sequence[str], rows: int
 ) -> RenderableType:
-    """The busiest servers, variables and workers."""
     servers = _numbers("servers", "task", "requests/s", "in/s", "out/s", "shards", "held", "memory")
-    workers = _numbers("workers", "task", "functions/s", "in functions", "for data", "done", "memory")
+    workers = _numbers("workers", "task", "functions/s", "running", "waiting for data", "done", "memory")
     parts: list[RenderableType] = [servers, _variables(rates.variables[:rows]), workers]
 
     def of(role: str, key: Callable[[TaskRates], float]) -> list[tuple[str, node_pb2.StatusReply, TaskRates]]:
-        mine = [
+        of_role = [
             (task, reply, rates.tasks.get(task, TaskRates()))
             for task, reply in replies.items()
             if reply.identity.role == role
         ]
-        return sorted(mine, key=lambda each: -key(each[2]))[:rows]
+        return sorted(of_role, key=lambda row: -key(row[2]))[:rows]
 
     for task, reply, rate in of("ps", lambda rate: rate.bytes_in + rate.bytes_out):
         servers.add_row(

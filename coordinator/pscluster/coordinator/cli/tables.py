@@ -1,4 +1,4 @@
-"""Tables as text, the same on a terminal and in a pipe."""
+"""Tables as text, the same in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 
 def rendered(table: RenderableType, width: int = 100) -> str:
-    """The table, or what else rich shows, as plain text."""
+    """Return a table, or anything else that rich can render, as plain text."""
     out = StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
     return out.getvalue().rstrip()

@@ -1,4 +1,4 @@
-"""The live page: one look shows how the cluster does. docs/dashboard.md says what is on it."""
+"""The live page: the state of the cluster at a glance. docs/dashboard.md describes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The live page over HTTP: who may look (`pscluster.core.security.http_access`), and what is sent.
+"""The live page over HTTP: admission of callers (`pscluster.core.security.http_access`), and the responses.
 
-Where the token is asked for it is `?token=` once, then a cookie that is none. Nothing can be changed here. All that the
-page loads comes from here, and it may load nothing else.
+Where a token is required it is given once, as `?token=`; then a cookie with a session id replaces it. Nothing can be
+changed here. The page loads only files that are served here, and may load no others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.core.security.http_access import CertificateFiles, Visitors
 
 MAX_CONNECTIONS = 128
-"""For one more the oldest that may not look yet is closed. Where there is none: the oldest of all if no token is asked
-for, else that one. So whoever holds all places keeps nobody out; a page that is closed connects again by itself."""
+"""To admit one more, the oldest unauthenticated connection is closed; if there is none, the oldest of all if no token
+is required, else the new one. So a caller that holds all slots keeps no one out; closed pages reconnect by
+themselves."""
 
-WELCOME_SECONDS = 10.0
-"""Who has not asked for anything that it may see by then is closed: TLS's handshake is part of it."""
+ADMISSION_SECONDS = 10.0
+"""A connection that has made no permitted request by then is closed; the TLS handshake is included."""
 
 MAX_SESSIONS = 1000
 
@@ -55,12 +56,12 @@ _LOGIN = """<!doctype html>
 <title>pscluster</title><link rel="stylesheet" href="/page.css">
 <main><h1>pscluster</h1><p>{}</p>
 <form method="get" action="/"><label>Cluster token <input name="token" type="password" autocomplete="off"></label>
-<button>Look</button></form></main></html>
+<button>Show</button></form></main></html>
 """
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Is this of a failure of ours? What is no HTTP, and who goes away, gets no line: strangers would fill the log."""
+    """Keep only our own failures. Invalid HTTP and lost connections are not logged: any caller could fill the log."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError))
 
 
@@ -69,52 +70,48 @@ _log.addFilter(_is_ours)
 
 
 class _Sessions:
-    """Who has shown the token. The loop's thread only."""
+    """The sessions of callers that have shown the token. For the loop's thread only."""
 
     def __init__(self, visitors: Visitors) -> None:
         self._visitors = visitors
-        self._began_with: dict[str, str] = {}  # each with which token
+        self._began_with: dict[str, str] = {}  # the token that began each session
 
-    def may_look(self, authorization: str, session: str) -> bool:
-        """Does the caller have a session, or the token itself in the header that calls have?"""
+    def may_view(self, authorization: str, session: str) -> bool:
+        """Return whether the caller has a session, or sends the token itself in the header that calls use."""
         if not self._visitors.need_token or self._visitors.have_token(authorization):
             return True
         began_with = self._began_with.get(session)
-        return began_with is not None and self._visitors.is_token(began_with)  # which may be one of the past by now
+        return began_with is not None and self._visitors.is_token(began_with)  # it may have been removed since
 
-    def begin(self, given: str) -> str | None:
-        """A new one, for who has the token."""
-        if not self._visitors.is_token(given):
+    def begin(self, token: str) -> str | None:
+        """Begin a session and return its id; None if the token is wrong."""
+        if not self._visitors.is_token(token):
             return None
         while len(self._began_with) >= MAX_SESSIONS:
             del self._began_with[next(iter(self._began_with))]
         name = secrets.token_urlsafe(32)
-        self._began_with[name] = given
+        self._began_with[name] = token
         return name
 
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """A connection."""
-
     connection: socket.socket
-    welcome: asyncio.Event  # set once it has asked for what it may see
-    task: asyncio.Task[None]  # lets it in; closes it when it is cancelled before
+    admitted: asyncio.Event  # set at the first permitted request
+    task: asyncio.Task[None]  # admits it; closes it when cancelled before
 
 
 class Site:
-    """Serves one job's page on a socket until it is asked to stop."""
-
     def __init__(self, watch: Watch, visitors: Visitors, port: int, files: CertificateFiles | None) -> None:
         self._watch = watch
         self._visitors = visitors
         self._files = files
         self._sessions = _Sessions(visitors)
         self._cookie = f"pscluster_{port}"  # cookies are a host's, whatever the port
-        self._guests: dict[asyncio.BaseProtocol, _Guest] = {}  # whose sockets may be open, the oldest first
+        self._guests: dict[asyncio.BaseProtocol, _Guest] = {}  # their sockets may be open; the oldest first
 
     async def serve(self, listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Until then. `ready` is called when all is set up."""
+        """Serve until `stop` is set. Call `ready` once the site is set up."""
         loop = asyncio.get_running_loop()
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/events", self._events)
@@ -137,7 +134,7 @@ class Site:
             loop.remove_reader(listener)
             listener.close()
             for _ in range(2):
-                await asyncio.sleep(0)  # who has just come gets what can be closed
+                await asyncio.sleep(0)  # so that new connections have transports that can be closed
             tasks = [watching, *(guest.task for guest in self._guests.values())]
             for task in tasks:
                 task.cancel()
@@ -151,54 +148,54 @@ class Site:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener, make)
 
     def _accept(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
-        """Let in who comes, as far as there is room: counted from here on, since asyncio counts no handshakes."""
+        """Admit a connection if there is room. It counts from here on, since asyncio does not count handshakes."""
         loop = asyncio.get_running_loop()
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError:  # there are no more descriptors, say
+        except OSError:  # no more descriptors, for example
             loop.remove_reader(listener)
             loop.call_later(1.0, self._listen, listener, make)
             return
         if not self._is_room():
             connection.close()
             return
-        protocol, welcome = make(), asyncio.Event()
-        task = loop.create_task(self._let_in(connection, protocol, welcome))
-        self._guests[protocol] = _Guest(connection, welcome, task)
+        protocol, admitted = make(), asyncio.Event()
+        task = loop.create_task(self._admit(connection, protocol, admitted))
+        self._guests[protocol] = _Guest(connection, admitted, task)
 
     def _is_room(self) -> bool:
-        """For one more, perhaps since another has to go."""
+        """Return whether there is room for one more, after closing another if necessary."""
         for protocol in [protocol for protocol, guest in self._guests.items() if guest.connection.fileno() < 0]:
             self._guests.pop(protocol).task.cancel()
         if len(self._guests) >= MAX_CONNECTIONS:
-            closing = [protocol for protocol, guest in self._guests.items() if not guest.welcome.is_set()]
-            if not closing and not self._visitors.need_token:  # with a token, all who are here have shown it
+            closing = [protocol for protocol, guest in self._guests.items() if not guest.admitted.is_set()]
+            if not closing and not self._visitors.need_token:  # with a token, all that are left have shown it
                 closing = list(self._guests)
             for protocol in closing[:1]:
                 guest = self._guests.pop(protocol)
                 guest.task.cancel()
-                if guest.welcome.is_set():
+                if guest.admitted.is_set():
                     with contextlib.suppress(OSError):
-                        guest.connection.shutdown(socket.SHUT_RDWR)  # its transport finds the end, and closes it
+                        guest.connection.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
         return len(self._guests) < MAX_CONNECTIONS
 
-    async def _let_in(self, connection: socket.socket, protocol: asyncio.Protocol, welcome: asyncio.Event) -> None:
-        """Serve it; it is closed unless it is welcome in time."""
+    async def _admit(self, connection: socket.socket, protocol: asyncio.Protocol, admitted: asyncio.Event) -> None:
+        """Serve a connection; close it if it makes no permitted request in time."""
         context, transport = None if self._files is None else self._files.context(), None
-        with contextlib.suppress(OSError):  # no handshake, say; or that time is over
+        with contextlib.suppress(OSError):  # a failed handshake, for example, or the timeout
             try:
-                async with asyncio.timeout(WELCOME_SECONDS):
+                async with asyncio.timeout(ADMISSION_SECONDS):
                     transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                         lambda: protocol,
                         connection,
                         ssl=context,
-                        ssl_handshake_timeout=None if context is None else WELCOME_SECONDS,
+                        ssl_handshake_timeout=None if context is None else ADMISSION_SECONDS,
                     )
-                    await welcome.wait()
+                    await admitted.wait()
             finally:
-                if transport is not None and not welcome.is_set():
+                if transport is not None and not admitted.is_set():
                     transport.abort()
 
     @web.middleware
@@ -206,14 +203,14 @@ class Site:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not self._visitors.is_known_host(request.host):
-            return _plain(421, "This page is asked for by a name of the machine it is on: use 127.0.0.1 or localhost.")
-        may_look = self._sessions.may_look(
+            return _plain(421, "This page answers only to names of its own machine: use 127.0.0.1 or localhost.")
+        may_view = self._sessions.may_view(
             request.headers.get("Authorization", ""), request.cookies.get(self._cookie, "")
         )
         if "token" in request.query and request.path == "/":
             session = self._sessions.begin(request.query["token"])
             response: web.StreamResponse
-            if session is None and not may_look:
+            if session is None and not may_view:
                 return _login("That is not the token of this cluster.")
             response = web.Response(status=303, headers={**_HEADERS, "Location": "/"})  # the token leaves the address
             if session is not None:
@@ -221,31 +218,30 @@ class Site:
                     self._cookie, session, httponly=True, samesite="Strict", path="/", secure=self._files is not None
                 )
             return response
-        if not may_look:
-            return _login("This cluster asks for its token.")
+        if not may_view:
+            return _login("This cluster requires its token.")
         if (guest := self._guests.get(request.protocol)) is not None:
-            guest.welcome.set()
+            guest.admitted.set()
         try:
             return await handler(request)
         except web.HTTPException as error:
             return _plain(error.status, error.reason)
 
     async def _state(self, _request: web.Request) -> web.StreamResponse:
-        """What the page shows, once."""
-        text = await self._watch.look()
+        text = await self._watch.state()
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
     async def _error(self, request: web.Request) -> web.StreamResponse:
-        """An error's traceback: not in every picture, where it would be sent again and again."""
+        """Send an error's traceback, which the updates do not repeat."""
         detail = self._watch.detail(int(request.match_info["number"]))
-        return _plain(404, "That error is not kept any more.") if detail is None else _plain(200, detail)
+        return _plain(404, "That error is no longer recorded.") if detail is None else _plain(200, detail)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """The same, again and again."""
+        """Send the state of the job, again at every change."""
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        with self._watch.looking(), contextlib.suppress(ConnectionError):
-            async for text in self._watch.pictures():
+        with self._watch.watching(), contextlib.suppress(ConnectionError):
+            async for text in self._watch.updates():
                 await response.write(f"data: {text}\n\n".encode())
         return response
 

@@ -1,4 +1,4 @@
-"""The live page: its place, and its thread."""
+"""The live page: its address, and the thread that serves it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 from pscluster.coordinator.dashboard.watch import Watch
@@ -25,23 +24,20 @@ _CLOSE_SECONDS = 3.0
 
 
 class Dashboard:
-    """The live page of a job, until it is closed; a context manager. `pscluster run` makes one by itself.
+    """The live page of a job, until `close`; a context manager. `pscluster run` makes one by itself.
 
     Args:
-        coordinator: whose job it shows; or the strategy, before there is a coordinator.
-        address: HOST:PORT to listen on; port 0: any that is free. Default: 127.0.0.1:8477, or another port of
-            127.0.0.1 where that is taken.
-        certificate, key: PEM files with which it speaks HTTPS; renewed ones are taken up.
-        insecure: listen elsewhere than on loopback all the same, without a token, or in plain text, which shows the
-            token, if one is asked for, to whoever reads the network.
-
-    Attributes:
-        url: where it is.
+        coordinator: the job to show; or the strategy, before there is a coordinator.
+        address: HOST:PORT to listen on; port 0: any free port. Default: 127.0.0.1:8477, or another port of 127.0.0.1
+            if that one is taken.
+        certificate, key: PEM files for HTTPS; renewed files are reloaded.
+        insecure: allow an address off loopback without a token, or in plain text, which reveals the token, if there is
+            one, to anyone who can read the network's traffic.
 
     Raises:
-        ConfigurationError: the address is not on loopback, and there is no token, or no certificate, and `insecure` is
-            not given; it is no address; the certificate or key can't be used.
-        PsClusterError: it can't be listened on.
+        ConfigurationError: the address is not on loopback, there is no token or no certificate, and `insecure` is not
+            given; the address is malformed; the certificate or key can't be used.
+        PsClusterError: it can't listen on the address.
         MisuseError: the job is over.
     """
 
@@ -79,13 +75,13 @@ class Dashboard:
         self._thread = threading.Thread(target=self._run, args=arguments, name="dashboard", daemon=True)
         self._thread.start()
         try:
-            context.show_until_closed(self)
+            context.show_until_closed(self.close)
         except MisuseError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Who looks is told the last of it; then nothing is served any more. Idempotent."""
+        """Send open pages the last state, then stop serving. Idempotent."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._ready.wait(_CLOSE_SECONDS)
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -95,20 +91,18 @@ class Dashboard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The thread
 
     def _run(self, watch: Watch, visitors: Visitors, port: int, files: CertificateFiles | None) -> None:
         try:
-            from pscluster.coordinator.dashboard.pages import Site  # it takes a while to load, and only this needs it
+            from pscluster.coordinator.dashboard.pages import Site  # slow to import
 
             site = Site(watch, visitors, port, files)
             self._loop.run_until_complete(site.serve(self._socket, self._ready.set, self._stop))
-        except Exception:  # the job goes on without it
+        except Exception:  # the job continues without it
             logger.exception("the live page failed")
         finally:
             self._ready.set()
@@ -117,19 +111,19 @@ class Dashboard:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """Host and port, which may be 0 here: any that is free."""
+    """Return host and port; 0 stands for any free port."""
     if address.endswith(":0"):
         return split_address(f"{address[:-1]}1")[0], 0
     return split_address(address)
 
 
 def _listen(address: str | None) -> socket.socket:
-    """A socket at the address; at the default one's host where none is given and the default one's port is taken."""
+    """Open a socket at the address; without one, at the default address, or any port there if that one is taken."""
     host, port = _place(address or DEFAULT_ADDRESS)
-    for number in (port,) if address else (port, 0):
+    for candidate in (port,) if address else (port, 0):
         try:
-            family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((host, number), family=family, backlog=64)
+            family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, candidate), family=family, backlog=64)
         except OSError as error:
             why = error.strerror or str(error)
     raise PsClusterError(

@@ -1,12 +1,12 @@
-"""What the live page shows, as one object of plain values: from a snapshot of the job. Pure.
+"""The contents of the live page, as one object of plain values, made from a snapshot of the job. Pure.
 
-Names, errors and tracebacks are data here and on the page, which writes them as text and never as markup.
+Names, errors and tracebacks are data here and on the page, which shows them as text and never as markup.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,30 +16,14 @@ from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
-SLOW = 2.0
-"""A worker whose functions take so many times as long as the other workers' median is a straggler."""
-
-HOT_SHARE = 0.5
-"""A variable with more than this share of all bytes moved is hot, if there are others."""
-
-HOT_SERVER = 1.5
-"""A server with so many times its fair share of them is."""
-
-BUSY_BYTES = 256 << 10
-"""A hot server is a problem once all servers together move so many bytes a second."""
-
-QUIET_SECONDS = 30.0
-"""A worker with a function from which nothing came for so long is worth a word."""
-
-MUCH_WAITED = 0.5
-"""A worker that waits for data this share of its time, or more, is worth one, too."""
-
-LAST_ERRORS = 3
-"""So many errors come with their tracebacks when the job has ended."""
-
-MAX_SAID = 500
-"""Characters of an error that the verdict has; all of it is among the errors."""
-
+SLOW = 2.0  # a worker whose functions take this many times as long as the other workers' median is a straggler
+HOT_SHARE = 0.5  # a variable that accounts for more than this share of all bytes moved is hot, if there are others
+HOT_SERVER = 1.5  # a server that moves this many times its fair share is hot
+BUSY_BYTES = 256 << 10  # a hot server is a problem once all servers together move this many bytes per second
+QUIET_SECONDS = 30.0  # a worker that has a function and has returned nothing for this long is a problem
+MUCH_WAITED = 0.5  # a worker that waits for data for this share of its time or more is a problem
+LAST_ERRORS = 3  # this many errors include their tracebacks when the job has ended
+MAX_ERROR_TEXT = 500  # characters of an error that the verdict shows; the list of errors has all of it
 MAX_VARIABLES = 20
 MAX_EVENTS = 100
 
@@ -47,47 +31,37 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerStats:
-    """A parameter server, as the coordinator sees it at a moment."""
-
-    peer: PeerAddress
-    gone: float  # seconds; 0: it is there
-
-
-@dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """The state of the job at one moment, as the page shows it."""
-
     now: float  # seconds since the epoch
-    clock: float  # the same moment, of the clock that never jumps
+    clock: float  # the same moment, in monotonic seconds
     job: str
     coordinator: str
     memory_bytes: int
     ended: bool
     connected: bool
     queue: QueueStats | None  # None: there is no ClusterCoordinator yet
-    servers: Sequence[ServerStats]
+    servers: Mapping[PeerAddress, float]  # for how many seconds each has been unreachable
     workers: Sequence[PeerAddress]
     replies: Mapping[str, node_pb2.StatusReply]  # by task, of those that answered
-    asked: bool  # whether tasks were asked at all
+    asked: bool  # whether tasks were queried at all
     rates: Rates
     event_log: EventLog
     series: Series
 
 
 def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
-    """What the page is given; with the errors' tracebacks, which the page asks for one by one, or without.
+    """Return the contents of the page; with `details` including the errors' tracebacks, which it fetches one by one.
 
-    When the job has ended nobody can be asked any more, so the last errors have theirs in any case.
+    When the job has ended it can't fetch them any more, so the last errors always include theirs.
     """
-    times, _, losses = snapshot.series.rows()
+    times, losses = snapshot.series.rows()
     event_log, training = snapshot.event_log, snapshot.event_log.training
     stories = _stories(event_log.events)
     workers = _workers(snapshot, stories)
     servers = _servers(snapshot, stories)
     variables = _variables(snapshot.rates.variables)
     detailed = MAX_EVENTS if details else LAST_ERRORS if snapshot.ended else 0
-    problems = _problems(workers, servers, event_log.unsaved, _overloaded(snapshot, servers))
+    problems = _problems(workers, servers, event_log.unsaved.values(), _overloaded(snapshot, servers))
     loss = snapshot.series.loss
     return {
         "now": snapshot.now,
@@ -96,7 +70,7 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
         "job": snapshot.job,
         "coordinator": snapshot.coordinator,
         "memory": snapshot.memory_bytes,
-        "health": _health(snapshot, problems),
+        "health": dict(zip(("state", "text", "problems"), _health(snapshot, problems), strict=True)),
         "queue": _queue(snapshot),
         "training": {
             **asdict(training),
@@ -128,15 +102,15 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN: such a one goes as the word for it."""
+    """Return a number as JSON can represent it: NaN and infinity as text."""
     return float(value) if value == value and abs(value) != float("inf") else str(float(value))
 
 
 def _loss_curve(losses: Sequence[float | None], now: float | None) -> list[float | str | None]:
-    """The means of the points; the last one that has any ends at the loss of now, as the number beside the curve."""
-    last = max((at for at, each in enumerate(losses) if each is not None), default=None)
-    drawn = [now if at == last and now is not None else each for at, each in enumerate(losses)]
-    return [None if each is None else _number(each) for each in drawn]
+    """Return the points' means, but for the last one the current loss, as in the number beside the curve."""
+    last = max((at for at, loss in enumerate(losses) if loss is not None), default=None)
+    drawn = [now if at == last and now is not None else loss for at, loss in enumerate(losses)]
+    return [None if loss is None else _number(loss) for loss in drawn]
 
 
 def _event(event: Event) -> Json:
@@ -144,12 +118,12 @@ def _event(event: Event) -> Json:
 
 
 def _stories(events: Sequence[Event]) -> dict[str, list[Json]]:
-    """Of each task, when it went and came back, the newest first."""
-    found: dict[str, list[Json]] = {}
+    """Return when each task went down and came back, the newest first."""
+    stories: dict[str, list[Json]] = {}
     for event in reversed(events):
         if event.kind in ("up", "down"):
-            found.setdefault(event.who, []).append({"time": event.time, "kind": event.kind, "text": event.text})
-    return {who: story[:6] for who, story in found.items()}
+            stories.setdefault(event.who, []).append({"time": event.time, "kind": event.kind, "text": event.text})
+    return {who: story[:6] for who, story in stories.items()}
 
 
 def _queue(snapshot: JobSnapshot) -> Json:
@@ -216,7 +190,7 @@ def _state_of_worker(
     if worker is None:
         return (reply.state, "ok") if reply is not None else ("does not answer", "warn") if silent else ("", "ok")
     if not worker.up:
-        return f"{'gone' if worker.restarts >= 0 else 'not there'}: {exit_ or worker.why}", "bad"
+        return f"{'down' if worker.restarts >= 0 else 'not connected yet'}: {exit_ or worker.why}", "bad"
     if reply is not None and reply.state == "stopping":
         return "stopping", "warn"
     if silent:
@@ -225,7 +199,7 @@ def _state_of_worker(
 
 
 def _slower(worker: WorkerStats, workers: Sequence[WorkerStats]) -> float | None:
-    """How many times as long its functions take as the others', by their median; None: nobody can say."""
+    """Return how many times as long its functions take as the others' median; None: unknown."""
     others = [each.seconds for each in workers if each is not worker and each.up and each.seconds]
     if not worker.up or not worker.seconds or not others:
         return None
@@ -234,20 +208,20 @@ def _slower(worker: WorkerStats, workers: Sequence[WorkerStats]) -> float | None
 
 def _servers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[Json]:
     moved = {
-        server.peer.task: rate.bytes_in + rate.bytes_out
-        for server in snapshot.servers
-        if (rate := snapshot.rates.tasks.get(server.peer.task)) is not None
+        peer.task: rate.bytes_in + rate.bytes_out
+        for peer in snapshot.servers
+        if (rate := snapshot.rates.tasks.get(peer.task)) is not None
     }
     total = sum(moved.values())
     rows = []
     exits = snapshot.event_log.exits
-    for server in snapshot.servers:
-        peer, reply = server.peer, snapshot.replies.get(server.peer.task)
+    for peer, unreachable in snapshot.servers.items():
+        reply = snapshot.replies.get(peer.task)
         rate = snapshot.rates.tasks.get(peer.task, TaskRates())
         share = moved.get(peer.task, 0.0) / total if total else 0.0
-        if server.gone:
+        if unreachable:
             exit_ = exits.get(peer.task)
-            state, good = f"unreachable for {server.gone:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
+            state, good = f"unreachable for {unreachable:.0f} s{f': {exit_}' if exit_ else ''}", "bad"
         elif snapshot.asked and reply is None:
             state, good = "does not answer", "warn"
         else:
@@ -297,100 +271,93 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
 
 
 def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
-    """Servers that hold the job up, with the variable that most of their load comes from, and what helps."""
+    """Describe the servers that slow the job down, with the variable that causes most of their load, and a remedy."""
     if sum(row["bytes_in"] + row["bytes_out"] for row in servers) < BUSY_BYTES:
         return []
-    found = []
-    for row, server in zip(servers, snapshot.servers, strict=True):
+    problems = []
+    for row, peer in zip(servers, snapshot.servers, strict=True):
         if not row["hot"]:
             continue
-        index, count = server.peer.index, len(servers)
+        index, count = peer.index, len(servers)
         text = f"{row['task']} carries {row['share']:.0%} of the load of {count} servers"
         most = max(snapshot.rates.variables, key=lambda each: each.servers.get(index, 0.0), default=None)
         if most is not None and (here := most.servers.get(index, 0.0)) > 0:
-            part = here / most.moved
-            if part > 0.99:
-                mend = f"cut it over the servers: Variable(..., partitioner=FixedShardsPartitioner({count}))"
+            share = here / most.moved
+            if share > 0.99:
+                remedy = f"divide it among the servers: Variable(..., partitioner=FixedShardsPartitioner({count}))"
             else:
-                mend = (
-                    "the rows that are used most lie there: spread frequent ids (permute or hash them), or cut it "
-                    f"into more shards, such as FixedShardsPartitioner({8 * count})"
+                remedy = (
+                    "its most used rows are there: spread frequent ids (permute or hash them), or divide it into more "
+                    f"shards, such as FixedShardsPartitioner({8 * count})"
                 )
-            text += f", most of it for {most.name}, {part:.0%} of whose traffic goes there; {mend}"
-        found.append(text)
-    return found
+            text += f", most of it for {most.name}, {share:.0%} of whose traffic goes there; {remedy}"
+        problems.append(text)
+    return problems
 
 
 def _problems(
-    workers: Sequence[Json], servers: Sequence[Json], unsaved: Sequence[str], overloaded: Sequence[str]
+    workers: Sequence[Json], servers: Sequence[Json], unsaved: Iterable[str], overloaded: Sequence[str]
 ) -> list[str]:
-    """What is wrong, the worst first, in sentences."""
-    found = [
+    problems = [
         f"{row['task']} is {row['state']}: reads and updates there wait" for row in servers if row["good"] == "bad"
     ]
     for row in workers:
         if row["good"] == "bad":
-            more = "; its functions run again elsewhere" if row["state"].startswith("gone") else ""
-            found.append(f"{row['task']} is {row['state']}{more}")
-    found += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
-    found += [
+            more = "; its functions run again elsewhere" if row["state"].startswith("down") else ""
+            problems.append(f"{row['task']} is {row['state']}{more}")
+    problems += [f"{row['task']} {row['state']}" for row in servers if row["state"] == "does not answer"]
+    problems += [
         f"{row['task']} {row['state']}: if that continues, its functions run again elsewhere"
         for row in workers
         if row["state"] == "does not answer"
     ]
-    found += [
+    problems += [
         f"{row['task']} is {row['state']}"
         for row in servers
         if row["good"] == "warn" and row["state"] != "does not answer"
     ]
-    found += [f"{text[:MAX_SAID]}; until one is, a job that dies goes on from an older one, if any" for text in unsaved]
+    problems += [
+        f"{text[:MAX_ERROR_TEXT]}; until one is, a job that dies resumes from an older one, if any" for text in unsaved
+    ]
     for row in workers:
         if row["has"] and row["quiet"] >= QUIET_SECONDS and row["good"] == "ok":
-            found.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")
+            problems.append(f"{row['task']}: nothing has come back from {row['runs']} for {row['quiet']:.0f} s")
         if row["straggler"]:
-            found.append(
+            problems.append(
                 f"{row['task']} is a straggler: its functions take {row['slower']:g} times as long as the others'"
             )
     if waiting := [row for row in workers if row["waited"] >= MUCH_WAITED]:
         names = ", ".join(row["task"] for row in waiting)
         share = max(row["waited"] for row in waiting)
-        found.append(f"{names}: up to {share:.0%} of the time goes by in waiting for data; make the reading faster")
-    found += overloaded
+        problems.append(f"{names}: up to {share:.0%} of the time is spent waiting for data; make reading faster")
+    problems += overloaded
     for row in servers:
         if row["lost"]:
             count = sum(row["lost"].values())
-            found.append(
+            problems.append(
                 f"{row['task']} lost at least {count:,} acknowledged updates when it died; "
                 "with PSCLUSTER_DURABILITY=log a server loses none"
             )
-    return found
+    return problems
 
 
-def _health(snapshot: JobSnapshot, problems: list[str]) -> Json:
+def _health(snapshot: JobSnapshot, problems: list[str]) -> tuple[str, str, list[str]]:
+    """Return the verdict: a word for the page's colour, a sentence, and the problems."""
     queue = snapshot.queue
     if snapshot.ended:
-        last = [f"its last error: {error.text[:MAX_SAID]}" for error in snapshot.event_log.errors[-1:]]
-        return {"state": "over", "text": "The job is over", "problems": last}
+        last = [f"its last error: {error.text[:MAX_ERROR_TEXT]}" for error in snapshot.event_log.errors[-1:]]
+        return "over", "The job is over", last
     if not snapshot.connected:
-        return {"state": "warn", "text": "Waiting for the cluster's tasks", "problems": problems}
+        return "warn", "Waiting for the cluster's tasks", problems
     if queue is None:
-        return {"state": "idle", "text": "Connected; no ClusterCoordinator yet", "problems": problems}
+        return "idle", "Connected; no ClusterCoordinator yet", problems
     if queue.error:
-        return {
-            "state": "bad",
-            "text": "A function failed; the rest is cancelled",
-            "problems": [queue.error, *problems],
-        }
+        return "bad", "A function failed; the others were cancelled", [queue.error, *problems]
     if problems:
-        up = sum(each.up for each in queue.workers)
-        state = "bad" if up == 0 or any(server.gone for server in snapshot.servers) else "warn"
-        return {"state": state, "text": "Needs attention", "problems": problems}
+        hopeless = not any(each.up for each in queue.workers) or any(snapshot.servers.values())
+        return "bad" if hopeless else "warn", "Needs attention", problems
     if queue.paused:
-        return {
-            "state": "ok",
-            "text": "Making a checkpoint: no function is handed out until it is done",
-            "problems": [],
-        }
+        return "ok", "Making a checkpoint; functions are paused until it is done", []
     if not queue.in_flight and not queue.waiting:
-        return {"state": "idle", "text": "Healthy; nothing is scheduled", "problems": []}
-    return {"state": "ok", "text": "Healthy, at work", "problems": []}
+        return "idle", "Healthy; nothing is scheduled", []
+    return "ok", "Healthy, at work", []

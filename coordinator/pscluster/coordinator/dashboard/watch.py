@@ -1,9 +1,9 @@
-"""Reads what the live page shows, while somebody looks. On the page's loop, but for the roles' accounts.
+"""Collects the contents of the live page, on the page's loop; only the roles are queried in a thread.
 
-sampling    once a second, always: two numbers and the loss are noted, for the curves
-looking     while somebody has the page open: what the coordinator knows is read twice a second, under the
-            dispatcher's lock for as long as it takes to copy a few numbers a worker; the roles are asked for their
-            accounts every other second, all at once; what comes of it is given to all who look
+sampling    once a second, always: record two numbers and the loss, for the curves
+watching    while the page is open somewhere: read the coordinator's state twice a second, under the dispatcher's lock
+            for the time it takes to copy a few numbers per worker; query the status of all roles at once every other
+            second; send the result to all open pages
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from pscluster.coordinator.cli.status import Asker
-from pscluster.coordinator.dashboard.view import JobSnapshot, ServerStats, page
+from pscluster.coordinator.cli.status import Asker, replies_by_task
+from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
@@ -30,32 +30,25 @@ from pscluster.v1 import node_pb2
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-"""So often what is shown is made anew, while somebody looks."""
 
 ASK_SECONDS = 2.0
-"""So often the roles are asked. It is what costs most of all this: their processor time more than ours."""
+"""Seconds between queries of the roles, which are the largest cost of the page: more in their processes than here."""
 
-ANSWER_SECONDS = 1.0
-"""So long each may take to answer."""
-
-MISSES = 2
-"""A role that has answered counts as silent when it does not so many times, one after the other."""
-
+ANSWER_SECONDS = 1.0  # seconds that each may take to answer
+MISSES = 2  # a role that has answered before counts as silent after this many queries in a row without an answer
 OLD_SECONDS = 5.0
 
 SAMPLE_SECONDS = 1.0
 
 
 class Watch:
-    """Of one job."""
-
     def __init__(self, context: JobContext) -> None:
         self._context = weakref.ref(context)
         self._asker: Asker | None = None
         self._meter = RateMeter()
         self._rates = Rates({}, [])
-        self._replies: dict[str, node_pb2.StatusReply] = {}  # the last ones
-        self._misses: dict[str, int] = {}  # since then
+        self._replies: dict[str, node_pb2.StatusReply] = {}  # the latest
+        self._misses: dict[str, int] = {}  # queries without an answer since
         self._asked_at = 0.0
         self._asked = False
         self._series = Series(time.monotonic(), _done(context))
@@ -69,18 +62,18 @@ class Watch:
         self._ended = False
 
     async def run(self) -> None:
-        """Until it is cancelled: the sampling, and the looking."""
-        await asyncio.gather(*map(self._on_and_on, (self._sample, self._show, self._ask)))
+        """Sample, update and query until cancelled."""
+        await asyncio.gather(*map(self._repeat, (self._sample, self._show, self._ask)))
 
-    async def _on_and_on(self, once: Callable[[], Awaitable[None]]) -> None:
-        said = ""
+    async def _repeat(self, once: Callable[[], Awaitable[None]]) -> None:
+        logged = ""
         while True:
             try:
                 await once()
-            except Exception as error:  # in what somebody has named, or returned as a loss: the next one may do
-                if (why := f"{type(error).__name__}: {error}") != said:
-                    said = why
-                    logger.exception("the live page could not be brought up to date")
+            except Exception as error:  # from a user's name or loss, for example: the next one may be valid
+                if (why := f"{type(error).__name__}: {error}") != logged:
+                    logged = why
+                    logger.exception("the live page could not be updated")
                 await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _sample(self) -> None:
@@ -96,7 +89,7 @@ class Watch:
         await asyncio.sleep(TICK_SECONDS)
 
     async def _publish(self) -> None:
-        text = self._picture()
+        text = self._contents()
         async with self._changed:
             self._text = text
             self._changed.notify_all()
@@ -114,22 +107,19 @@ class Watch:
             self._asker = Asker(context.tasks)
         asker, self._asked_at = self._asker, time.monotonic()
         del context
-        answers = await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS)
-        new = {
-            peer.task: answer for peer, answer in zip(asker.peers, answers, strict=True) if not isinstance(answer, str)
-        }
+        new = replies_by_task(await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS))
         self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}
         kept = {task: reply for task, reply in self._replies.items() if 0 < self._misses.get(task, 0) < MISSES}
         self._replies = {**kept, **new}
         self._rates, self._asked = self._meter.add(time.monotonic(), new), True
 
     def _forget_old(self) -> None:
-        """Nobody has looked for a while: what the roles said then is not how they are."""
+        """Forget the roles' last answers if they are out of date."""
         if time.monotonic() - self._asked_at > OLD_SECONDS:
             self._meter, self._rates = RateMeter(), Rates({}, [])
             self._replies, self._misses, self._asked = {}, {}, False
 
-    def _picture(self, *, details: bool = False) -> str:
+    def _contents(self, *, details: bool = False) -> str:
         context = self._context()
         if context is None:
             return self._text
@@ -141,9 +131,9 @@ class Watch:
             coordinator=context.request.coordinator.name,
             memory_bytes=resident_bytes(),
             ended=self._ended,
-            queue=None if dispatcher is None else dispatcher.stats(),
+            queue=None if dispatcher is None else dispatcher.status.stats(),
             connected=context.connected,
-            servers=[ServerStats(peer, gone.get(peer, 0.0)) for peer in context.tasks if peer.role == "ps"],
+            servers={peer: gone.get(peer, 0.0) for peer in context.tasks if peer.role == "ps"},
             workers=[peer for peer in context.tasks if peer.role == "worker"],
             replies=self._replies,
             asked=self._asked,
@@ -153,20 +143,20 @@ class Watch:
         )
         return json.dumps(page(snapshot, details=details), separators=(",", ":"), allow_nan=False, default=str)
 
-    async def look(self) -> str:
-        """What is shown now; the roles are asked if nobody has lately."""
-        if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # however many look at once
+    async def state(self) -> str:
+        """Return the current contents of the page, with details; query the roles if their answers are out of date."""
+        if not self._watchers and time.monotonic() - self._asked_at > ASK_SECONDS:  # once for any number of callers
             self._forget_old()
             await self._ask_once()
-        return self._picture(details=True)
+        return self._contents(details=True)
 
     def detail(self, number: int) -> str | None:
-        """The traceback of the error of this number; None: there is no such error, or not any more."""
+        """Return the traceback of the error with this number; None if there is none, or it is no longer recorded."""
         return next((error.detail for error in self._event_log.errors if error.number == number), None)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Somebody does within the block."""
+    def watching(self) -> Iterator[None]:
+        """Count an open page within the block."""
         if not self._watchers:
             self._forget_old()
         self._watchers += 1
@@ -178,29 +168,27 @@ class Watch:
             if not self._watchers:
                 self._wake.clear()
 
-    async def pictures(self) -> AsyncIterator[str]:
-        """Each new one, until the end. Who is slow gets fewer."""
-        sent = self._picture()
+    async def updates(self) -> AsyncIterator[str]:
+        """Yield the contents of the page at each update, until the end. A slow caller gets fewer."""
+        sent = self._contents()
         yield sent
         while not self._ended:
             async with self._changed:
                 await self._changed.wait()
                 sent = self._text
             yield sent
-        if sent is not self._text:  # the end came while this was sent
+        if sent is not self._text:  # the job ended during the last send
             yield self._text
 
     async def end(self) -> None:
-        """The last picture."""
         self._ended = True
         await self._publish()
 
     def close(self) -> None:
-        """Close the connections."""
         if self._asker is not None:
             self._asker.close()
 
 
 def _done(context: JobContext) -> int:
     dispatcher = context.dispatcher
-    return 0 if dispatcher is None else dispatcher.functions_done
+    return 0 if dispatcher is None else dispatcher.status.functions_done

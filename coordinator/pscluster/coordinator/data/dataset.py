@@ -1,6 +1,6 @@
-"""Distributed datasets as the coordinator holds them: the data is read on the workers; what was read is known here.
+"""Distributed datasets as the coordinator holds them: workers read the data, and what was read is known here.
 
-A function is given a part: a range of places in an epoch's order, which every attempt of it reads.
+A function is given a part: a range of items (examples, or files) in an epoch's order, the same in all its attempts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number, Position, Range, StopOf
+from pscluster.coordinator.data.dataset_progress import (
+    ChooseStop,
+    DatasetProgress,
+    DatasetResource,
+    EpochRange,
+    Position,
+)
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle, StaysHere
@@ -25,71 +31,63 @@ from pscluster.worker.data.sources import Files, source_of
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 2
-"""So often a function is run again that could not read its examples, where nothing is said."""
+RETRIES = 2  # how often a function that could not read its examples runs again, by default
 
 OnError = Literal["raise", "skip"]
 
 
 class DataPart(Handle):
-    """A part of an epoch. Pass it to `schedule`; the step function iterates over its elements."""
+    """A part of an epoch: items `start` to `stop` - 1 in the order of epoch `epoch`, all from 0.
+
+    Pass it to `schedule`; the step function iterates over its elements.
+    """
 
     handle_kind = "part"
 
     def __init__(
-        self, dataset: DistributedDataset, number: Number, given: Range, position: Position | None = None
+        self,
+        dataset: DistributedDataset,
+        resource: DatasetResource,
+        assigned: EpochRange,
+        position: Position | None = None,
     ) -> None:
         self.dataset = dataset
-        self.position = position  # None: that it is read does not count as a visit
-        self._given = given
-        self._number = number  # the workers keep the dataset for as long as somebody has this
-        self._key = f"{number.value}/{given.epoch}/{given.start}/{given.stop}"
-        self._entered = False  # some function was given it
+        self.epoch, self.start, self.stop = assigned.epoch, assigned.start, assigned.stop
+        self.position = position  # None: reading it does not count as a visit
+        self._assigned = assigned
+        self._resource = resource  # keeps the dataset on the workers
+        self._key = f"{resource.id}/{assigned.epoch}/{assigned.start}/{assigned.stop}"
+        self._entered = False  # a function was scheduled with it
 
     @property
     def handle_key(self) -> str:
-        """The dataset's number, the epoch, the first place and the one behind the last."""
+        """The dataset's resource id, the epoch, the first item and the one after the last."""
         return self._key
 
     @property
     def name(self) -> str:
-        """The same in every run of the script."""
+        """A name that is the same in every run of the script."""
         return f"{self.dataset.name}/{self.epoch}/{self.start}-{self.stop}"
 
-    @property
-    def epoch(self) -> int:
-        """From 0."""
-        return self._given.epoch
-
-    @property
-    def start(self) -> int:
-        """The first place in the epoch's order."""
-        return self._given.start
-
-    @property
-    def stop(self) -> int:
-        """The place behind the last one."""
-        return self._given.stop
-
     def enter(self) -> None:
-        """A function with it is scheduled. MisuseError if the position was restored since it was given out."""
+        """Record that a function is scheduled with it. MisuseError if the position has been restored since."""
         if self.position is not None:
-            self.position.enter(self._given)
+            self.position.enter(self._assigned)
         self._entered = True
 
     def commit(self, key: int) -> None:
-        """For the dispatcher: the function with this key, which had it, has ended."""
+        """Record, for the dispatcher, that its function, which has this key, has ended."""
         if self.position is not None:
-            self.position.commit(self._given, key)
+            self.position.commit(self._assigned, key)
 
     def release(self) -> None:
-        """The function that had it has failed, was cancelled, or could not be scheduled. It is given out again."""
+        """Free it for another function: its own has failed, was cancelled, or could not be scheduled."""
         if self.position is not None:
-            self.position.release(self._given)
+            self.position.release(self._assigned)
 
     def __del__(self) -> None:
         if not self._entered and self.position is not None:
-            self.position.abandon(self._given)
+            self.position.abandon(self._assigned)
 
     def __iter__(self) -> Iterator[Any]:
         raise MisuseError(
@@ -102,34 +100,26 @@ class DataPart(Handle):
 
 @dataclass(frozen=True, slots=True)
 class EpochShape:
-    """Of a dataset.
+    """How an epoch of a dataset is made up."""
 
-    Attributes:
-        kept: places that are visited.
-        places: of an element; the last one may have fewer.
-        epochs: that going through it once takes; None: without end.
-        part: elements that one function is given.
-        counted: are places examples, and an element one batch? Those of files are files.
-    """
-
-    kept: int
-    places: int
-    epochs: int | None
-    part: int
-    counted: bool
+    items: int  # that are visited
+    items_per_element: int  # the last element may have fewer
+    epochs: int | None  # in one pass; None: without end
+    elements_per_part: int
+    counted: bool  # items are examples, and an element is one batch; else items are files
 
     @property
     def elements(self) -> int:
-        """Of an epoch."""
-        return -(-self.kept // self.places)
+        return -(-self.items // self.items_per_element)
 
 
 class DistributedDataset(StaysHere):
-    """Examples that are visited once an epoch, by whichever worker comes first. See `distribute_dataset`.
+    """Examples of which each is visited once an epoch, by any worker. See `distribute_dataset`.
 
-    Each method returns another dataset, and leaves this one as it is. Going through one gives its `DataPart`s, for
-    `schedule`. Each that is gone through has a position of its own, kept by its name: the first one of a source has the
-    source's name, the next ones `name.2` and so on.
+    Each method returns another dataset, and leaves this one as it is. Iterating over one yields its `DataPart`s, for
+    `schedule`. Each dataset that is iterated over has its own position, saved under its name: the first one of a source
+    has the source's name, the next ones are `name.2` and so on. `skipped` counts the examples that could not be read,
+    with `on_error="skip"`; an unreadable file counts as 1.
     """
 
     instead = "pass its parts, `for part in dataset: coordinator.schedule(fn, args=(part,))`"
@@ -138,7 +128,7 @@ class DistributedDataset(StaysHere):
         self,
         progress: DatasetProgress,
         pipeline: Pipeline,
-        named: itertools.count[int],
+        ordinals: itertools.count[int],
         *,
         on_error: OnError,
         retries: int,
@@ -147,36 +137,37 @@ class DistributedDataset(StaysHere):
     ) -> None:
         self._progress = progress
         self._pipeline = pipeline
-        self._named = named  # those that go through the same source
+        self._ordinals = ordinals  # of the datasets that iterate over the same source
         self._epochs = epochs
         self._elements = elements
         self.on_error = on_error
         self.retries = retries
         self._lock = threading.Lock()
-        self._placing = threading.Lock()
+        self._making = threading.Lock()
         self._position: Position | None = None
-        self._number: Number | None = None
-        self._skipped = 0
+        self._resource: DatasetResource | None = None
+        self.skipped = 0
         self._seconds = self._waited = 0.0
 
-    # What is made of it
+    # Transformations
 
     def _with(self, **changes: Any) -> DistributedDataset:
-        mine = {"epochs": self._epochs, "elements": self._elements}
-        options = {name: changes.pop(name, value) for name, value in mine.items()}
+        current = {"epochs": self._epochs, "elements": self._elements}
+        options = {name: changes.pop(name, value) for name, value in current.items()}
         pipeline = dataclasses.replace(self._pipeline, **changes)
         return DistributedDataset(
-            self._progress, pipeline, self._named, on_error=self.on_error, retries=self.retries, **options
+            self._progress, pipeline, self._ordinals, on_error=self.on_error, retries=self.retries, **options
         )
 
     def shuffle(self, *buffer_size: object, seed: int = 0, split: int | None = None) -> DistributedDataset:
-        """In another order every epoch, the same for the same seed.
+        """Return it in a different order every epoch, determined by the seed.
 
         Args:
-            buffer_size: none can be given, as there is no buffer: all of the dataset is shuffled.
+            buffer_size: refused, since there is no buffer: the whole dataset is shuffled.
             seed: 0 or more.
-            split: examples that lie together in the source and are shuffled among each other, after which the splits
-                are shuffled; default 1,024. The whole length shuffles everything, at 8 bytes an example on each worker.
+            split: how many consecutive examples of the source are shuffled with each other, before the splits
+                themselves are shuffled; default 1,024. With the whole length all examples are shuffled together, at 8
+                bytes an example on each worker.
         """
         if buffer_size:
             raise TypeError(
@@ -188,7 +179,7 @@ class DistributedDataset(StaysHere):
         return self._with(seed=seed, split=split)
 
     def map(self, fn: Callable[[Any], Any]) -> DistributedDataset:
-        """`fn(element)` in place of each, on the workers: of an example before `batch`, of a batch behind it."""
+        """Apply `fn` to each element, on the workers: to each example before `batch`, to each batch after it."""
         if not callable(fn):
             raise TypeError(f"map takes a function, not a {type(fn).__name__}")
         pipeline = self._pipeline
@@ -197,74 +188,68 @@ class DistributedDataset(StaysHere):
         return self._with(then=(*pipeline.then, fn))
 
     def batch(self, size: int, *, drop_remainder: bool = False) -> DistributedDataset:
-        """So many examples together: arrays with one axis more. The last one of an epoch may be smaller, or is dropped.
+        """Combine `size` examples into arrays with one more axis. An epoch's last batch may be smaller, or is dropped.
 
-        Batches of files do not cross from one file to the next.
+        No batch spans two files.
         """
         if self._pipeline.batch is not None:
             raise MisuseError(f"the dataset is already batched by {self._pipeline.batch}")
-        made = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
-        if not made._pipeline.kept:
+        batched = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
+        if not batched._pipeline.kept:
             raise ValueError(
-                f"of {self._pipeline.length} examples no batch of {size} can be made, and drop_remainder=True drops "
-                "them all: give a smaller size"
+                f"{self._pipeline.length} examples make no batch of {size}, and drop_remainder=True drops them all: "
+                "give a smaller size"
             )
-        return made
+        return batched
 
     def repeat(self, epochs: int | None = None) -> DistributedDataset:
-        """Going through it once gives so many epochs, one behind the other; None: without end."""
+        """Have one pass yield `epochs` epochs, one after another; None: without end."""
         return self._with(epochs=None if epochs is None else checks.whole("epochs", epochs, at_least=1))
 
     def prefetch(self, elements: int) -> DistributedDataset:
-        """So many elements are read by a worker before they are asked for; 2 unless said otherwise, 0 none."""
+        """Have workers read `elements` elements ahead; 2 unless this is called, 0 for none."""
         return self._with(ahead=checks.whole("elements", elements, at_least=0))
 
     def parts(self, elements: int) -> DistributedDataset:
-        """So many elements a part: one function is handed out for all of them. Of files: so many files."""
+        """Have each part, and so each function, take `elements` elements; of a dataset of files, files."""
         return self._with(elements=checks.whole("elements", elements, at_least=1))
 
-    # What there is
+    # State
 
     @property
     def name(self) -> str:
-        """Of its position, once it is gone through; before that, of its source."""
+        """The name of its position, once it is iterated over; before that, of its source."""
         return self._pipeline.name
 
     @property
     def epoch(self) -> int:
-        """How many epochs were visited wholly."""
-        return self._placed().epoch
+        """How many epochs have been visited completely."""
+        return self._enter().epoch
 
     @property
     def visited(self) -> int:
-        """How many examples (or files) of the epoch that is not over yet were visited."""
-        return self._placed().visited
-
-    @property
-    def skipped(self) -> int:
-        """How many examples could not be read, with `on_error="skip"`; of files that could not, 1 each."""
-        return self._skipped
+        """How many examples (or files) of the current epoch have been visited."""
+        return self._enter().visited
 
     @property
     def waiting(self) -> float:
-        """The share of the functions' time that they waited for data, from 0 to 1."""
+        """The share of their time that functions waited for data, from 0 to 1."""
         with self._lock:
             return self._waited / self._seconds if self._seconds else 0.0
 
     @property
     def examples(self) -> int:
-        """Of an epoch; of files it is not known."""
+        """How many examples an epoch has; unknown for files."""
         self._need_length("examples")
         return self._pipeline.kept
 
     def __len__(self) -> int:
-        """Elements (batches) an epoch."""
+        """Return how many elements (batches) an epoch has."""
         self._need_length("len()")
         return self.shape.elements
 
     @property
     def shape(self) -> EpochShape:
-        """How an epoch is made up, for who cuts it."""
         pipeline = self._pipeline
         return EpochShape(pipeline.kept, pipeline.element, self._epochs, self._elements, not self._has_files)
 
@@ -273,7 +258,7 @@ class DistributedDataset(StaysHere):
         return isinstance(self._pipeline.source, Files)
 
     def save_position(self) -> None:
-        """Write it now, and not within the next seconds."""
+        """Write the position now, instead of within the next seconds."""
         self._progress.save()
 
     def _need_length(self, what: str) -> None:
@@ -281,77 +266,74 @@ class DistributedDataset(StaysHere):
             raise TypeError(f"{what}: how many examples are in the files is known only to their reader")
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
-        """The elements of an epoch, in order, read in this process. No position moves.
-
-        Raises:
-            DatasetError: one can't be read.
-        """
+        """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""
         for element in self._pipeline.elements(epoch, 0, self._pipeline.kept):
             if isinstance(element, PsClusterError):
                 raise element
             yield element
 
     def reached_variables(self) -> list[str]:
-        """The names of those that its source, its reader or its `map` functions reach."""
-        return sorted({handle.name for handle in self._numbered().handles if isinstance(handle, Variable)})
+        """Return the names of the variables that its source, its reader or its `map` functions reach."""
+        return sorted({handle.name for handle in self._send().handles if isinstance(handle, Variable)})
 
     def shards(self, count: int) -> Iterator[DataPart]:
-        """The first epoch as so many parts of about one size, in order. No position moves: it is for evaluation."""
-        number = self._numbered()
-        whole = self.shape.elements
-        for shard in range(count):
-            first, after = (whole * each // count * self._pipeline.element for each in (shard, shard + 1))
-            if first < after:
-                yield DataPart(self, number, Range(0, 0, first, min(after, self._pipeline.kept)))
+        """Yield the first epoch as `count` parts of similar size, in order, for evaluation. No position moves."""
+        resource, shape = self._send(), self.shape
+        bounds = [shape.elements * shard // count * shape.items_per_element for shard in range(count + 1)]
+        for start, stop in itertools.pairwise(bounds):
+            if start < stop:
+                yield DataPart(self, resource, EpochRange(0, 0, start, min(stop, shape.items)))
 
-    # Going through it
+    # Iteration
 
     def __iter__(self) -> Iterator[DataPart]:
-        """The parts that were not given out yet, of the epochs that one pass takes.
+        """Yield the parts of one pass that are not assigned yet.
 
-        A pass that was left before its end goes on. One that a checkpoint, or a coordinator that died, has left in the
-        middle goes on with what was not visited.
+        A pass that was abandoned continues, as does one that a checkpoint, or a coordinator that died, has left in the
+        middle: with what was not visited.
         """
-        position, most = self._placed(), self._elements * self._pipeline.element
-        life, epoch = position.begin_pass()
-        after = math.inf if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
-        yield from self._parts(position, life, lambda epoch, start: start + most if epoch < after else start)
+        position, items = self._enter(), self._elements * self._pipeline.element
+        term, epoch = position.begin_pass()
+        end = math.inf if self._epochs is None else (epoch // self._epochs + 1) * self._epochs
+        yield from self._parts(position, term, lambda epoch, start: start + items if epoch < end else start)
 
-    def cut(self, stop_of: StopOf) -> Iterator[DataPart]:
-        """As going through it; but where parts end, and the pass, is as `stop_of` says: see `Position.take`."""
-        position = self._placed()
-        life, _ = position.begin_pass()  # now, not with the first part
-        return self._parts(position, life, stop_of)
+    def cut(self, choose_stop: ChooseStop) -> Iterator[DataPart]:
+        """Return an iterator whose parts, and whose pass, end where `choose_stop` says."""
+        position = self._enter()
+        term, _ = position.begin_pass()  # now, not with the first part
+        return self._parts(position, term, choose_stop)
 
-    def _parts(self, position: Position, life: int, stop_of: StopOf) -> Iterator[DataPart]:
-        number = self._numbered()
-        while (found := position.take(life, stop_of)) is not None:
-            yield DataPart(self, number, found, position)
+    def _parts(self, position: Position, term: int, choose_stop: ChooseStop) -> Iterator[DataPart]:
+        resource = self._send()
+        while (assigned := position.take(term, choose_stop)) is not None:
+            yield DataPart(self, resource, assigned, position)
 
-    def _numbered(self) -> Number:
-        with self._placing:
-            if self._number is None:
-                self._number = self._progress.send(self._pipeline)
-            return self._number
+    def _send(self) -> DatasetResource:
+        """Return the dataset on the workers, which is sent once."""
+        with self._making:
+            if self._resource is None:
+                self._resource = self._progress.send(self._pipeline)
+            return self._resource
 
-    def _placed(self) -> Position:
-        with self._placing:  # it asks a server: taken by nobody who has another lock
+    def _enter(self) -> Position:
+        """Return its position, which it takes, with its name, at the first call."""
+        with self._making:  # may query a server: never taken with another lock held
             if self._position is None:
-                pipeline, nth = self._pipeline, next(self._named)
+                pipeline, nth = self._pipeline, next(self._ordinals)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
                 self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.kept)
             return self._position
 
     def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:
-        """For the dispatcher: of a function that had a part, so long it ran, and waited, and what it left out of it."""
+        """Record, for the dispatcher, how long a function with a part ran and waited, and what it skipped."""
         with self._lock:
             self._seconds += seconds
             self._waited += waited
-            self._skipped += sum(each.examples for each in skipped)
-        for each in skipped:
-            noun = "example" if each.examples == 1 else "examples"
-            logger.warning("skipped %d %s: %s", each.examples, noun, each.why)
+            self.skipped += sum(skip.examples for skip in skipped)
+        for skip in skipped:
+            noun = "example" if skip.examples == 1 else "examples"
+            logger.warning("skipped %d %s: %s", skip.examples, noun, skip.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"
@@ -366,7 +348,7 @@ def distribute(
     on_error: OnError,
     retries: int,
 ) -> DistributedDataset:
-    """See `ClusterCoordinator.distribute_dataset`."""
+    """Distribute a dataset; see `ClusterCoordinator.distribute_dataset`."""
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
     retries = checks.whole("retries", retries, at_least=0)
@@ -374,8 +356,8 @@ def distribute(
         raise TypeError(f"reader is a {type(reader).__name__}; give a function of a file")
     if reader is not None and isinstance(source, str | bytes):
         raise TypeError(f"{source!r} is one file: give a list of files")
-    found = source_of(source) if reader is None else Files(source, reader)
-    if not len(found):
+    readable = source_of(source) if reader is None else Files(source, reader)
+    if not len(readable):
         raise ValueError("the source has no examples: give one with at least one")
-    pipeline = Pipeline(found, progress.name() if name is None else name)
+    pipeline = Pipeline(readable, progress.name() if name is None else name)
     return DistributedDataset(progress, pipeline, itertools.count(1), on_error=on_error, retries=retries)

@@ -1,17 +1,18 @@
-"""The positions of distributed datasets: what was visited, kept with the variables.
+"""The positions of distributed datasets: what was visited, saved with the variables.
 
-That a function has ended and that its part was visited are one event, in the dispatcher, under its lock. While a
-checkpoint's cut is made no function runs: the positions that are written then are those of the same moment as the
-variables. Beside that they are written every few seconds, as a lower bound; what was visited behind it is repeated, by
-a coordinator that goes on with live servers, under the same keys, so that it counts once. Keys are forgotten when the
-position that was written says the same.
+The dispatcher records under its lock, as one event, that a function has ended and that its part was visited. No
+function runs while a checkpoint is cut, so the positions written then belong to the same moment as the variables. They
+are also written every few seconds, as a lower bound: a coordinator that resumes with live servers repeats what was
+visited after that, under the same keys, so that it counts once. Keys are forgotten once a written position covers them.
 
-Locks: the dispatcher's may be held when a position's is taken, never the other way round. Positions are written by one
-thread alone, so that an older one never lands on a newer one.
+Locks: a position's may be taken while the dispatcher's is held, never the other way round. Only one thread writes
+positions, so that an older one never overwrites a newer one; it waits while a checkpoint takes their place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import weakref
@@ -22,290 +23,262 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
-from pscluster.coordinator.job.progress import JobProgress
+from pscluster.coordinator.job.progress import POSITIONS, load, save
 from pscluster.coordinator.scheduling.waiting import result_of
-from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
-from pscluster.ps.spec import OURS
+from pscluster.ps.client.client import PsClient
 from pscluster.worker.data.pipelines import Pipeline
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-StopOf = Callable[[int, int], int]
+ChooseStop = Callable[[int, int], int]
+"""Where a range ends, given its epoch and first item: the item after its last, or the first itself to take no range."""
 
-NAME = f"{OURS}positions"
 SAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class Number:
-    """Of a dataset among the workers' resources; they drop it with this."""
+class DatasetResource:
+    """A dataset among the workers' resources; they drop it when this object is collected."""
 
-    value: int
+    id: int
     handles: Sequence[Handle] = ()  # what its functions reach
 
 
 @dataclass(slots=True, eq=False)
-class Range:
-    """What was given out: of a life of the position, see there; `holders` are the functions that have it."""
+class EpochRange:
+    """Items of an epoch that were assigned together."""
 
-    life: int
+    term: int  # of the position
     epoch: int
     start: int
     stop: int
-    holders: int = 0
+    functions: int = 0  # that were scheduled with it and have not ended
 
 
 class Position:
-    """Of one dataset. Thread-safe.
+    """How far one dataset is. Thread-safe.
 
-    A range that is given out is free again when its function fails (`release`), or, for the next pass, when nobody has
-    it any more and no function was given it (`abandon`). Each restore begins another life: what is of the life before
-    it counts for nothing.
+    An assigned range is free again when its function fails (`release`), or, for the next pass, when it is collected
+    before any function was scheduled with it (`abandon`). Each restore begins a new term, in which ranges of earlier
+    terms count for nothing.
     """
 
     owner: weakref.ref[object]
     _coverage: EpochCoverage
 
     def __init__(self) -> None:
-        self.moved = False  # since it was written last
-        self.life = 0
-        self.entered = 0  # functions with parts that are scheduled and have not ended
+        self.term = 0
+        self.functions = 0  # that were scheduled with parts and have not ended
         self._lock = threading.Lock()
-        self._done: set[int] = set()  # keys of functions that have ended, which the written position does not show
-        self._abandoned: deque[Range] = deque()
+        self.unwritten: set[int] = set()  # keys of functions that have ended since the position was written
+        self._abandoned: deque[EpochRange] = deque()
 
     def begin(self, coverage: EpochCoverage, owner: object) -> None:
-        """This dataset goes on from there."""
         with self._lock:
             self._coverage, self.owner = coverage, weakref.ref(owner)
 
     @property
     def epoch(self) -> int:
-        """How many epochs were visited wholly."""
+        """How many epochs have been visited completely."""
         return self._coverage.epoch
 
     @property
     def visited(self) -> int:
-        """How much of the next one."""
+        """How many items of the next epoch have been visited."""
         with self._lock:
             return self._coverage.visited(self._coverage.epoch)
 
     def begin_pass(self) -> tuple[int, int]:
-        """The life, and the first epoch of which not all was given out, or was given to nobody who is still there.
+        """Free abandoned ranges; return the term, and the first epoch that is not fully assigned.
 
-        Only here is that given out again: a loop that drops its parts would have no end.
+        They are freed only here: otherwise a loop that drops its parts would never end.
         """
         with self._lock:
             while self._abandoned:
                 self._release(self._abandoned.popleft())
-            return self.life, self._coverage.unfinished
+            return self.term, self._coverage.unassigned_epoch
 
-    def take(self, life: int, stop_of: StopOf) -> Range | None:
-        """The next range; None if it lies behind what `stop_of` gives.
-
-        Args:
-            life: in which the pass began.
-            stop_of: of an epoch and the first place of the range in it, the place behind its last one; that first
-                place itself for a range that is not wanted.
-
-        Raises:
-            MisuseError: the position was restored since that life.
-        """
+    def take(self, term: int, choose_stop: ChooseStop) -> EpochRange | None:
+        """Assign the next range; None if `choose_stop` wants none. MisuseError if restored since the term began."""
         with self._lock:
-            self.check(life)
-            epoch = self._coverage.unfinished
-            found = self._coverage.take(epoch, lambda start: stop_of(epoch, start))
-            return None if found is None else Range(life, epoch, *found)
+            self._check(term)
+            epoch = self._coverage.unassigned_epoch
+            interval = self._coverage.take(epoch, lambda start: choose_stop(epoch, start))
+            return None if interval is None else EpochRange(term, epoch, *interval)
 
-    def check(self, life: int) -> None:
-        """MisuseError if the position was restored since that life."""
-        if life != self.life:
+    def enter(self, assigned: EpochRange) -> None:
+        """Record that a function is scheduled with this range. MisuseError if the range is of an earlier term."""
+        with self._lock:
+            self._check(assigned.term)
+            assigned.functions += 1
+            self.functions += 1
+
+    def commit(self, assigned: EpochRange, key: int) -> None:
+        """Record that the function with this key has ended, and has visited the range."""
+        with self._lock:
+            self._leave(assigned)
+            if assigned.term == self.term:
+                self._coverage.commit(assigned.epoch, assigned.start, assigned.stop)
+                self.unwritten.add(key)
+
+    def release(self, assigned: EpochRange) -> None:
+        """Record that the range's function has failed, was cancelled, or could not be scheduled."""
+        with self._lock:
+            self._leave(assigned)
+            if not assigned.functions:
+                self._release(assigned)
+
+    def abandon(self, assigned: EpochRange) -> None:
+        """Record that the range was dropped. Called by the garbage collector, on any thread: takes no lock."""
+        self._abandoned.append(assigned)
+
+    def _check(self, term: int) -> None:
+        if term != self.term:
             raise MisuseError("the dataset's position was restored meanwhile: begin a new iter() of it")
 
-    def enter(self, given: Range) -> None:
-        """A function that is given this is scheduled. MisuseError if it is of another life."""
-        with self._lock:
-            self.check(given.life)
-            given.holders += 1
-            self.entered += 1
+    def _leave(self, assigned: EpochRange) -> None:
+        """Count out a function that has ended, unless its interrupted caller already did. Call with the lock held."""
+        if assigned.functions:
+            assigned.functions -= 1
+            self.functions -= 1
 
-    def commit(self, given: Range, key: int) -> None:
-        """The function with this key has ended."""
-        with self._lock:
-            self._leave(given)
-            if given.life == self.life:
-                self._coverage.commit(given.epoch, given.start, given.stop)
-                self._done.add(key)
-                self.moved = True
-
-    def release(self, given: Range) -> None:
-        """The function that was given this has failed, was cancelled, or could not be scheduled."""
-        with self._lock:
-            self._leave(given)
-            if not given.holders:
-                self._release(given)
-
-    def abandon(self, given: Range) -> None:
-        """Nobody has it any more. By the garbage collector, on any thread: takes no lock."""
-        self._abandoned.append(given)
-
-    def _leave(self, given: Range) -> None:
-        """Under the lock: a function has ended. One whose caller was interrupted was counted out by then."""
-        if given.holders:
-            given.holders -= 1
-            self.entered -= 1
-
-    def _release(self, given: Range) -> None:
-        """Under the lock."""
-        if given.life == self.life:
-            self._coverage.release(given.epoch, given.start, given.stop)
+    def _release(self, assigned: EpochRange) -> None:
+        """Free the range. Call with the lock held."""
+        if assigned.term == self.term:
+            self._coverage.release(assigned.epoch, assigned.start, assigned.stop)
 
     def state(self) -> tuple[dict[str, Any], set[int]]:
-        """What was visited, and the keys of the functions that have."""
+        """Return what was visited, and the keys of the functions that visited it since the last write."""
         with self._lock:
-            self.moved = False
-            return self._coverage.state(), set(self._done)
+            return self._coverage.state(), set(self.unwritten)
 
     def forgot(self, keys: Iterable[int]) -> None:
-        """These keys."""
+        """Drop these keys, which the servers have forgotten."""
         with self._lock:
-            self._done.difference_update(keys)
+            self.unwritten.difference_update(keys)
 
     def at(self, state: Mapping[str, Any] | None) -> EpochCoverage:
-        """What a saved state comes to; None: the beginning. CheckpointMisfitError if it is of another dataset."""
-        coverage = EpochCoverage(self._coverage.length, self._coverage.kept)
-        if state is not None:
-            coverage.load(state)
-        return coverage
+        """Return the coverage of a saved state, or the beginning. CheckpointMisfitError if it is another dataset's."""
+        return EpochCoverage(self._coverage.length, self._coverage.used, state)
 
     def restore(self, coverage: EpochCoverage) -> None:
-        """Go on from there."""
+        """Continue from this coverage, in a new term."""
         with self._lock:
-            self._coverage, self._done = coverage, set()
-            self.life += 1
+            self._coverage, self.unwritten = coverage, set()
+            self.term += 1
 
 
 class Endings(Protocol):
-    """Where functions end: the dispatcher."""
+    """Knows which functions have ended: the dispatcher."""
 
-    def atomically(self, look: Callable[[], T]) -> T:
-        """Return what it gives while no function begins or ends."""
+    def atomically(self, read: Callable[[], T]) -> T:
+        """Return what `read` returns, called while no function begins or ends."""
         ...
 
     def forget_ended(self, keys: Iterable[int]) -> set[int]:
-        """Have the servers forget those of these keys that are not scheduled again; which they are."""
+        """Have the servers forget those of these keys that are not scheduled again; return them."""
         ...
 
 
 class DatasetProgress:
-    """Keep how far the distributed datasets of a job are.
+    """Saves how far the distributed datasets of a job are. `send` gives the workers a pipeline."""
 
-    Args:
-        variables: keep them.
-        endings: of the functions that have parts of the datasets.
-        send: gives the workers a pipeline.
-    """
-
-    def __init__(self, variables: VariableCreator, endings: Endings, send: Callable[[Pipeline], Number]) -> None:
+    def __init__(self, client: PsClient, endings: Endings, send: Callable[[Pipeline], DatasetResource]) -> None:
         self.send = send
         self._endings = endings
         self._lock = threading.Lock()
-        self._named = 0
-        self._entered: dict[str, Position] = {}
-        self._left: dict[str, Any] | None = None  # what was written for datasets that are not there, or not yet
-        self._kept = JobProgress(variables, NAME)
+        self._saving = threading.Lock()  # while positions are read and saved, or a checkpoint takes their place
+        self._numbers = itertools.count(1)
+        self._positions: dict[str, Position] = {}
+        self._unclaimed: dict[str, Any] | None = None  # states that were written for datasets not (yet) in this script
+        self._client = client
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="positions")
         self._over = threading.Event()
         self._timer: threading.Thread | None = None
 
     def name(self) -> str:
-        """For a dataset without one: the next in the order of the script."""
-        with self._lock:
-            self._named += 1
-            return f"data-{self._named}"
+        """Return a name for a dataset without one: its number in the order of the script."""
+        return f"data-{next(self._numbers)}"
 
-    def enter(self, owner: object, name: str, length: int, kept: int) -> Position:
-        """The position of a dataset that begins to be gone through.
-
-        Raises:
-            MisuseError: its name is in use.
-            CheckpointMisfitError: what was kept under its name is of a dataset of another length.
-        """
-        left = self._kept.load() if self._left is None else None  # not under the lock: it asks a server
+    def enter(self, owner: object, name: str, length: int, used: int) -> Position:
+        """Return the position of a dataset that is iterated over for the first time. MisuseError if its name is in use,
+        CheckpointMisfitError if what was saved under it is of a dataset of another length."""
+        # Not under the lock: it queries a server.
+        saved = load(self._client, POSITIONS) if self._unclaimed is None else None
         with self._lock:
-            if self._left is None:
-                self._left = left or {}
-            position = self._entered.get(name)
+            if self._unclaimed is None:
+                self._unclaimed = saved or {}
+            position = self._positions.get(name)
             if position is not None and position.owner() not in (None, owner):
                 raise MisuseError(
                     f"another dataset named {name!r} is in use, with a position of its own: give this one another name"
                 )
-            coverage = EpochCoverage(length, kept)
-            state = self._left.get(name) if position is None else position.state()[0]
-            if state is not None:
-                coverage.load(state)
+            state = self._unclaimed.get(name) if position is None else position.state()[0]
+            coverage = EpochCoverage(length, used, state)
             if position is None:
-                position = self._entered[name] = Position()
+                position = self._positions[name] = Position()
             position.begin(coverage, owner)
-            self._left.pop(name, None)
+            self._unclaimed.pop(name, None)
             if self._timer is None:
                 self._timer = threading.Thread(target=self._save_now_and_then, name="positions", daemon=True)
                 self._timer.start()
             return position
 
     def check_idle(self) -> None:
-        """MisuseError if a function that has a part has not ended."""
+        """Raise MisuseError if a function that has a part has not ended."""
         for name, position in self._all().items():
-            if entered := position.entered:
+            if count := position.functions:
                 raise MisuseError(
-                    f"{entered} functions with parts of the dataset {name!r} have not ended: join() before a "
+                    f"{count} functions with parts of the dataset {name!r} have not ended: join() before a "
                     "checkpoint is restored, which moves its position"
                 )
 
     def save(self) -> None:
-        """Write the positions as they are now."""
-        if self._entered:
+        if self._positions:
             result_of(self._writer.submit(self._save))
 
+    def unsaved(self) -> contextlib.AbstractContextManager[object]:
+        """Save no positions within the block: they would take the place of those that it restores."""
+        return self._saving
+
     def _save(self) -> None:
+        with self._saving:
+            self._save_all()
+
+    def _save_all(self) -> None:
         positions = self._all()
-        # Under the dispatcher's lock, so that a function that has parts of two datasets has ended for both or for none.
+        # Under the dispatcher's lock, so that a function with parts of two datasets has ended for both or for neither.
         states = self._endings.atomically(lambda: {name: position.state() for name, position in positions.items()})
-        try:
-            self._kept.save((self._left or {}) | {name: state for name, (state, _) in states.items()})
-        except BaseException:
-            for position in positions.values():
-                position.moved = True
-            raise
+        merged = (self._unclaimed or {}) | {name: state for name, (state, _) in states.items()}
+        save(self._client, POSITIONS, merged)
         for name, (_, keys) in states.items():
             positions[name].forgot(self._endings.forget_ended(keys))
 
     def _save_now_and_then(self) -> None:
         while not self._over.wait(SAVE_SECONDS):
-            if any(position.moved for position in self._all().values()):
+            if any(position.unwritten for position in self._all().values()):
                 try:
                     self.save()
-                except Exception as error:  # the next one may succeed, and until then there is the last one
+                except Exception as error:  # the next save may succeed; until then the last one stands
                     logger.warning("could not save the positions of datasets: %s", error)
 
     def restored(self) -> None:
-        """A checkpoint was restored: its positions are those of the datasets."""
-        left = self._kept.load()
+        """Continue from the positions of the checkpoint that was restored: all of them, or none."""
+        saved = load(self._client, POSITIONS)
         with self._lock:
-            found = {name: position.at(left.pop(name, None)) for name, position in self._entered.items()}
-            for name, coverage in found.items():  # all of them, or none
-                self._entered[name].restore(coverage)
-            self._left = left
+            coverages = {name: position.at(saved.pop(name, None)) for name, position in self._positions.items()}
+            for name, coverage in coverages.items():
+                self._positions[name].restore(coverage)
+            self._unclaimed = saved
 
     def close(self) -> None:
-        """The job is over."""
         self._over.set()
         self._writer.shutdown(wait=False)
 
     def _all(self) -> dict[str, Position]:
         with self._lock:
-            return dict(self._entered)
+            return dict(self._positions)

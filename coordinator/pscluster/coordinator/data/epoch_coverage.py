@@ -1,16 +1,19 @@
-"""Which examples of which epochs were given out, and which were visited: every decision about it. Pure.
+"""Which items of which epochs are assigned to functions, and which have been visited. Pure.
 
-An epoch is the numbers 0 to length - 1: places in its order, which the workers know. A range of them goes through
+An epoch's items (examples, or files) are numbered 0 to length - 1, in an order that the workers know. A range of them
+goes through
 
-    UNTOUCHED --take--> GIVEN --commit--> VISITED
-    GIVEN --release--> UNTOUCHED        its function failed, or was cancelled
+    FREE --take--> ASSIGNED --commit--> VISITED
+    ASSIGNED --release--> FREE        its function failed, or was cancelled
 
-and all that a checkpoint needs to hold is what was visited: what was only given out is given out again by whoever goes
-on. `load` forgets what was given. Epochs overlap: the next one may be begun while functions of the last one run.
+A checkpoint holds only what was visited: the coordinator that resumes assigns the rest again, and `load` forgets all
+assignments. Epochs overlap: the next one may begin while functions of the last one run.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,97 +22,70 @@ from pscluster.core.intervals import IntervalSet
 
 
 class EpochCoverage:
-    """Track the epochs of one dataset. Its owner serialises the calls.
+    """The coverage of one dataset's epochs. Its owner serialises the calls.
 
-    Args:
-        length: examples an epoch.
-        kept: so many of them are visited, the first ones; the rest is dropped (an incomplete last batch).
+    Of an epoch's `length` items, the first `used` are visited; the others are an incomplete last batch.
     """
 
-    def __init__(self, length: int, kept: int) -> None:
-        assert kept > 0, "an epoch of nothing would never be given out, and be over at once"
+    def __init__(self, length: int, used: int, state: Mapping[str, Any] | None = None) -> None:
+        assert used > 0, "an empty epoch would never be assigned, and be over at once"
         self.length = length
-        self.kept = kept
-        self.epoch = 0  # all before it are wholly visited
-        self._visited: dict[int, IntervalSet] = {}
-        self._given: dict[int, IntervalSet] = {}
-
-    # What there is
+        self.used = used
+        self.epoch = 0  # all epochs before it have been visited completely
+        self._visited: defaultdict[int, IntervalSet] = defaultdict(IntervalSet)
+        self._assigned: defaultdict[int, IntervalSet] = defaultdict(IntervalSet)  # visited items included
+        if state is not None:
+            self.load(state)
 
     def visited(self, epoch: int) -> int:
-        """How many examples of that epoch were visited."""
-        return self.kept if epoch < self.epoch else _size(self._visited.get(epoch))
+        return self.used if epoch < self.epoch else sum(stop - start for start, stop in self._visited[epoch])
 
     @property
-    def unfinished(self) -> int:
-        """The first epoch of which not all was given out."""
-        epoch = self.epoch
-        while epoch in self._given and self._given[epoch].covers(0, self.kept):
-            epoch += 1
-        return epoch
+    def unassigned_epoch(self) -> int:
+        return next(epoch for epoch in itertools.count(self.epoch) if not self._assigned[epoch].covers(0, self.used))
 
-    # What happens
-
-    def take(self, epoch: int, stop_of: Callable[[int], int]) -> tuple[int, int] | None:
-        """The next range of the epoch, which ends where `stop_of` its start says; None if there is none up to there."""
+    def take(self, epoch: int, choose_stop: Callable[[int], int]) -> tuple[int, int] | None:
+        """Assign the epoch's next range, which ends where `choose_stop(start)` says; None if there is none."""
         if epoch < self.epoch:
             return None
-        given = self._given.setdefault(epoch, IntervalSet())
-        start, stop = 0, self.kept
-        for first, after in given:
+        start, stop = 0, self.used
+        for first, after in self._assigned[epoch]:
             if start < first:
                 stop = first
                 break
             start = after
-        if start >= stop:
+        if start >= stop or (stop := min(stop, choose_stop(start))) <= start:
             return None
-        stop = min(stop, stop_of(start))
-        if start >= stop:
-            return None
-        given.add(start, stop)
+        self._assigned[epoch].add(start, stop)
         return start, stop
 
     def commit(self, epoch: int, start: int, stop: int) -> None:
-        """That range was visited."""
         if epoch < self.epoch:
             return
-        self._visited.setdefault(epoch, IntervalSet()).add(start, stop)
-        given = self._given.setdefault(epoch, IntervalSet())
-        if not given.covers(start, stop):  # it was released by another function
-            given.add(start, stop)
-        while self.epoch in self._visited and self._visited[self.epoch].covers(0, self.kept):
-            self._visited.pop(self.epoch)
-            self._given.pop(self.epoch, None)
+        self._visited[epoch].add(start, stop)
+        self._assigned[epoch].add(start, stop)  # another function may have released it
+        while self._visited[self.epoch].covers(0, self.used):
+            del self._visited[self.epoch], self._assigned[self.epoch]
             self.epoch += 1
 
     def release(self, epoch: int, start: int, stop: int) -> None:
-        """That range was not visited, and will not be by whom it was given to."""
-        given = self._given.get(epoch)
-        if given is None:
-            return
-        left = self._given[epoch] = IntervalSet()
-        for first, after in given:
-            left.add(first, min(after, start))
-            left.add(max(first, stop), after)
-        for first, after in self._visited.get(epoch, ()):
-            left.add(first, after)
-
-    # Checkpoints
+        """Free the range, except what another function has visited of it."""
+        if epoch >= self.epoch:
+            self._assigned[epoch].remove([(start, stop)])
+            for visited in self._visited[epoch]:
+                self._assigned[epoch].add(*visited)
 
     def state(self) -> dict[str, Any]:
-        """What was visited, as JSON holds it."""
-        visited = {str(epoch): [list(each) for each in found] for epoch, found in sorted(self._visited.items())}
+        visited = {str(epoch): list(map(list, intervals)) for epoch, intervals in sorted(self._visited.items())}
         return {"length": self.length, "epoch": self.epoch, "visited": visited}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            CheckpointMisfitError: it is of a dataset of another length, or no position; nothing has changed then.
-        """
+        """Continue from a saved state. CheckpointMisfitError, with nothing changed, if it is not this dataset's."""
         try:
-            epoch, found = int(state["epoch"]), _checked(state["visited"])
-            length = state["length"]
+            epoch, length = int(state["epoch"]), state["length"]
+            visited = [(int(key), *interval) for key, intervals in state["visited"].items() for interval in intervals]
+            if not all(type(start) is type(stop) is int and start >= 0 for _, start, stop in visited):
+                raise ValueError("these are no intervals")
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointMisfitError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
         if length != self.length:
@@ -117,25 +93,8 @@ class EpochCoverage:
                 f"the saved position is of a dataset with {length} examples, and this one has "
                 f"{self.length:,}: give it another name to start at its beginning"
             )
-        self.epoch, self._visited, self._given = epoch, {}, {}
-        for number, intervals in found.items():
-            visited, given = IntervalSet(), IntervalSet()
-            for start, stop in intervals:
-                visited.add(start, min(stop, self.kept))
-                given.add(start, min(stop, self.kept))
-            self._visited[number], self._given[number] = visited, given
-        self.commit(self.epoch, 0, 0)  # with a larger batch size less is kept: that may have been all
-
-
-def _checked(visited: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
-    """By epoch, the intervals that were visited. ValueError if they are none."""
-    found = {}
-    for epoch, intervals in visited.items():
-        found[int(epoch)] = [(start, stop) for start, stop in intervals]
-        if not all(type(start) is type(stop) is int and start >= 0 for start, stop in found[int(epoch)]):
-            raise ValueError(f"{intervals!r:.80} are no intervals")
-    return found
-
-
-def _size(intervals: IntervalSet | None) -> int:
-    return 0 if intervals is None else sum(stop - start for start, stop in intervals)
+        self.epoch = epoch
+        self._visited.clear()
+        self._assigned.clear()
+        for visited_epoch, start, stop in visited:
+            self.commit(visited_epoch, start, min(stop, self.used))  # a larger batch size may use fewer

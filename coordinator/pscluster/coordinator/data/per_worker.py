@@ -1,4 +1,4 @@
-"""Per-worker datasets as the coordinator holds them: recipes and handles; the data is on the workers."""
+"""Per-worker datasets as the coordinator holds them: functions and handles; the data is on the workers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pscluster.core.handles import Handle
 
 
 class PerWorkerIterator(Handle):
-    """One iterator on each worker. Pass it to `schedule`; a step calls `next()` on its worker's own."""
+    """One iterator on each worker. Pass it to `schedule`; a step calls `next()` on its worker's iterator."""
 
     handle_kind = "iterator"
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, resource_id: int) -> None:
+        self._id = resource_id
 
     @property
     def handle_key(self) -> str:
-        """The resource's number."""
-        return str(self._number)
+        return str(self._id)
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -33,14 +32,14 @@ class PerWorkerIterator(Handle):
         )
 
     def __repr__(self) -> str:
-        return f"<PerWorkerIterator {self._number}>"
+        return f"<PerWorkerIterator {self._id}>"
 
 
 class PerWorkerDataset(Handle):
-    """A dataset on every worker. Each `iter()` begins anew, with a seed of its own.
+    """A dataset on every worker. Each `iter()` begins again, with its own seed.
 
-    Pass what `iter()` gives to `schedule`, for an iterator that goes on from function to function; or the dataset: a
-    step then has its worker's own, and each `iter()` of it, or loop over it, begins anew.
+    Pass an `iter()` of it to `schedule` for an iterator that continues from function to function. Or pass the dataset
+    itself: a step then has its worker's dataset, and each `iter()` of that, or loop over it, begins again.
     """
 
     handle_kind = "dataset"
@@ -51,26 +50,26 @@ class PerWorkerDataset(Handle):
         make_iterator: Callable[[CapturedFunction], PerWorkerIterator],
         build: Callable[[CapturedFunction, PerWorkerDataset], int],
     ) -> None:
-        """`build`: has it built on all workers, and gives its number."""
+        """`build`: has it built on all workers, and returns its resource id."""
         self._function = function
         self._make_iterator = make_iterator
         self._build = build
         self._building = threading.Lock()
-        self._number: int | None = None
+        self._id: int | None = None
 
     @property
     def handle_key(self) -> str:
-        """The resource's number. It is built by then."""
+        """The id of the resource, which is built at the first call."""
         with self._building:
-            if self._number is None:
-                self._number = self._build(self._function, self)
-            return str(self._number)
+            if self._id is None:
+                self._id = self._build(self._function, self)
+            return str(self._id)
 
     def __iter__(self) -> PerWorkerIterator:
         return self._make_iterator(self._function)
 
     def build(self) -> PerWorkerDataset:
-        """Have every worker call `dataset_fn` now, and not when the first function uses it; the dataset itself."""
+        """Have every worker call `dataset_fn` now, not when the first function uses it. Return the dataset."""
         _ = self.handle_key
         return self
 

@@ -1,38 +1,39 @@
-"""How a job begins: the cluster is described and reached, its servers are taken, what lives there is found."""
+"""How a job begins: the cluster is described and reached, its servers are taken, and what lives there is found."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pscluster.coordinator.dashboard.server import Dashboard
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
-from pscluster.coordinator.job.role import serve_role
 from pscluster.coordinator.job.settings import process_options
-from pscluster.coordinator.job.terms import begin_term
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
-from pscluster.coordinator.variables.evaluation_snapshot import prefix_of
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.core.functions.policy import SerializationPolicy, asked_for, policy_of
+from pscluster.core.functions.policy import policy_of
 from pscluster.core.ids import fresh_id, make_identity
+from pscluster.core.role.listening import listen_address
+from pscluster.core.role.node import Role
 from pscluster.core.role.options import RoleOptions, with_user_token
-from pscluster.core.role.server import serve_metrics
+from pscluster.core.role.server import RoleServer, serve_metrics
 from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
+from pscluster.core.transport.unix_sockets import SocketTakenError
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.scope import Partitioner
-from pscluster.ps.spec import OURS
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,7 @@ def describe_job(
     take_over: bool,
     allow_pickle: bool | None,
 ) -> JobContext:
-    """Make the context of a new job on this cluster; nothing is connected yet.
-
-    See `ParameterServerStrategy` for the arguments. ConfigurationError if the cluster's description is wrong.
-    """
+    """Return the context of a new job on this cluster, not connected yet. See `ParameterServerStrategy`."""
     if not ps_timeout > 0:
         raise ConfigurationError(f"ps_timeout is {ps_timeout}; give more than 0 seconds")
     if isinstance(resolver, LocalCluster):
@@ -69,13 +67,18 @@ def describe_job(
         jobs = [job for job in ("ps", "worker", "chief") if job in spec.jobs]
         addresses = [spec.task_address(job, i) for job in jobs for i in spec.task_indices(job)]
         token = with_user_token(options, addresses).token
-    knows_peers = token is not None or (tls is not None and tls.is_mutual)
-    policy = _policy_of(resolver, spec, knows_peers, allow_pickle, options)
     placer = ShardPlacer(spec.num_tasks("ps"), placement)
-    options = options.with_credentials(token, tls)
+    options = replace(options, token=token, tls=tls)
     ps, workers = (
         [_peer(resolver, spec, job, index, options) for index in spec.task_indices(job)] for job in ("ps", "worker")
     )
+    exposed = ""
+    if token is None and (tls is None or not tls.is_mutual):
+        others = (peer.address for peer in (*ps, *workers))
+        if who := next((other for other in others if not (options.insecure and is_on_this_machine(other))), ""):
+            exposed = f"the role at {who} would take one from anybody, without a token"
+    choices = (choice for choice in (allow_pickle, mine.allow_pickle, options.allow_pickle) if choice is not None)
+    policy = policy_of(next(choices, None), exposed)
     for peer in (*ps, *workers):
         peer.check_plain(insecure=options.insecure)
     if [peer.index for peer in ps] != list(range(len(ps))):
@@ -87,7 +90,7 @@ def describe_job(
         seed=seed,
         ps_timeout=ps_timeout,
         job_name=default_job_name() if job_name is None else job_name,
-        lineage=fresh_id(),
+        job_id=fresh_id(),
         epoch=1,
         take_over=take_over,
         ps_addresses=[peer.address for peer in ps],
@@ -99,17 +102,9 @@ def describe_job(
 
 
 def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float | None, resume: bool) -> None:
-    """Wait for all tasks, and take the servers for the job; whoever looks on can do so from the first moment.
+    """Wait for all tasks, and take the servers for the job. It can be observed from the first moment.
 
-    Args:
-        context: of the job.
-        telemetry: its figures.
-        timeout: seconds to wait for the tasks; None: as the process' options say.
-        resume: whether to go on with what the servers hold of a job of this name.
-
-    Raises:
-        UnavailableError: tasks were missing when the time was over; the message names them.
-        BusyError: another coordinator works with this cluster; the message names it.
+    Without a `timeout` the process's options say how long to wait. See `ParameterServerStrategy` for the errors.
     """
     options, client, request = context.options, context.client, context.request
     timeout = options.connect_timeout if timeout is None else timeout
@@ -117,7 +112,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
         if options.dashboard:
             _show(context)
         context.metrics_server = serve_metrics(telemetry, options)
-        context.role_server = serve_role(context)
+        context.role_server = _serve_role(context)
         servers = [peer for peer in context.tasks if peer.role == "ps"]
         wait_for_peers(context.tasks, request.coordinator, timeout=timeout, purpose="coordinator", num_ps=len(servers))
         client.connect(timeout)
@@ -138,8 +133,42 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
         context.resolver.serve(context)
 
 
+class _CoordinatorRole(Role):
+    """The coordinator's own role, which answers status requests."""
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = weakref.ref(context)
+
+    def describe(self, reply: node_pb2.StatusReply) -> None:
+        context = self._context()
+        reply.state = "coordinating" if context is not None and context.connected else "waiting for tasks"
+        if context is not None and (dispatcher := context.dispatcher) is not None:
+            reply.detail, stats = dispatcher.status.describe(), dispatcher.status.stats()
+            reply.functions_waiting, reply.functions_running = stats.waiting, stats.in_flight
+            reply.functions_done = stats.done
+
+
+def _serve_role(context: JobContext) -> RoleServer | None:
+    """Answer health checks and status requests if the cluster gives the coordinator an address."""
+    resolver, spec, options = context.resolver, context.spec, context.options
+    if "chief" not in spec.jobs or resolver.task_type != "chief":
+        return None
+    address = listen_address(spec.task_address("chief", 0), options)
+    if isinstance(resolver, LocalCluster):
+        options = replace(options, share_port="--share-port" in resolver.hand_over_port("chief", 0))
+    try:
+        server = RoleServer(context.request.coordinator, _CoordinatorRole(context), {}, address, options)
+    except SocketTakenError:
+        if not options.share_port:
+            raise
+        logger.info("another coordinator answers at %s, so this one can't be asked for its status there", address)
+        return None
+    server.node.metrics_address = context.metrics_address
+    return server
+
+
 def _show(context: JobContext) -> None:
-    """The live page; where it can't listen, the job goes on without."""
+    """Show the live page; if it can't listen, the job goes on without it."""
     address, tls = context.options.dashboard_address, context.options.tls
     certificate = key = None
     if address is not None and tls is not None and not is_loopback(address.rpartition(":")[0]):
@@ -156,34 +185,20 @@ def _show(context: JobContext) -> None:
 
 async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
     client, request = context.client, context.request
-
-    async def declare_again(server: int, optimizers: Sequence[int]) -> None:
-        """For a server that came back: the rules that it keeps nowhere."""
-        await asyncio.wrap_future(client.declare_again(server, list(optimizers)))
-
-    def is_back(server: ServerAttachment) -> None:
-        """On the loop's thread: a server that was restored."""
-
-        async def tell_seen() -> None:
-            if context.dispatcher is not None:
-                await context.dispatcher.tell_seen([server.peer.index])
-
-        context.losses.begin(tell_seen)
-
     servers = [
-        ServerAttachment(peer, request, declare_again, holding, context.event_log)
-        for peer, holding in zip(peers, must_hold, strict=True)
+        ServerAttachment(peer, request, client.declare_again, store_id, context.event_log)
+        for peer, store_id in zip(peers, must_hold, strict=True)
     ]
     try:
-        await servers[0].take()  # of two coordinators that begin at once, server 0 picks one
+        await servers[0].take()  # if two coordinators begin at once, server 0 picks one
         reach("coordinator.attach.first")
         await asyncio.gather(*(server.take() for server in servers[1:]))
     except BaseException:
-        # The job has not begun: nobody is to be told that it is over, least of all another job's roles.
+        # The job has not begun: no role must be told that it is over, least of all those of another job.
         await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
         raise
     for server in servers:
-        server.on_return = is_back
+        server.on_return, server.on_lost = context.server_is_back, client.give_up
         server.begin()
     context.servers = servers
     reach("coordinator.attach.after")
@@ -191,23 +206,21 @@ async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: 
     if len(set(terms)) > 1:
         context.half_restored = "the coordinator that died has restored a checkpoint on some parameter servers only"
         logger.error("%s: restore it again", context.half_restored)
-    begin_term(context, max(terms))
-    holdings = [server.holding for server in servers]
-    client.expect(holdings)
-    request.holdings.extend(holdings)
+    context.begin_term(max(terms))
+    store_ids = [server.store_id for server in servers]
+    client.expect(store_ids)
+    request.store_ids.extend(store_ids)
 
 
 def _find_live(client: PsClient) -> LiveJob:
-    """What the job has; what a coordinator that died has left half made is removed."""
+    """Find what the job has, and delete what a coordinator that died has left half made."""
     live, remains = LiveJob.of(client.directory())
-    evaluations = {prefix for spec in remains if (prefix := prefix_of(spec.name))}
-    for prefix in evaluations:
-        client.delete_variables(prefix, patient=True)
+    for evaluation in {spec.evaluation for spec in remains} - {0}:
+        client.delete_copies(evaluation, patient=True)
     for spec in remains:
-        if not prefix_of(spec.name):
+        if not spec.evaluation:
             client.delete_variable(spec.name, spec.id, patient=True)
-    names = [name for name in live.variables if not name.startswith(OURS)]
-    logger.info("resuming a job with %d variables: %s", len(names), ", ".join(names) or "none")
+    logger.info("resuming a job with %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
     return live
 
 
@@ -216,23 +229,3 @@ def _peer(
 ) -> PeerAddress:
     why_gone = functools.partial(resolver.why_gone, job, index) if isinstance(resolver, LocalCluster) else str
     return PeerAddress(job, index, spec.task_address(job, index), options.tls, options.token, why_gone)
-
-
-def _policy_of(
-    resolver: ClusterResolver | LocalCluster,
-    spec: ClusterSpec,
-    knows_peers: bool,
-    asked: bool | None,
-    options: RoleOptions,
-) -> SerializationPolicy:
-    """Whether what is sent may be pickled."""
-    if asked is None and isinstance(resolver, LocalCluster):
-        asked = resolver.allow_pickle
-    exposed = ""
-    if not knows_peers:
-        addresses = [spec.task_address(job, index) for job in ("ps", "worker") for index in spec.task_indices(job)]
-        if not options.insecure:
-            exposed = f"the role at {addresses[0]} would take one from anybody, without a token"
-        elif far := [address for address in addresses if not is_on_this_machine(address)]:
-            exposed = f"the role at {far[0]} would take one from anybody, without a token"
-    return policy_of(asked_for(options.allow_pickle if asked is None else asked), exposed)

@@ -1,25 +1,18 @@
-"""How this process serves and dials: set by the command line, else read from the environment."""
+"""The options of this process: set by the command line, or read from the environment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pscluster.core.role.options import RoleOptions, options_of_environ
 
-
-@dataclass
-class _Settings:
-    options: RoleOptions | None = None
-
-
-_settings = _Settings()
+_given: RoleOptions | None = None
 
 
 def set_process_options(options: RoleOptions) -> None:
-    """For the command line, before the script runs."""
-    _settings.options = options
+    """Set the command line's options, before the script runs."""
+    global _given
+    _given = options
 
 
 def process_options(role: str = "coordinator") -> RoleOptions:
-    """The options given on the command line, or defaults with what the environment says, for that role."""
-    return _settings.options or options_of_environ(role=role)
+    """Return the command line's options, or defaults and what the environment says for that role."""
+    return _given or options_of_environ(role=role)

@@ -1,8 +1,8 @@
-"""What the launcher of a local cluster says of its processes: for the live page of the job that runs on it.
+"""Reports of the launcher of a local cluster about its processes, for the live page of the job that runs on it.
 
-A launcher knows how a process ended; who was connected to it knows only that the connection broke. `LocalCluster` keeps
-its reports; `pscluster run`, which is another process than the script's, writes them into a pipe that the script's
-process inherits. They are for show: where nobody reads them, or they are too many, they are dropped.
+The launcher knows how a process ended; the coordinator knows only that the connection broke. `LocalCluster` holds its
+reports; `pscluster run`, whose process is not the script's, writes them to a pipe that the script's process inherits.
+They are only for display: reports that are not read, or are too many, are dropped.
 """
 
 from __future__ import annotations
@@ -17,37 +17,32 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 LAUNCHER_VARIABLE = "PSCLUSTER_LAUNCHER_FD"
-"""The descriptor of the pipe's end to read from, and the pipe's inode: DESCRIPTOR:INODE."""
+"""The descriptor of the pipe's reading end, and the pipe's inode: DESCRIPTOR:INODE."""
 
 MAX_REPORTS = 100
 _MAX_TEXT = 500
 _READ_BYTES = 64 << 10
 
 Report: TypeAlias = tuple[str, str]
-"""A task, such as "worker 1", and what its launcher says of it, the predicate of a sentence."""
+"""A task, such as "worker 1", and what its launcher reports about it, the predicate of a sentence."""
 
 
 class Reports:
-    """The last reports, until they are taken. Any thread may add one."""
+    """The latest reports, until they are taken. Any thread may add one."""
 
     def __init__(self, on_report: Callable[[Report], None] | None = None) -> None:
         self._waiting: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._on_report = on_report
 
     def add(self, task: str, text: str) -> None:
-        """Report on a task."""
         report = task, text.removeprefix(task).strip()[:_MAX_TEXT]
         self._waiting.append(report)
         if self._on_report is not None:
             self._on_report(report)
 
     def take(self) -> list[Report]:
-        """Return what was added since the last call, in order."""
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._waiting.popleft())
-        return taken
+        """Return the reports added since the last call, in order."""
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
 
 class ReportPipe:
@@ -68,7 +63,7 @@ class ReportPipe:
                     os.write(self._out, line)  # within PIPE_BUF, so whole or not at all
 
     def close(self) -> None:
-        """Write no more."""
+        """Close both ends; later reports are dropped."""
         with self._lock:
             os.close(self.for_script)
             os.close(self._out)
@@ -76,14 +71,14 @@ class ReportPipe:
 
 
 class InheritedReports:
-    """The reading side: of the pipe that the environment names, if any. For one thread."""
+    """The reading side of the pipe that the environment names, if any. For one thread."""
 
     def __init__(self) -> None:
         self._pipe = _inherited()
         self._rest = b""
 
     def take(self) -> list[Report]:
-        """Return what came since the last call, in order."""
+        """Return the reports received since the last call, in order."""
         if self._pipe is None:
             return []
         try:
@@ -92,35 +87,25 @@ class InheritedReports:
             return []
         except OSError:
             read = b""
-        if not read:  # the launcher is gone
-            self.close()
+        if not read:  # the launcher has exited
+            with contextlib.suppress(OSError):
+                os.close(self._pipe)
+            self._pipe = None
             return []
         *lines, self._rest = (self._rest + read).split(b"\n")
         return [(task, text) for task, text in map(json.loads, lines)]
 
-    def close(self) -> None:
-        """Read no more."""
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._pipe)
-            self._pipe = None
-
-
-def descriptor_of(variable: str) -> tuple[int, int]:
-    """Return the descriptor and the inode that the variable names; -1 where it names none."""
-    pipe, _, inode = variable.partition(":")
-    return (int(pipe), int(inode)) if pipe.isdecimal() and inode.isdecimal() else (-1, -1)
-
 
 def _inherited() -> int | None:
-    """The pipe, once: children of this process do not inherit it, nor its name."""
-    pipe, inode = descriptor_of(os.environ.pop(LAUNCHER_VARIABLE, ""))
+    """Take over the pipe, once: children of this process inherit neither it nor its name."""
+    name, _, inode = os.environ.pop(LAUNCHER_VARIABLE, "").partition(":")
     try:
-        found = os.fstat(pipe)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:  # another one's that has the same number
+        pipe = int(name)
+        status = os.fstat(pipe)
+        if not stat.S_ISFIFO(status.st_mode) or status.st_ino != int(inode):  # another file under the same number
             return None
         os.set_inheritable(pipe, False)
         os.set_blocking(pipe, False)
-    except OSError:
+    except (OSError, ValueError, OverflowError):
         return None
     return pipe

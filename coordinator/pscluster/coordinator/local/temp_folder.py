@@ -1,14 +1,14 @@
-"""A local cluster's temporary folders, for what is of no use without the process that made them: state, and sockets.
+"""A local cluster's temporary folders, for files that are useless without the process that made them: state, sockets.
 
-Its owner holds a lock on it, and removes it at its end. Who dies without (SIGKILL, no memory left) leaves it behind,
-with as much as all variables take: the next owner of such a folder in the same place removes it.
+The owner holds a lock on the folder, and removes it at the end. An owner that is killed (SIGKILL, no memory left)
+leaves it behind, as large as all variables: the next owner of such a folder in the same parent folder removes it.
 
-    owner    makes the folder, then takes its lock; if a sweep came first, it makes another one
-    sweep    takes the lock of a folder, without waiting; then looks whether somebody still holds a lock in it (a
-             server that saves last of all), and leaves it then; what it does not get to, the next one does
+    owner    makes the folder, then takes its lock; if a sweep was faster, it makes another one
+    sweep    takes the lock of a folder, without waiting; then checks whether a process still holds a lock in it (a
+             server that makes its last save), and if so leaves it to the next sweep
 
-The lock is the directory's own: no file that a cleaner of old files could take away, and systemd's leaves a directory
-with a lock alone. On file systems without locks nobody sweeps.
+The lock is on the directory itself: there is no lock file that a cleaner of old files could remove, and systemd's
+cleaner spares a locked directory. On file systems without locks there are no sweeps.
 """
 
 from __future__ import annotations
@@ -26,45 +26,32 @@ from pscluster.core.transport.unix_sockets import places
 
 _PREFIX, _SOCKETS_PREFIX, _SUFFIX = "pscluster-local-", "psc-", ".tmp"
 _NAME = re.compile(rf"({_PREFIX}|{_SOCKETS_PREFIX})[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them
-# The third is what becomes `tls` when it is whole; the last are sockets, and what stands beside them.
+# `.tls.*` is renamed to `tls` when it is complete; the last pattern matches sockets and the files beside them.
 _CHILD = re.compile(r"state|tls|\.tls\.\w+|(chief|ps|worker)-\d+(\.data|\.lock)?")
-_TRIES = 100  # a sweep comes first once in a blue moon
+_TRIES = 100  # a sweep is very rarely faster
 
 
 class OwnFolder:
-    """A folder of this process, which only its user can enter; `remove` ends it.
+    """A folder of this process that only its user can enter, until `remove`."""
 
-    Attributes:
-        path: the folder.
-        state: where servers may keep their state, not made yet.
-        tls: where certificates may be made.
-
-    Raises:
-        ConfigurationError: none can be made.
-    """
-
-    def __init__(self, place: str | None = None, prefix: str = _PREFIX) -> None:
-        """Makes it, and sweeps.
-
-        Args:
-            place: what it lies in. Default: where temporary files are.
-        """
-        self._place, self._prefix = place, prefix
-        with contextlib.suppress(OSError):  # what is wrong there is said below
-            _sweep(Path(place or tempfile.gettempdir()))
+    def __init__(self, parent: str | None = None, prefix: str = _PREFIX) -> None:
+        """Sweep, and make the folder, by default in the one for temporary files. ConfigurationError if that fails."""
+        self._parent, self._prefix = parent, prefix
+        with contextlib.suppress(OSError):  # the same problem is reported below
+            _sweep(Path(parent or tempfile.gettempdir()))
         try:
             if not any(self._make() for _ in range(_TRIES)):
                 raise OSError(f"{self.path} was removed by another process")
         except OSError as error:
             raise ConfigurationError(
-                f"no temporary folder can be made for the cluster's files: {error}; fix that, or set TMPDIR to a "
+                f"cannot make a temporary folder for the cluster's files: {error}; fix that, or set TMPDIR to a "
                 "directory where it is possible"
             ) from None
-        self.state, self.tls = self.path / "state", self.path / "tls"
+        self.state, self.tls = self.path / "state", self.path / "tls"  # not created yet
 
     def _make(self) -> bool:
-        """False if a sweep came first."""
-        self.path = Path(tempfile.mkdtemp(_SUFFIX, self._prefix, self._place))
+        """Make the folder and lock it. Return False if a sweep was faster."""
+        self.path = Path(tempfile.mkdtemp(_SUFFIX, self._prefix, self._parent))
         try:
             self._lock = _opened(self.path)
         except FileNotFoundError:
@@ -79,22 +66,22 @@ class OwnFolder:
         return True
 
     def remove(self) -> None:
-        """With all that is in it. What can't be removed now, the next owner of such a folder removes."""
+        """Remove the folder and its contents. The next owner of such a folder removes what can't be removed now."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # a script that closes descriptors that are not its own
+        with contextlib.suppress(OSError):  # the script has closed descriptors that are not its own
             os.close(self._lock)
 
 
 def folder_for_sockets() -> OwnFolder:
-    """Make one whose paths are short. ConfigurationError if there is nowhere to make it."""
-    failed = ["none of /tmp, XDG_RUNTIME_DIR, /var/tmp and /dev/shm can be used"]
-    for place in places():
+    """Make a folder whose paths are short. ConfigurationError if that is impossible."""
+    errors = ["none of /tmp, XDG_RUNTIME_DIR, /var/tmp and /dev/shm can be used"]
+    for parent in places():
         try:
-            return OwnFolder(place, _SOCKETS_PREFIX)
-        except ConfigurationError as error:  # the disk is full there, for one
-            failed.append(str(error).partition(";")[0])
+            return OwnFolder(parent, _SOCKETS_PREFIX)
+        except ConfigurationError as error:  # a full disk, for example
+            errors.append(str(error).partition(";")[0])
     raise ConfigurationError(
-        f"no folder can be made for the cluster's sockets, where no other user could replace it: {'; '.join(failed)}; "
+        f"cannot make a folder for the cluster's sockets that no other user could replace: {'; '.join(errors)}; "
         'fix that, or give transport="tcp"'
     )
 
@@ -104,7 +91,7 @@ def _opened(path: Path, kind: int = os.O_DIRECTORY) -> int:
 
 
 def _taken(lock: int) -> bool:
-    """False if another process has it. OSError if it can't be told."""
+    """Take a lock. Return False if another process has it. OSError if that can't be determined."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -112,17 +99,16 @@ def _taken(lock: int) -> bool:
     return True
 
 
-def _sweep(place: Path) -> None:
-    """Remove what owners have left behind."""
-    for folder in place.iterdir():
-        # Another one may sweep, too; what is no folder, or not to be opened, is not ours.
+def _sweep(parent: Path) -> None:
+    for folder in parent.iterdir():
+        # Another process may be sweeping too; a file, or a folder that can't be opened, is not ours.
         with contextlib.suppress(OSError), contextlib.ExitStack() as locks:
-            if _NAME.fullmatch(folder.name) and _is_left(folder, locks):
+            if _NAME.fullmatch(folder.name) and _is_abandoned(folder, locks):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_left(folder: Path, locks: contextlib.ExitStack) -> bool:
-    """Is it ours, and does nobody use it any more? Then nobody can before the locks are given back."""
+def _is_abandoned(folder: Path, locks: contextlib.ExitStack) -> bool:
+    """Return whether it is ours and unused; if so, no process can use it before the locks are released."""
 
     def take(path: Path, kind: int) -> bool:
         lock = _opened(path, kind)
@@ -133,6 +119,6 @@ def _is_left(folder: Path, locks: contextlib.ExitStack) -> bool:
         folder.stat(follow_symlinks=False).st_uid == os.getuid()
         and take(folder, os.O_DIRECTORY)
         and all(_CHILD.fullmatch(child.name) for child in folder.iterdir())
-        # The servers' locks are looked for now that there is no owner who could start one.
+        # The servers' locks are checked last: with the folder locked, no owner can start another server.
         and all(take(path, 0) for path in folder.rglob("*lock") if path.name == "lock" or path.suffix == ".lock")
     )

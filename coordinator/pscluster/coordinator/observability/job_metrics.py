@@ -1,18 +1,19 @@
-"""What is counted of a job by its coordinator. See `pscluster.core.metrics.registry` for how."""
+"""The metrics that the coordinator counts. See `pscluster.core.metrics.registry` for how."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pscluster.coordinator.scheduling.scheduler import Task
+from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.metrics.registry import Histogram
 from pscluster.core.metrics.trace import MAX_FUNCTIONS
 
 
 class Attempt(NamedTuple):
-    """One run of a function, from here. Times: seconds of `time.monotonic()`."""
+    """One run of a function, as the coordinator sees it. Times: seconds of `time.monotonic()`."""
 
     function: int
     name: str
@@ -24,38 +25,30 @@ class Attempt(NamedTuple):
     how: str  # "done", "failed", "failed, run again", "cancelled", or "lost" with its worker
 
 
+@dataclass(eq=False)
 class CoordinatorCounts:
-    """Of one strategy.
+    """The metrics of one strategy."""
 
-    Attributes:
-        dispatches: seconds from a function's schedule to its sending, of each time that it is sent.
-        retried_lost, retried_failed: functions that run again since their worker died, or since they raised or ran too
-            long.
-        lock_waits, lock_seconds: outcomes' waits for the lock of the queue, and how long they took.
-        checkpoints: seconds of each that was written.
-        checkpoint_pauses: seconds for which no function ran for one.
-        checkpoints_failed: those that could not be written.
-        attempts: the last ones, for the timeline.
-    """
-
-    def __init__(self) -> None:
-        self.dispatches = Histogram()
-        self.retried_lost = self.retried_failed = 0
-        self.lock_waits, self.lock_seconds = 0, 0.0
-        self.checkpoints, self.checkpoint_pauses = Histogram(), Histogram()
-        self.checkpoints_failed = 0
-        self.attempts: deque[Attempt] = deque(maxlen=MAX_FUNCTIONS)
+    dispatches: Histogram = field(default_factory=Histogram)  # seconds from a function's schedule to each sending
+    retried_lost: int = 0  # functions that were run again because their worker died
+    retried_failed: int = 0  # functions that were run again because they raised or timed out
+    lock_waits: int = 0  # how often outcomes waited for the queue's lock
+    lock_seconds: float = 0.0  # for how long in all
+    checkpoints: Histogram = field(default_factory=Histogram)  # seconds that each took
+    checkpoint_pauses: Histogram = field(default_factory=Histogram)  # seconds without functions, for each
+    checkpoints_failed: int = 0  # that could not be written
+    attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_FUNCTIONS))  # the latest
 
     def sent(self, tasks: Sequence[Task[Any]], now: float) -> None:
-        """These were sent, in the order in which they were scheduled, nearly. Under the dispatcher's lock."""
+        """Count tasks as sent, in about the order of their schedule. Under the dispatcher's lock."""
         first, last = now - tasks[0].since, now - tasks[-1].since
         if last / 2 <= first <= 2 * last:
             self.dispatches.add_falling(first, last, len(tasks))
             return
-        # The queue was short; or there are such among them that run again, which come first and are far older.
+        # The queue was short, or some tasks run again: those come first and are far older.
         for task in tasks:
             self.dispatches.add(now - task.since)
 
     def remember(self, task: Task[Any], name: str, worker: int, end: float, how: str) -> None:
-        """Put a run of it on the record. Under the dispatcher's lock."""
+        """Record a run of a task. Under the dispatcher's lock."""
         self.attempts.append(Attempt(task.id, name, task.attempts, worker, task.since, task.sent, end, how))

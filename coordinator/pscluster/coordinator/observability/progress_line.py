@@ -1,4 +1,4 @@
-"""A progress line: live in a terminal, and in a notebook that has ipywidgets; plain lines now and then elsewhere."""
+"""A progress line: live in a terminal, and in a notebook with ipywidgets; elsewhere a plain line every two seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -24,27 +23,20 @@ LIVE_SECONDS = 0.05
 
 
 def choose_console() -> Console:
-    """Standard error in a terminal, else standard output."""
+    """Return a console on standard error if that is a terminal, else on standard output."""
     return Console(stderr=True) if sys.stderr.isatty() else Console()
 
 
-def _is_notebook(console: Console) -> bool:
-    """One in which rich can show what changes; it says that it is no terminal."""
-    return console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-
-
 class ProgressLine:
-    """Shows how far a loop is: steps, loss, steps or examples per second, workers up, and how long is waited for data.
+    """Shows the progress of a loop: steps, loss, steps or examples per second, workers up, time spent waiting for data.
 
     Args:
-        coordinator: whose workers are counted.
-        total: steps in all; None: not known.
+        total: steps in all; None: unknown.
         console: where to show it; default: see `choose_console`.
-        label: what it is of, such as "epoch 1/3".
-        unit: what is counted.
-        data: the dataset that is gone through: says how much time goes into waiting for it.
-        done: steps that were done before.
-        tells: also show it on the live page.
+        label: a name for the loop, such as "epoch 1/3".
+        data: the dataset that the loop reads: the share of time spent waiting for it is shown.
+        done: steps done before.
+        tells: also show the progress on the live page.
     """
 
     def __init__(
@@ -69,9 +61,10 @@ class ProgressLine:
         self._examples = 0
         self._begin = time.monotonic()
         self._tells = tells
-        self._said = -math.inf
+        self._shown_at = -math.inf
         self._live: Progress | None = None
-        if self._console.is_terminal or _is_notebook(self._console):
+        can_update = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        if self._console.is_terminal or can_update:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
@@ -88,23 +81,17 @@ class ProgressLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.refresh()  # in a notebook its end shows what was shown last
+            self._live.refresh()  # the end of a notebook's output shows the last refresh
             self._live.stop()
 
     def update(
         self, steps: int, *, loss: float | None = None, examples: int = 0, logs: Mapping[str, float] | None = None
     ) -> None:
-        """So many steps more are done.
+        """Add steps that were done since the last call, and show the progress, with the loss and other numbers by name.
 
-        Args:
-            steps: since the last call.
-            loss: to be shown.
-            examples: in these steps; given, examples a second are shown in place of steps.
-            logs: other numbers to be shown, by name.
+        Given the number of examples in these steps, examples per second are shown instead of steps.
         """
         self._done += steps
         self._examples += examples
@@ -113,9 +100,9 @@ class ProgressLine:
             training = Training(self._label.strip(), self._done, self._total, self._unit, shown)
             self._coordinator.context.event_log.trained(training, steps=steps, examples=examples)
         now = time.monotonic()
-        if now - self._said < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
+        if now - self._shown_at < (PLAIN_SECONDS if self._live is None else LIVE_SECONDS) and self._done != self._total:
             return
-        self._said = now
+        self._shown_at = now
         text = self._text(shown, now - self._begin)
         if self._live is not None:
             self._live.update(self._task, completed=self._done, description=escape(self._label + text))
@@ -125,9 +112,9 @@ class ProgressLine:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _text(self, shown: Mapping[str, float], seconds: float) -> str:
-        done, what = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
+        done, unit = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
         words = [f"{plain(name)} {value:.4f}" for name, value in shown.items()]
-        words += [f"{done / max(seconds, 1e-9):,.0f} {what}/s", f"{self._coordinator.workers_up} workers up"]
+        words += [f"{done / max(seconds, 1e-9):,.0f} {unit}/s", f"{self._coordinator.workers_up} workers up"]
         if self._data is not None:
             words.append(f"{self._data.waiting:.0%} of the time waiting for data")
         return "  ".join(words)

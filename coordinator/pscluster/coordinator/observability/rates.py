@@ -1,7 +1,7 @@
-"""What tasks do a second: from two of their accounts, one after the other. Pure.
+"""The rates of tasks, from two successive status replies. Pure.
 
-Counters begin anew with each process, so accounts of two incarnations are not compared: a task that was restarted has
-no rates until it was asked twice.
+Counters restart with each process, so replies of two incarnations are not compared: a task that was restarted has no
+rates until its second reply.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 from pscluster.v1 import node_pb2
 
-BUSIEST = 64
-"""Of so many variables a server is asked to tell."""
+BUSIEST = 64  # the number of variables that each server is asked to report
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRates:
-    """Of a task, a second; `busy` and `waited` are shares of its time."""
+    """The rates of a task, per second; `busy` and `waited` are shares of its time."""
 
     requests: float = 0.0
     bytes_in: float = 0.0
@@ -29,7 +28,7 @@ class TaskRates:
 
 @dataclass(slots=True)
 class VariableRates:
-    """Of a variable on all servers together, a second."""
+    """The rates of a variable on all servers together, per second."""
 
     name: str
     nbytes: int = 0
@@ -37,30 +36,30 @@ class VariableRates:
     read_bytes: float = 0.0
     updates: float = 0.0
     update_bytes: float = 0.0
-    servers: dict[int, float] = field(default_factory=dict)  # bytes moved a second, by server
+    servers: dict[int, float] = field(default_factory=dict)  # bytes moved per second, by server
 
     @property
     def moved(self) -> float:
-        """Bytes read and written."""
+        """Bytes read and written, per second."""
         return self.read_bytes + self.update_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of all tasks that were asked twice; and of variables, the busiest first."""
+    """The rates of all tasks that have replied twice; and of variables, the busiest first."""
 
     tasks: Mapping[str, TaskRates]
     variables: list[VariableRates]
 
 
 class RateMeter:
-    """Takes accounts as they come and compares each with the one before it."""
+    """Compares each task's status reply with the one before."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, node_pb2.StatusReply]] = {}
 
     def add(self, now: float, replies: Mapping[str, node_pb2.StatusReply]) -> Rates:
-        """The rates since the last time, by task."""
+        """Return the rates since the last call."""
         tasks: dict[str, TaskRates] = {}
         variables: dict[str, VariableRates] = {}
         for task, reply in replies.items():
@@ -77,7 +76,7 @@ class RateMeter:
                 bytes_in=max(reply.bytes_in - before.bytes_in, 0) / seconds,
                 bytes_out=max(reply.bytes_out - before.bytes_out, 0) / seconds,
                 functions=max(reply.functions_done - before.functions_done, 0) / seconds,
-                # A function counts when it ends: a long one may bring more than the time since the last account.
+                # A function counts when it ends: a long one may add more than the time since the last reply.
                 busy=min(max(reply.function_seconds - before.function_seconds, 0) / seconds, 1.0),
                 waited=min(max(reply.waited_seconds - before.waited_seconds, 0) / seconds, 1.0),
             )
@@ -89,15 +88,17 @@ class RateMeter:
 def _compare(
     before: node_pb2.StatusReply, reply: node_pb2.StatusReply, seconds: float, variables: Mapping[str, VariableRates]
 ) -> None:
-    """Add what a server did with its variables. One that it did not tell of before was not among the busiest then."""
+    """Add the rates of a server's variables, except for those that its last reply did not list among the busiest."""
     known = {load.name: load for load in before.busiest}
     for load in reply.busiest:
         old, rates = known.get(load.name), variables[load.name]
-        if old is None or old.reads > load.reads or old.updates > load.updates:  # made anew under its name
+        if old is None or old.reads > load.reads or old.updates > load.updates:  # created again under its name
             continue
         read, written = load.read_bytes - old.read_bytes, load.update_bytes - old.update_bytes
         rates.reads += (load.reads - old.reads) / seconds
         rates.updates += (load.updates - old.updates) / seconds
         rates.read_bytes += read / seconds
         rates.update_bytes += written / seconds
-        rates.servers[reply.identity.index] = rates.servers.get(reply.identity.index, 0.0) + (read + written) / seconds
+        if load.bytes:  # a server also reports variables of which it holds nothing
+            moved = rates.servers.get(reply.identity.index, 0.0) + (read + written) / seconds
+            rates.servers[reply.identity.index] = moved

@@ -11,37 +11,35 @@ from pscluster.worker.telemetry import OF_CLIENTS
 
 _OF_DISPATCH = (
     Metric("queue_functions", "gauge", "functions that no worker has"),
-    Metric("queue_age_seconds", "gauge", "since the next of them was scheduled"),
+    Metric("queue_age_seconds", "gauge", "time since the next of them was scheduled"),
     Metric("functions_scheduled_total", "counter", "functions scheduled"),
-    Metric("functions_running", "gauge", "functions that workers have, those that wait there included"),
-    Metric("functions_done_total", "counter", "functions that have a result"),
-    Metric("functions_failed_total", "counter", "functions that have an error"),
+    Metric("functions_running", "gauge", "functions that workers have, including those that wait there"),
+    Metric("functions_done_total", "counter", "functions that returned a result"),
+    Metric("functions_failed_total", "counter", "functions that failed"),
     Metric("functions_cancelled_total", "counter", "functions cancelled"),
-    Metric("worker_up", "gauge", "1 where the worker takes functions, else 0", ("worker",)),
+    Metric("worker_up", "gauge", "1 if the worker accepts functions, else 0", ("worker",)),
     Metric("worker_functions", "gauge", "functions that the worker has", ("worker",)),
-    Metric("worker_function_seconds", "gauge", "that a function takes there, smoothed", ("worker",)),
-    Metric("worker_outcomes_total", "counter", "functions that came back, also unbegun", ("worker",)),
-    Metric("worker_reconnects_total", "counter", "how often the worker was attached anew", ("worker",)),
-    Metric("server_up", "gauge", "1 where the server is in reach, else 0", ("server",)),
-    Metric("server_returns_total", "counter", "how often the server came back", ("server",)),
+    Metric("worker_function_seconds", "gauge", "smoothed duration of a function on the worker", ("worker",)),
+    Metric("worker_outcomes_total", "counter", "functions that came back, including those not begun", ("worker",)),
+    Metric("worker_reconnects_total", "counter", "times that the worker was attached again", ("worker",)),
+    Metric("server_up", "gauge", "1 if the server is reachable, else 0", ("server",)),
+    Metric("server_returns_total", "counter", "times that the server came back", ("server",)),
 )
 
 
 class CoordinatorTelemetry(Telemetry):
-    """See `metrics`."""
-
     role: ClassVar[str] = "coordinator"
     metrics = (
         *_OF_DISPATCH,
         Metric("functions_retried_total", "counter", "functions run again", ("why",)),
         Metric("dispatch_seconds", "histogram", "from a function's schedule to its sending"),
-        Metric("lock_waits_total", "counter", "messages of workers that waited for the queue's lock"),
-        Metric("lock_wait_seconds_total", "counter", "how long they did"),
-        Metric("checkpoint_seconds", "histogram", "to write a checkpoint"),
-        Metric("checkpoint_pause_seconds", "histogram", "without functions for a checkpoint"),
+        Metric("lock_waits_total", "counter", "messages from workers that waited for the queue's lock"),
+        Metric("lock_wait_seconds_total", "counter", "duration of these waits"),
+        Metric("checkpoint_seconds", "histogram", "duration of writing a checkpoint"),
+        Metric("checkpoint_pause_seconds", "histogram", "pause of functions for a checkpoint"),
         Metric("checkpoints_failed_total", "counter", "checkpoints that were not written"),
-        Metric("checkpoint_bytes", "gauge", "of the last one"),
-        Metric("checkpoint_timestamp_seconds", "gauge", "when that was written, since 1970; 0: there is none"),
+        Metric("checkpoint_bytes", "gauge", "size of the last checkpoint"),
+        Metric("checkpoint_timestamp_seconds", "gauge", "time of the last checkpoint, since 1970; 0: none"),
         *OF_CLIENTS,
     )
 
@@ -51,21 +49,20 @@ class CoordinatorTelemetry(Telemetry):
         self._nothing: Snapshot = {metric.name: {} if metric.labels else 0 for metric in _OF_DISPATCH}
 
     def not_ready(self) -> str:
-        """Tasks that are missing, by name."""
+        """Return why the coordinator is not ready, naming the missing tasks; empty if it is."""
         context = self._context()
         dispatcher = context.dispatcher if context is not None else None
         if dispatcher is None:
             return "the script has not made a ClusterCoordinator yet"
-        missing = dispatcher.missing()
+        missing = dispatcher.status.missing()
         return f"it waits for {', '.join(missing)}" if missing else ""
 
     def own(self) -> Snapshot:
-        """Return the job's metrics, those of its dispatcher and of its client."""
         context = self._context()
-        assert context is not None  # who asks holds it, or is closed with it
+        assert context is not None  # the caller holds it, or is closed with it
         counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.event_log.checkpoints
         return {
-            **(self._nothing if dispatcher is None else dispatcher.metrics()),
+            **(self._nothing if dispatcher is None else dispatcher.status.metrics()),
             "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
             "dispatch_seconds": counts.dispatches.plain(),
             "lock_waits_total": counts.lock_waits,

@@ -1,19 +1,19 @@
 """A timeline of the last functions, for https://ui.perfetto.dev or chrome://tracing: one function is one row.
 
-What happened is remembered by each role all the time (see `pscluster.core.metrics.trace`); it is collected when
-somebody asks, over the roles' status. In a row, one within the other:
+Each role records its part all the time (see `pscluster.core.metrics.trace`); the records are collected on request, with
+the roles' status. A row has, one within the other:
 
     STEP                                                      from its schedule to its end
-      queue, worker 0 (attempt 1)                             here; worker 0: from the sending to its outcome
-                waits, arguments, run                         there
-                                  pull, ..., push             as the worker saw it: requests to several servers at once
-                                  ps 0, ps 0 + ps 1           which of them worked on it
+      queue, worker 0 (attempt 1)                             coordinator; worker 0: from sending to outcome
+                waits, arguments, run                         worker
+                                  pull, ..., push             worker: requests to several servers at once
+                                  ps 0, ps 0 + ps 1           the servers that worked on them
 
-A second process, "workers", has a row a worker with what it ran.
+A second process, "workers", has a row per worker with the functions that it ran.
 
-Clocks differ between machines. Each role is asked for its own a few times: in the quickest round trip it is right to
-half of that trip. What is left would let an answer come before its question; so what lies within something else, since
-the one caused the other, is moved and cut to lie within it.
+Clocks differ between machines. Each role is asked for its time repeatedly; the quickest round trip gives the difference
+to within half of that trip. The remaining error could place an answer before its question; so a span that another one
+caused is moved and cut to lie within it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,17 @@ from pscluster.core.transport.methods import Stub
 from pscluster.v1 import node_pb2
 
 ASK_SECONDS = 5.0
-_TRIPS = 5  # to learn how a clock goes
+_TRIPS = 5  # to measure a clock's offset
 _AT_ONCE = 32
 _STEPS, _WORKERS = 1, 2  # processes of the trace
 
 
 class Span(NamedTuple):
-    """From when to when, by the coordinator's clock."""
-
-    begin: float
+    begin: float  # by the coordinator's clock
     end: float
 
     def within(self, outer: Span) -> Span:
-        """Moved as little as is needed to lie in the outer one; cut where it is longer."""
+        """Return it moved as little as possible to lie within the outer one, and cut if it is longer."""
         length = min(self.end - self.begin, outer.end - outer.begin)
         begin = min(max(self.begin, outer.begin), outer.end - length)
         return Span(begin, begin + length)
@@ -58,24 +56,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a role remembers, in this process' time."""
-
     peer: PeerAddress
     runs: Sequence[node_pb2.Recorded.Run] = ()
     asked: Sequence[node_pb2.Recorded.Asked] = ()
     served: Sequence[node_pb2.Recorded.Served] = ()
-    offset: float = 0.0
-    """To be added to its times."""
-    missing: str = ""
-    """Why there is nothing of it."""
+    offset: float = 0.0  # to add to its times to get those of this process
+    missing: str = ""  # why there are no records
 
     def span(self, begin: float, end: float) -> Span:
-        """Of its times."""
         return Span(begin + self.offset, end + self.offset)
 
 
 def collect(peers: Sequence[PeerAddress]) -> list[Recorded]:
-    """What they remember, all asked at once; nothing of those that don't answer."""
+    """Return the records of all roles, queried at once; empty for those that do not answer."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(_ask, peers))
 
@@ -117,14 +110,14 @@ class _Trace:
             self.events.append({"ph": "M", "name": f"{what}_sort_index", "pid": process, "tid": row, "args": arguments})
 
     def slice(self, name: str, span: Span, process: int, row: int, **arguments: Any) -> None:
-        # Whole nanoseconds of begin and end, not of the length: what touches must not seem to overlap.
+        # Round begin and end to whole nanoseconds, not the length: adjacent spans must not seem to overlap.
         begin, end = (round((each - self.origin) * 1e9) for each in span)
         event = {"ph": "X", "name": name, "cat": "step", "pid": process, "tid": row}
         self.events.append({**event, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": arguments})
 
 
 def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[dict[str, Any]]:
-    """The events of a trace in the JSON format of Chrome: metadata, and complete ("X") events that nest by row."""
+    """Return a trace's events in the JSON format of Chrome: metadata, and complete ("X") events that nest by row."""
     by_function: defaultdict[int, list[Attempt]] = defaultdict(list)
     for attempt in attempts:
         by_function[attempt.function].append(attempt)
@@ -171,10 +164,10 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
 def _best(
     found: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
 ) -> tuple[Span, node_pb2.Recorded.Run] | None:
-    """Return the last one that lies in this span, if one does: by its middle, for the clock may be a little off.
+    """Return the last run whose middle is in this span, if any: the clock may be slightly wrong.
 
-    Where there was `only` this attempt there, return the last one that there is: the clock may be off by more than a
-    short function takes, and one that an earlier job left running ended before.
+    If this is the `only` attempt on that worker, return its last run: the clock's error may exceed a short function's
+    duration, and a run left over from an earlier job has ended before.
     """
     inside = [each for each in found if only or there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
     return max(inside, key=lambda each: each[0].end, default=None)
@@ -189,13 +182,13 @@ def _add_run(
     asked: Iterable[node_pb2.Recorded.Asked],
     served: Mapping[tuple[str, int], Span],
 ) -> None:
-    """What a worker did of a function, within the attempt as the coordinator has seen it."""
+    """Add a worker's records of a function, within the attempt as the coordinator saw it."""
     span, run = found
     moved, row = span.within(there), run.function
     scale = (moved.end - moved.begin) / ((span.end - span.begin) or 1.0)
 
     def here(begin: float, end: float) -> Span:
-        """Of the worker's times. All in proportion: what lay within something there does so here."""
+        """Map the worker's times in proportion, so that nested spans stay nested."""
         return Span(*(moved.begin + (time - run.received) * scale for time in (begin, end)))
 
     for what, begin, end in (("waits", run.received, run.begin), ("arguments", run.begin, run.ready)):
@@ -204,7 +197,7 @@ def _add_run(
     running = here(run.ready, run.end)
     facts = {"thread": run.thread, "ended": run.how, "data_wait_ms": round(run.waited * 1e3, 3)}
     trace.slice("run", running, _STEPS, row, **facts)
-    # By its clock alone: its functions ran one after the other.
+    # By the worker's clock alone: its functions ran one after another.
     ran = worker.span(run.ready, run.end)
     trace.slice(name, ran, _WORKERS, worker.peer.index + 1, function=run.function, **facts)
     mine = [(here(each.begin, each.end), each) for each in asked]
@@ -229,7 +222,7 @@ def _add_run(
 def _calls(
     found: Sequence[tuple[Span, node_pb2.Recorded.Asked]],
 ) -> Iterator[list[tuple[Span, node_pb2.Recorded.Asked]]]:
-    """Requests that overlap are one call's, to several servers at once; or of several threads."""
+    """Group requests: those that overlap are one call's, to several servers at once; or of several threads."""
     call: list[tuple[Span, node_pb2.Recorded.Asked]] = []
     end = 0.0
     for span, each in found:
@@ -243,7 +236,7 @@ def _calls(
 
 
 def together(parts: Sequence[tuple[int, Span]]) -> Iterator[tuple[str, Span]]:
-    """Which servers worked at the same time, and from when to when: spans that do not overlap, in order."""
+    """Yield which servers worked at the same time, and from when to when: spans that do not overlap, in order."""
     times = sorted({time for _, span in parts for time in span})
     for begin, end in itertools.pairwise(times):
         busy = sorted({server for server, span in parts if span.begin <= begin and end <= span.end})
@@ -252,7 +245,7 @@ def together(parts: Sequence[tuple[int, Span]]) -> Iterator[tuple[str, Span]]:
 
 
 def write(path: str | os.PathLike[str], attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> None:
-    """The trace, to a file. OSError if it can't be written."""
+    """Write the trace to a file. OSError if it can't be written."""
     missing = {str(role.peer): role.missing for role in roles if role.missing}
     trace = {"traceEvents": events_of(attempts, roles), "displayTimeUnit": "ms", "otherData": {"missing": missing}}
     Path(path).write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Functions of the script as they were captured: each once, until it is another one."""
+"""The script's functions as captured: each once, until its code changes."""
 
 from __future__ import annotations
 
@@ -11,37 +11,34 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from pscluster.core.functions.capture import Captures
-from pscluster.core.functions.definitions import CapturedFunction, capture, class_definition, needs_definition
+from pscluster.core.functions.definitions import CapturedFunction, capture
 from pscluster.core.functions.policy import SerializationPolicy
+from pscluster.core.functions.sources import is_library
 
 logger = logging.getLogger(__name__)
 
 MANY_MADE = 200
-"""So many functions that one line makes are worth a warning."""
+"""Warn when one line has made this many functions."""
 
 MAX_PLACES = 1000
-"""Of so many lines it is counted."""
+"""Lines for which functions are counted."""
 
 _Known: TypeAlias = tuple[CapturedFunction, Captures]
 
 
 class CapturedFunctions:
-    """Those of one coordinator.
-
-    Args:
-        policy: whether they may be pickled.
-    """
+    """The captured functions of one coordinator. Its policy says whether they may be pickled."""
 
     def __init__(self, policy: SerializationPolicy) -> None:
         self._policy = policy
-        # By id of a function, or of an object and method of it, and gone when that is gone. Not by equality, which
-        # may say anything of callable objects, and reads the values of variables.
+        # By the id of a function, or of an object and its method, and dropped with it. Not by equality, which callable
+        # objects may define in any way, and which reads the values of variables.
         self._captured: dict[int, tuple[weakref.ref[Any], dict[Any, _Known]]] = {}
         self._classes: dict[type, CapturedFunction] = {}
-        self._made: Counter[str] = Counter()  # functions, by the place that makes them
+        self._made: Counter[str] = Counter()  # functions, by the line that makes them
 
     def get(self, fn: Callable[..., Any]) -> CapturedFunction:
-        """Return the function as it was captured first; captured now, if it was not, or its code is another one."""
+        """Return the function as first captured; capture it now if that is new, or its code has changed."""
         owner: Any = fn
         name: Any = None
         if isinstance(fn, types.MethodType):  # a new object every time it is looked up
@@ -52,32 +49,31 @@ class CapturedFunctions:
             known = {}
             try:
                 reference = weakref.ref(owner, lambda _: self._captured.pop(key, None))
-            except TypeError:  # not weakly referable: captured anew each time, with the same digest
+            except TypeError:  # no weak reference to it: captured each time, with the same digest
                 self._count_made(fn)
                 return self.anew(fn)
             self._captured[key] = reference, known
         found = known.get(name)
-        if found is None or not (found[1].are_same() or _goes_on(found)):
+        if found is None or not (found[1].are_same() or _is_kept(found)):
             if found is None:
                 self._count_made(fn)
             found = known[name] = self.anew(fn), Captures(fn)
         return found[0]
 
     def anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
-        """Capture it, whatever was captured before."""
+        """Capture a function, whether or not it was captured before."""
         return capture(fn, policy=self._policy, holds_data=holds_data)
 
     def of_class(self, cls: type) -> CapturedFunction | None:
-        """Return the definition of a class; None: workers have it without."""
-        if not needs_definition(cls):
+        """Return the definition of a class; None if workers find it by name, in an installed module."""
+        if is_library(cls.__module__):
             return None
-        known = self._classes.get(cls)
-        if known is None:
-            known = self._classes[cls] = class_definition(cls, policy=self._policy)
+        if (known := self._classes.get(cls)) is None:
+            known = self._classes[cls] = capture(cls, policy=self._policy)
         return known
 
     def _count_made(self, fn: Callable[..., Any]) -> None:
-        """Warn, once for each, where a line of the script makes a function anew for every call."""
+        """Warn, once a line, if a line of the script makes a new function for every call."""
         place = _where_made(fn)
         if len(self._made) >= MAX_PLACES and place not in self._made:
             return
@@ -91,8 +87,8 @@ class CapturedFunctions:
             )
 
 
-def _goes_on(known: _Known) -> bool:
-    """Something that the function reaches is another: does it go on as it was captured?"""
+def _is_kept(known: _Known) -> bool:
+    """Return whether a function whose captures have changed is used as it was captured; log the changes."""
     function, captures = known
     changes = captures.changes()
     if changes.code:
@@ -112,7 +108,7 @@ def _goes_on(known: _Known) -> bool:
 
 
 def _where_made(fn: Callable[..., Any]) -> str:
-    """In words: the function, and the line of its definition, or its class."""
+    """Describe a function by its name and the line of its definition, or by its class."""
     inner: Any = fn
     while isinstance(inner, functools.partial):
         inner = inner.func

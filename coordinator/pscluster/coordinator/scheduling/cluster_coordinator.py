@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,49 +11,36 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training.callbacks import Callback
-from pscluster.coordinator.training.fit import Fit, check_arguments, validation_of
+from pscluster.coordinator.training.fit import Fit, validation_of
 from pscluster.coordinator.training.history import History
 from pscluster.core import checks
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike
 
-MAX_QUEUED = 262_144
-MAX_ATTEMPTS = 3
-WORKER_LEASE = 30.0
+DEFAULTS = {"max_queued": 262_144, "max_attempts": 3, "worker_lease": 30.0}
 
 _making = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """A coordinator's, as it was made with them."""
-
-    max_queued: int
-    max_attempts: int
-    worker_lease: float
-
-
 class ClusterCoordinator(FunctionQueue):
-    """Hands functions to workers. One a strategy: making it again gives the same one.
+    """Runs functions on workers. There is one for each strategy: making it again returns the same one. Thread-safe.
 
     Args:
         strategy: connected to the cluster.
-        max_queued: `schedule` blocks while so many functions wait; default 262,144.
-        max_attempts: a function that was running on so many workers that died fails: it may be what kills them.
+        max_queued: `schedule` blocks while this many functions wait; default 262,144.
+        max_attempts: a function fails when this many workers have died running it: it may be what kills them.
             Default 3.
         worker_lease: seconds for which a worker may be silent, frozen or cut off, before its functions go to others
-            and what it still sends is refused; default 30. It is asked three times as often. A step that holds Python's
-            lock, as some libraries' do, makes its worker silent, too.
+            and what it still sends is refused; default 30. It is polled three times as often. A step that holds the
+            GIL, as some libraries do, makes its worker silent as well.
 
     Raises:
-        ValueError: no strategy, or an option is out of its range.
-        MisuseError: the strategy's coordinator was made with other options; or the strategy is closed.
-
-    Threads may schedule, join and fetch at the same time.
+        ValueError: there is no strategy, or an option is out of range.
+        MisuseError: the strategy's coordinator was made with other options, or the strategy is closed.
     """
 
-    _options: Options
+    _options: dict[str, Any]
     _training: threading.Lock
 
     def __new__(
@@ -65,7 +51,6 @@ class ClusterCoordinator(FunctionQueue):
         max_attempts: int | None = None,
         worker_lease: float | None = None,
     ) -> ClusterCoordinator:
-        """The coordinator of this strategy."""
         if current_function() is not None:
             raise MisuseError(f"no ClusterCoordinator can be made in a step function: {cls.instead}")
         if not isinstance(strategy, ParameterServerStrategy):
@@ -80,20 +65,15 @@ class ClusterCoordinator(FunctionQueue):
                 context.coordinator._check_options(asked)
                 return context.coordinator
             self = super().__new__(cls)
-            self._options = Options(
-                MAX_QUEUED if max_queued is None else max_queued,
-                MAX_ATTEMPTS if max_attempts is None else max_attempts,
-                WORKER_LEASE if worker_lease is None else worker_lease,
-            )
+            self._options = {name: DEFAULTS[name] if value is None else value for name, value in asked.items()}
             self._training = threading.Lock()
-            self._begin(strategy, context.start_dispatcher(**dataclasses.asdict(self._options)))
+            self._begin(strategy, context.start_dispatcher(**self._options))
             context.coordinator = self
             return self
 
     def _check_options(self, asked: Mapping[str, float | None]) -> None:
-        """MisuseError if it was made with others."""
         for name, value in asked.items():
-            if value is not None and value != (mine := getattr(self._options, name)):
+            if value is not None and value != (mine := self._options[name]):
                 raise MisuseError(
                     f"{name} is {value}, but this strategy's ClusterCoordinator was made with {mine}, and there is one "
                     "a strategy: give its options where it is made first, or none"
@@ -114,41 +94,35 @@ class ClusterCoordinator(FunctionQueue):
         callbacks: Sequence[Callback] = (),
         verbose: int | Literal["auto"] = "auto",
     ) -> History:
-        """Train: take a step with each element of the data, epoch by epoch.
+        """Train: take a step with each element of the data, epoch by epoch. Return the logs of the epochs.
 
-        Waits for what was scheduled before. Ctrl-C and SIGTERM end it when the functions that run have ended, once
-        `BackupAndRestore` and `ModelCheckpoint` have made a checkpoint; then they go on to whoever had them before. A
-        second one ends it at once.
+        Waits for functions that were scheduled before. Ctrl-C and SIGTERM end it once running functions have ended and
+        `BackupAndRestore` and `ModelCheckpoint` have made a checkpoint; then the earlier signal handler is called. A
+        second signal ends it at once.
 
-        Where the coordinator dies and the script is started again, this training goes on where it was: with variables
-        that live by itself, from a checkpoint with `callbacks.BackupAndRestore`.
+        If the coordinator dies and the script is restarted, this training continues where it was: by itself while the
+        variables live, otherwise from a checkpoint, with `callbacks.BackupAndRestore`.
 
         Args:
-            step: called on a worker with each element; gives the loss, a dict of numbers, or None.
-            data: gone through once an epoch, or as often as its `repeat` says. A per-worker dataset needs
-                `steps_per_epoch`.
-            epochs: how many; those that were done before the script was started again among them.
-            steps_per_epoch: an epoch ends after so many, wherever the data is then. Default: with the data.
-            steps_per_execution: steps that one function takes; "auto": so many that handing it out takes less than 2 %
-                of their time, by measurement (or as `data.parts` says). What is computed does not depend on it, but for
-                how steps of several workers overlap.
+            step: called on a worker with each element; returns the loss, a dict of numbers, or None.
+            data: read once an epoch, or as often as its `repeat` says. A per-worker dataset needs `steps_per_epoch`.
+            epochs: how many, including those that were done before the script was restarted.
+            steps_per_epoch: an epoch ends after this many, wherever the data is then. Default: with the data.
+            steps_per_execution: steps that one function takes; "auto": enough, by measurement, that scheduling takes
+                less than 2 % of their time (or as `data.parts` says). It does not change what is computed, only how
+                steps of several workers overlap.
             validation_data: evaluated after epochs, as by `evaluate`, into logs named "val_...".
-            validation_step: see `evaluate`.
-            validation_metrics: see `evaluate`.
-            validation_freq: how many epochs lie between two evaluations.
-            callbacks: called on the way: see `pscluster.coordinator.callbacks`.
+            validation_step, validation_metrics: see `evaluate`.
+            validation_freq: evaluate after every this many epochs.
+            callbacks: see `pscluster.coordinator.callbacks`.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
                 2: only that line.
 
-        Returns:
-            The logs of the epochs.
-
         Raises:
-            ValueError, TypeError, MisuseError: an argument can't be; nothing was done.
+            ValueError, TypeError, MisuseError: an argument is wrong; nothing was done.
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
         """
-        check_arguments(step, data)
         epochs = checks.whole("epochs", epochs, at_least=1)
         validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)
         if steps_per_epoch is not None:
@@ -164,7 +138,8 @@ class ClusterCoordinator(FunctionQueue):
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
             steps_per_execution=steps_per_execution,
-            validation=validation_of(validation_data, validation_step, validation_metrics, validation_freq),
+            validation=validation_of(validation_data, validation_step, validation_metrics),
+            validation_freq=validation_freq,
             callbacks=callbacks,
             verbose=1 if verbose == "auto" else int(verbose),
         )

@@ -1,4 +1,4 @@
-"""Which functions, classes and per-worker resources each worker has, and how it is given those that it lacks."""
+"""Sends each worker the functions, classes and per-worker resources that it lacks, and has it drop unused ones."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import itertools
 
 import grpc
 
-from pscluster.coordinator.scheduling.call import (
-    ResourceRecipe,
-)
-from pscluster.coordinator.scheduling.function_errors import (
-    not_begun,
-    unpreparable,
-)
+from pscluster.coordinator.scheduling.call import ResourceRecipe
+from pscluster.coordinator.scheduling.function_errors import not_begun, unpreparable
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
-from pscluster.coordinator.scheduling.settlement import Settlement
 from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
 from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
-from pscluster.core.errors import (
-    MisuseError,
-    PSUnavailableError,
-)
+from pscluster.core.errors import MisuseError, PSUnavailableError
 from pscluster.core.functions.definitions import CapturedFunction, split_off_bulk
 from pscluster.v1 import worker_pb2
 
 MAX_DEFINITIONS = 256
-"""So many functions and classes a worker keeps, beyond those that it still needs."""
+"""Functions and classes that a worker keeps beyond those that it still needs."""
 
 
 def has_definition(handle: WorkerHandle, function: CapturedFunction) -> bool:
-    """Return whether the worker has it, which is the last one used then. Under the lock."""
+    """Return whether the worker has a function, and if so mark it as the last one used. Under the lock."""
     if function.digest not in handle.known:
         return False
     handle.known[function.digest] = handle.known.pop(function.digest)
@@ -37,16 +28,15 @@ def has_definition(handle: WorkerHandle, function: CapturedFunction) -> bool:
 
 
 class DefinitionsCache:
-    """Brings to workers what functions need, once."""
+    """Sends workers what functions need, once."""
 
-    def __init__(self, state: DispatchState, settlement: Settlement, server_watch: ServerWatch) -> None:
+    def __init__(self, state: DispatchState, server_watch: ServerWatch) -> None:
         self._state, self._scheduler = state, state.scheduler
-        self._settlement = settlement
         self._server_watch = server_watch
         self.resources: dict[int, ResourceRecipe] = {}
 
     def _drop(self, digest: str) -> None:
-        """On the loop's thread."""
+        """Have all workers drop a definition. On the loop's thread."""
         with self._state.lock:
             having = [handle for handle in self._state.workers if digest in handle.known]
             for handle in having:
@@ -56,11 +46,11 @@ class DefinitionsCache:
                 self._state.in_background(handle.connection.release(definitions=[digest]))
 
     def release_function(self, function: CapturedFunction) -> None:
-        """It is scheduled no more: the workers need not keep it."""
+        """Have the workers drop a function that will not be scheduled again."""
         self._state.on_loop(self._drop, function.digest)
 
     async def define(self, handle: WorkerHandle, connection: WorkerConnection, function: CapturedFunction) -> None:
-        """Give the worker a function or class. MisuseError or TypeError if that is not possible."""
+        """Send the worker a function or class. Raise MisuseError or TypeError if that is not possible."""
         with self._state.lock:
             if has_definition(handle, function):
                 return
@@ -77,11 +67,11 @@ class DefinitionsCache:
         raise MisuseError(why)
 
     async def forget_unused(self, index: int, handle: WorkerHandle, connection: WorkerConnection) -> None:
-        """Where functions are made anew for every call, let the worker drop those that were not used for longest."""
+        """Have the worker drop the least recently used definitions if it has too many."""
         if len(handle.known) <= MAX_DEFINITIONS:
             return
         with self._state.lock:
-            calls = [task.payload for task in self._scheduler.recallable(index)]
+            calls = [task.payload for task in self._scheduler.workers[index].sent.values()]
             used = {digest for call in calls for digest in (call.function.digest, *call.classes)}
             oldest = itertools.islice(handle.known, len(handle.known) - MAX_DEFINITIONS // 2)
             dropped = [digest for digest in oldest if digest not in used]
@@ -90,9 +80,9 @@ class DefinitionsCache:
         await connection.release(definitions=dropped)
 
     async def build_resources(self, handle: WorkerHandle, connection: WorkerConnection) -> None:
-        for number in set(self.resources) - handle.built:  # a copy at once: other threads add
-            recipe = self.resources.get(number)
-            if recipe is None:  # released meanwhile
+        """Build the resources that the worker lacks."""
+        for resource_id in set(self.resources) - handle.built:  # an atomic copy: other threads add
+            if (recipe := self.resources.get(resource_id)) is None:  # released meanwhile
                 continue
             resource = worker_pb2.Resource()
             resource.CopyFrom(recipe.message)
@@ -100,17 +90,17 @@ class DefinitionsCache:
                 await self.define(handle, connection, recipe.function)
             except (grpc.RpcError, MisuseError, TypeError) as error:
                 failure = unpreparable(error, handle.peer)
-                if isinstance(failure, PSUnavailableError):  # the cluster's error, and not of the dataset
-                    self.resources.pop(number, None)
+                if isinstance(failure, PSUnavailableError):  # the cluster's error, not the dataset's
+                    self.resources.pop(resource_id, None)
                     with self._state.lock:
                         self._server_watch.doubt()
-                    self._settlement.abort(not_begun(recipe.function, handle.peer.index, 0, failure), final=False)
+                    self._state.abort(not_begun(recipe.function, handle.peer.index, 0, failure), final=False)
                     continue
-                # The error of whoever uses it, as one of `dataset_fn` is: others need not hear of it.
+                # Raised by functions that use it, like an error of `dataset_fn`: others are not affected.
                 resource.unloadable = f"{recipe.function.name} can't be used on {handle.peer}: {failure}"
             await connection.upload(worker_pb2.UploadRequest(resource=resource))
-            handle.built.add(number)
-            if number not in self.resources:  # released while it was built
+            handle.built.add(resource_id)
+            if resource_id not in self.resources:  # released while it was built
                 self._release_everywhere(recipe.message)
 
     def add_resource(self, recipe: ResourceRecipe) -> None:
@@ -119,14 +109,13 @@ class DefinitionsCache:
             self.resources[recipe.message.id] = recipe
         self._state.on_loop(self._state.wake_all)
 
-    def release_resource(self, number: int) -> None:
-        """Nobody uses it any more. May be called by the garbage collector, on any thread: takes no lock."""
-        recipe = self.resources.pop(number, None)
-        if recipe is not None:
+    def release_resource(self, resource_id: int) -> None:
+        """Drop an unused resource. Takes no lock: the garbage collector may call this, on any thread."""
+        if (recipe := self.resources.pop(resource_id, None)) is not None:
             self._state.on_loop(self._release_everywhere, recipe.message)
 
     def _release_everywhere(self, resource: worker_pb2.Resource) -> None:
-        # A dataset's definition holds its data, and is no other resource's; a function may be used again.
+        # A dataset's definition holds its data and belongs to this resource alone; a function may be used again.
         definitions = [resource.definition] if resource.distributed else []
         for handle in self._state.workers:
             if resource.id in handle.built and handle.connection is not None:

@@ -1,4 +1,4 @@
-"""The errors that functions end with, and what workers' failures say."""
+"""The errors of functions, and the meaning of workers' failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 import grpc
 
 from pscluster.coordinator.scheduling.call import Call
-from pscluster.coordinator.scheduling.scheduler import Task
+from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.errors import (
     CancelledError,
     DatasetError,
@@ -27,12 +27,11 @@ E = TypeVar("E", bound=FunctionError)
 
 
 def says_data_unread(failure: worker_pb2.Failure | None) -> bool:
-    """Return whether a function failed since its examples could not be read."""
     return failure is not None and _is(failure, DatasetError)
 
 
 def says_server_lost(failure: worker_pb2.Failure) -> bool:
-    """Return whether a worker says that a parameter server is lost, which may be out of its reach only."""
+    """Return whether a worker reports a parameter server as lost; it may only be unreachable from there."""
     return _is(failure, PSUnavailableError)
 
 
@@ -41,9 +40,9 @@ def _is(failure: worker_pb2.Failure, error: type[Exception]) -> bool:
 
 
 def unpreparable(error: Exception, worker: PeerAddress) -> Exception:
-    """Return why a worker can't be given what a function needs; raise what says that the worker itself is gone.
+    """Return why a worker can't be sent what a function needs; raise the error if it means that the worker is lost.
 
-    That a parameter server is out of the worker's reach does not say so.
+    That the worker can't reach a parameter server does not mean that.
     """
     failure = from_rpc(error, str(worker)) if isinstance(error, grpc.RpcError) else error
     if isinstance(failure, UnavailableError | StaleError) and not isinstance(failure, PSUnavailableError):
@@ -52,7 +51,6 @@ def unpreparable(error: Exception, worker: PeerAddress) -> Exception:
 
 
 def raised(worker: int, task: Task[Call], failure: worker_pb2.Failure) -> FunctionError:
-    """Return the error of a function that raised."""
     return rebuild_failure(
         failure,
         function=task.payload.function.name,
@@ -66,12 +64,12 @@ def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
     """Return the error of a function that ran longer than it may."""
     call, error = task.payload, FunctionTimeoutError()
     error.function, error.worker, error.attempts = call.function.name, worker, task.attempts + task.failures
-    error.summary = f"{error.function} ran longer than its timeout of {call.timeout:g} s on worker {worker}"
+    error.summary = f"{error.function} ran longer than its timeout of {task.limits.timeout:g} s on worker {worker}"
     return told_of_part(call, error)
 
 
 def deadly(worker: int, task: Task[Call], max_attempts: int) -> FunctionError:
-    """Return the error of a function that was running on as many workers that died as may die of one."""
+    """Return the error of a function that was running on `max_attempts` workers when they died."""
     call, error = task.payload, FunctionError()
     error.function, error.worker, error.attempts = call.function.name, worker, max_attempts
     error.summary = (
@@ -82,9 +80,9 @@ def deadly(worker: int, task: Task[Call], max_attempts: int) -> FunctionError:
 
 
 def not_begun(function: CapturedFunction, worker: int, attempts: int, why: Exception) -> FunctionError:
-    """Return the error of a function that a worker could not be given.
+    """Return the error of a function that could not be sent to a worker.
 
-    It is an instance of the reason's class, too: a lost server is caught as such, whoever noticed it first.
+    It is also an instance of the reason's class: a lost server is caught as such, no matter where it was noticed.
     """
     error = rebuild_failure(failure_of(why), function=function.name, worker=worker, attempts=attempts)
     error.remote_traceback = ""  # it is not the worker's
@@ -93,7 +91,7 @@ def not_begun(function: CapturedFunction, worker: int, attempts: int, why: Excep
 
 
 def cancelled_error(name: str, first: Exception | None, applied: bool = False) -> CancelledError:
-    """Return the error of a function that was cancelled, by the first error of another one if there is one."""
+    """Return the error of a function that was cancelled, because of the error of another one if one is given."""
     why = f"because another function failed first ({type(first).__name__})" if first else "before it had ended"
     if applied:
         why += f". {PARTLY_APPLIED} If it should count"
@@ -103,7 +101,7 @@ def cancelled_error(name: str, first: Exception | None, applied: bool = False) -
 
 
 def told_of_part(call: Call, error: E) -> E:
-    """Return the error of a call that is over, which says now whether it may have applied a part."""
+    """Add to the error of a call that it may have applied some updates, if so, and return it."""
     if call.applied:
         error.partly_applied, error.summary = True, f"{error.summary}\n{PARTLY_APPLIED}"
     return error

@@ -1,13 +1,11 @@
-"""Schedules functions on workers, waits for them, fetches their results; datasets and evaluations made of that."""
+"""Schedules functions on workers, waits for them, fetches their results; and makes datasets and evaluations of that."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import itertools
-import logging
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any, Literal
 
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
-from pscluster.coordinator.data.dataset_progress import DatasetProgress, Number
+from pscluster.coordinator.data.dataset_progress import DatasetProgress, DatasetResource
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
@@ -24,7 +22,8 @@ from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placehol
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
-from pscluster.coordinator.scheduling.scheduler import Task
+from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
+from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
@@ -38,45 +37,28 @@ from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
 
-logger = logging.getLogger(__name__)
-
 _SECONDS = "number of seconds"
 
 
 class FunctionQueue(StaysHere):
-    """What a ClusterCoordinator does with functions: hands them to workers, waits for them, fetches their results.
-
-    It is what trainings and their callbacks have of the coordinator. Threads may use it at the same time.
-
-    Attributes:
-        strategy: of the job.
-        trainings_ended: how many trainings of the script have.
-    """
+    """What trainings and their callbacks use of a ClusterCoordinator: it runs functions on workers. Thread-safe."""
 
     instead = (
-        "schedule what is to run in the script; a function may have the result of another one as an argument, by its "
-        "RemoteValue"
+        "schedule functions in the script; a RemoteValue passes the result of one function to another as an argument"
     )
-    strategy: ParameterServerStrategy
-    trainings_ended: int
-    _dispatcher: Dispatcher
-    _functions: CapturedFunctions
-    _resources: itertools.count[int]
-    _per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset]
-    _resolve_handle: HandleResolver  # the same object for all values
-    _remains: deque[EvaluationSnapshot]  # of evaluations that are over, on servers that could not be reached then
 
     def _begin(self, strategy: ParameterServerStrategy, dispatcher: Dispatcher) -> None:
-        """Hand out functions by this dispatcher."""
         self.strategy = strategy
-        self.trainings_ended = 0
+        self.trainings_ended = 0  # how many of the script's have
         self._dispatcher = dispatcher
         self._functions = CapturedFunctions(strategy.context.variables.serialization)
         self._resources = itertools.count(1)
-        self._per_worker = weakref.WeakValueDictionary()
-        self._remains = deque()
-        self._resolve_handle = self._handle_of
-        strategy.context.dataset_progress = DatasetProgress(strategy.context.variables, dispatcher, self._send_pipeline)
+        self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset] = (
+            weakref.WeakValueDictionary()
+        )
+        self._remains = deque[EvaluationSnapshot]()  # of evaluations that have ended, on servers that were unreachable
+        self._resolve_handle: HandleResolver = self._handle_of  # the same object for all values
+        strategy.context.dataset_progress = DatasetProgress(strategy.context.client, dispatcher, self._send_pipeline)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
@@ -94,43 +76,39 @@ class FunctionQueue(StaysHere):
     ) -> RemoteValue:
         """Queue a function for some worker, and return its result-to-be.
 
-        The function, with the values it captures, is taken as it is at its first `schedule`, `fit` or `evaluate`;
-        what changes from call to call is an argument. Where its code, or that of functions and classes of yours that it
-        reaches, is another one, it is a new function. A captured name that leads to another value keeps the first one,
-        and the log warns of it, once; what is changed in place is not seen. Make it once, before the loop: a new lambda
-        or partial in each call costs some 0.3 ms, ten times as much as the same function again, and 1 ms if it captures
-        another value each time. Per-worker iterators become the executing worker's own, RemoteValues their values once
-        they are ready. If the worker dies the function runs again elsewhere, its updates are applied once.
+        The function and the values it captures are taken as they are at its first `schedule`, `fit` or `evaluate`; pass
+        as arguments what changes from call to call. If its code changes, or that of your functions and classes that it
+        reaches, it is a new function. A captured name that is rebound keeps its first value, and the log warns once;
+        changes in place are not noticed. Make the function once, before the loop: a new lambda or partial in each call
+        costs 0.3 ms, ten times as much as the same function again, and 1 ms if it captures another value each time.
+        Per-worker iterators become the executing worker's own, RemoteValues their values once they are ready. If the
+        worker dies the function runs again elsewhere, and its updates are applied once.
 
-        Blocks while the queue is full, and, where an earlier function has failed, until all that runs has stopped.
+        Blocks while the queue is full, and, after an earlier function has failed, until all running ones have stopped.
 
         Args:
-            fn: any callable.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            timeout: seconds that it may run on a worker, each time. Then it fails with FunctionTimeoutError, whatever
-                it does: it is stopped at its next read or update, what it still updates is refused, what it returns
-                is dropped, and its worker is used again when it has ended (see `cancel` for one that never does).
-                Without a timeout it may run for ever.
-            retries: how often it is run again when it raises, or runs too long. Updates of a run that failed count
-                once: the next run's are the same ones. Between two runs lies the end of the first: one that has run too
-                long and comes to no read or update within 5 s more costs its worker, until it has ended there.
-            key: names this piece of the work, whoever schedules it, such as `f"epoch {epoch}, rows {a}-{b}"`. What ran
-                under this key counts once with any repetition, also if the coordinator died and the next one schedules
-                it again. The servers remember that until `forget_keys`.
-            wait: seconds to wait at most, where this blocks. Without them it may take as long as a function that hangs.
+            timeout: seconds that each attempt may run on a worker. After that it fails with FunctionTimeoutError: it is
+                stopped at its next read or update, its further updates are refused, its result is dropped, and its
+                worker is used again once it has ended (see `cancel` for one that never does). None: no limit.
+            retries: how often it runs again after it raised or ran too long. Its updates count once: those of a failed
+                run are not applied again. No run begins before the last one has ended: one that has run too long and
+                reaches no read or update within another 5 s costs its worker, until it has ended there.
+            key: names this piece of the work for all who schedule it, such as `f"epoch {epoch}, rows {a}-{b}"`. All
+                runs under one key count once together, even if the coordinator dies and the next one schedules it
+                again. The servers remember that until `forget_keys`.
+            wait: seconds after which to give up where this blocks. None: as long as the slowest function takes.
 
         Raises:
             MisuseError: a function with this key is scheduled and has not ended.
             ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
-            WaitTimeoutError: `wait` seconds have passed: it has not been scheduled. The message says what for.
+            WaitTimeoutError: it was not scheduled within `wait` seconds; the message says why.
             PSUnavailableError: a parameter server is lost.
         """
         if not callable(fn):
             raise TypeError(f"schedule takes a function, not a {type(fn).__name__}")
-        # What is not given is not looked at: of a function that takes nothing the checks were a third of the time.
+        # Only given arguments are checked: checking all took a third of the time for a function without any.
         if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
             raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -145,18 +123,20 @@ class FunctionQueue(StaysHere):
         if function.handles:
             _check_no_part(function)
         result = RemoteValue(function.name, self._resolve_handle, self)
-        call = Call(function, weakref.ref(result), retries=retries, timeout=timeout, key=_number_of(key))
+        call = Call(function, weakref.ref(result))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
         if call.parts and not key and (visits := [part for part in call.parts if part.position is not None]):
             key = " and ".join(f"{part.name}/{function.name}" for part in visits)
-            call.key = _number_of(key)
+        limits = NO_LIMITS
+        if timeout is not None or retries or call.parts:
+            limits = RunLimits(timeout, retries, call.data_retries)
         entered: list[DataPart] = []
         try:
             for part in call.parts:
                 part.enter()
                 entered.append(part)
-            self._dispatcher.submit(call, key, wait)
+            self._dispatcher.submit(Task(call, limits=limits, key=_number_of(key)), key, wait)
         except BaseException:
             for part in entered:
                 part.release()
@@ -164,26 +144,26 @@ class FunctionQueue(StaysHere):
         return result
 
     def forget_keys(self, keys: Iterable[str]) -> None:
-        """Say that functions with these keys will never be scheduled again, so that the servers need not remember them.
+        """Let the servers forget functions with these keys, which will never be scheduled again.
 
-        The place for it is behind a `save_progress` that says that these are done. Forgotten before that, what they did
-        could count twice. Returns at once; the servers are told within seconds.
+        Call it after a `save_progress` that records them as done: before that, their updates could count twice. Returns
+        at once; the servers are told within seconds.
 
         Raises:
             MisuseError: a function with one of the keys has not ended. None is forgotten.
         """
         if isinstance(keys, str):
             raise TypeError("forget_keys takes several keys: write forget_keys([key])")
-        self._dispatcher.forget({_number_of(key): key for key in keys})
+        self._dispatcher.servers.forget({_number_of(key): key for key in keys})
 
     def _encode(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Put the arguments, as they are now, into a call."""
+        """Encode the arguments, as they are now, into a call."""
         waiting: dict[str, RemoteValue] = {}
 
         def remote(leaf: Any, _attachments: object) -> value_pb2.Value | None:
             if not isinstance(leaf, RemoteValue):
                 return None
-            # Another's is settled under another lock, and names other variables.
+            # Another coordinator's value is set under another lock, and names other variables.
             if leaf._resolve_handle is not self._resolve_handle:
                 raise MisuseError(f"{leaf!r} is another coordinator's: pass what its fetch() returns")
             waiting[key := str(len(waiting))] = leaf
@@ -194,23 +174,16 @@ class FunctionQueue(StaysHere):
         classes: dict[str, CapturedFunction] = {}
 
         def define(cls: type) -> str:
-            known = self._functions.of_class(cls)
-            if known is None:
+            if (known := self._functions.of_class(cls)) is None:
                 return ""
             classes[known.digest] = known
             return known.digest
 
         call.arguments = value_pb2.Value()
         encode_call(
-            args,
-            kwargs,
-            attachments=attachments,
-            remote=remote,
-            define=define,
-            into=call.arguments,
-            handles=handles,
+            args, kwargs, attachments=attachments, remote=remote, define=define, into=call.arguments, handles=handles
         )
-        # The caller may change its arrays once this has returned.
+        # Copies: the caller may change its arrays once this has returned.
         call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
         call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
         call.parts = [handle for handle in handles if isinstance(handle, DataPart)]
@@ -223,111 +196,101 @@ class FunctionQueue(StaysHere):
             PSUnavailableError: a parameter server is lost.
             WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._dispatcher.join(timeout)
-        # A server that came back while functions ended may have lost what they did: that has been said by now.
-        self.context.wait_for_losses(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        deadline = deadline_of(timeout)
+        self._dispatcher.waits.join(timeout)
+        # A server that came back while functions ended may have lost their updates: wait for the log to say so.
+        self.context.losses.wait(seconds_left(deadline))
 
     def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
-        """Cancel those of these functions that no worker has begun, once all that run have ended; how many.
+        """Wait for running functions to end, cancel those of these that have not begun, and return how many.
 
         Their RemoteValues raise CancelledError.
         """
-        return self._dispatcher.cancel_waiting(values)
+        return self._dispatcher.waits.cancel_waiting(values)
 
     def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
-        """End the functions of these values, wherever they are, and those that take their results; how many.
+        """End the functions of these values at once, and those that take their results; return how many.
 
-        At once: their RemoteValues raise CancelledError, the others go on. What runs is asked to stop, which it does at
-        its next read or update; what it still updates is refused by the servers, and its worker takes other work as
-        soon as it has stopped. It may have applied a part before, and its error says so.
+        Their RemoteValues raise CancelledError; other functions go on. A running one is asked to stop, which it does at
+        its next read or update; the servers refuse its further updates, and its worker takes other work once it has
+        stopped. It may have applied some updates before; its error says so.
 
         Args:
-            values: None: of all functions, whoever has scheduled them.
-            kill_after: seconds for what runs to stop, also where it had been cancelled, or had failed by its timeout,
-                before. Then its worker's process is ended, with its datasets, and is to be started again as after any
-                death: a LocalCluster does so. None: it may go on for ever. A function that holds Python's lock keeps
-                its worker from hearing of it.
+            values: None: of all functions.
+            kill_after: seconds for running functions to stop, including those that were cancelled or timed out before.
+                After that their worker's process is ended, with its datasets, and has to be restarted as after any
+                death: a LocalCluster does that. None: they may go on forever. A function that holds the GIL keeps its
+                worker from receiving this.
         """
         if kill_after is not None:
             _check_seconds("kill_after", kill_after)
-        return self._dispatcher.cancel(values, kill_after)
+        return self._dispatcher.waits.cancel(values, kill_after)
 
     def pending(self) -> str:
-        """Which error waits to be raised by `schedule`, `join` or `done`, and what for; "" if there is none."""
-        return self._dispatcher.pending()
+        """Return which error `schedule`, `join` or `done` will raise, and what that waits for; "" if there is none."""
+        return self._dispatcher.status.pending()
 
     def explain(self) -> str:
-        """Explain in a few lines what waits for what and since when, for a job that seems to hang.
+        """Explain in a few lines what is waiting for what, and since when, for a job that seems to hang.
 
-        The log says it by itself when nothing has come back for a minute.
+        The log says so by itself when nothing has come back for a minute.
         """
-        return self._dispatcher.explain()
+        return self._dispatcher.status.explain()
 
     @property
     def context(self) -> JobContext:
-        """What the parts of the job share; of use to pscluster itself."""
+        """Return what the parts of the job share; for internal use."""
         return self.strategy.context
 
     @property
     def telemetry(self) -> CoordinatorTelemetry:
-        """Return figures of the job, for monitoring: `telemetry.snapshot()`."""
+        """Return the job's metrics: `telemetry.snapshot()`."""
         return self.strategy.telemetry
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write what the cluster did of the last functions, as a trace for https://ui.perfetto.dev: a row each.
+        """Write a trace of the latest functions for https://ui.perfetto.dev, with a row for each role.
 
-        The last 2,048 attempts at functions that ran for a millisecond or longer, and every sixteenth of the shorter
-        ones, are remembered all the time. Of a process that died since there is nothing but what others saw of it.
-
-        Args:
-            path: of the file: JSON in Chrome's trace event format. One that is there is written over.
-
-        Raises:
-            OSError: it can't be written.
+        The last 2,048 attempts that took a millisecond or longer, and every sixteenth of the shorter ones, are always
+        recorded. Of a process that has died since, the trace has only what others recorded. The format is Chrome's
+        (JSON). An existing file is overwritten.
         """
         context = self.context
         timeline.write(path, list(context.counts.attempts), timeline.collect(context.tasks))
 
     def done(self) -> bool:
-        """Has every scheduled function ended? Raises as `join` does."""
-        return self._dispatcher.done()
+        """Return whether every scheduled function has ended. Raises as `join` does."""
+        return self._dispatcher.waits.done()
 
     def fetch(self, structure: Any, timeout: float | None = None) -> Any:
-        """Any nesting of RemoteValues with their values in their places; what is none stays as it is.
+        """Return a structure with each RemoteValue in it replaced by its value; everything else stays as it is.
 
         Raises:
-            WaitTimeoutError: `timeout` seconds have passed, and not all values are there.
+            WaitTimeoutError: not all values were ready within `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
 
         def value_of(leaf: Any) -> Any:
-            if not isinstance(leaf, RemoteValue):
-                return leaf
-            return leaf._fetch(None if deadline is None else max(0.0, deadline - time.monotonic()), timeout)
+            return leaf._fetch(seconds_left(deadline), timeout) if isinstance(leaf, RemoteValue) else leaf
 
         return map_structure(value_of, structure)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Any] | Iterable[Any]) -> PerWorkerDataset:
-        """A dataset on every worker: `dataset_fn()` or `dataset_fn(context)` is called there and returns an iterable.
+        """Make a dataset on every worker, from the iterable that `dataset_fn()` or `dataset_fn(context)` returns there.
 
-        An iterable instead of a function is sent to every worker as it is. Give `iter()` of what this returns
-        to `schedule`, or itself where each function is to begin anew. A worker that restarts builds it anew and begins
-        at its start.
+        An iterable in place of the function is sent to every worker. Pass `iter()` of the returned dataset to
+        `schedule`, or the dataset itself if each function should begin at its start. A worker that restarts rebuilds it
+        and begins at its start.
         """
-        if not callable(dataset_fn):
-            if not isinstance(dataset_fn, Iterable):
-                raise ValueError(
-                    f"create_per_worker_dataset takes a function or an iterable, not a {type(dataset_fn).__name__}"
-                )
-            elements = dataset_fn
-            if isinstance(elements, Iterator):
-                raise ValueError(
-                    "an iterator can be iterated over only once: give a list, or a function that makes one"
-                )
-            function = self._functions.anew(partial_of("elements", given, elements), holds_data=True)
-        else:
+        if callable(dataset_fn):
             function = self._functions.get(dataset_fn)
+        elif not isinstance(dataset_fn, Iterable):
+            raise ValueError(
+                f"create_per_worker_dataset takes a function or an iterable, not a {type(dataset_fn).__name__}"
+            )
+        elif isinstance(dataset_fn, Iterator):
+            raise ValueError("an iterator can be iterated over only once: give a list, or a function that makes one")
+        else:
+            function = self._functions.anew(partial_of("elements", given, dataset_fn), holds_data=True)
         return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
 
     def distribute_dataset(
@@ -339,31 +302,31 @@ class FunctionQueue(StaysHere):
         on_error: OnError = "raise",
         retries: int = RETRIES,
     ) -> DistributedDataset:
-        """A dataset of which each example is visited exactly once an epoch, by whichever worker comes first.
+        """Make a dataset whose examples are each visited exactly once an epoch, by any worker.
 
             data = coordinator.distribute_dataset((images, labels)).shuffle(seed=1).batch(64)
             for part in data.repeat(3):
                 coordinator.schedule(step, args=(part,))      # def step(part): for images, labels in part: ...
             coordinator.join()
 
-        Which examples a function reads is settled when it is scheduled: every attempt of it reads the same ones, and
-        what it does counts once, also where the coordinator dies and the next one repeats it. What was visited goes
-        into checkpoints, and a run that is restored goes on in the middle of the epoch.
+        The examples of a function are fixed when it is scheduled: every attempt reads the same ones, and its updates
+        count once, even if the coordinator dies and the next one repeats it. Checkpoints record what was visited, and a
+        restored run continues in the middle of the epoch.
 
         Args:
-            source: what the examples come from: arrays with one example a row (a tuple or dict of them, memory-mapped
-                ones too, which are sent by the file's name); whatever has `__len__` and `__getitem__` (a list, a
-                PyTorch or Hugging Face dataset); whatever has `__len__` and `read(start, stop)`; or a function that
-                returns one of these, called here for its length and on each worker. With `reader`, a list of files.
-            reader: called with a file on a worker, returns its examples: arrays, or something to iterate over.
-            name: the position is kept under it; default: the number of the dataset in the script.
-            on_error: what becomes of examples that can't be read after the retries: "raise", DatasetError ends the
-                job's functions as any error; "skip", they are left out, logged, and counted in `skipped`.
-            retries: so often a function is run again that could not read.
+            source: arrays with one example a row (or a tuple or dict of them; memory-mapped ones are sent by file
+                name); anything with `__len__` and `__getitem__` (a list, a PyTorch or Hugging Face dataset); anything
+                with `__len__` and `read(start, stop)`; or a function that returns one of these, called here for its
+                length and on each worker. With `reader`, a list of files.
+            reader: called with a file on a worker; returns its examples: arrays, or an iterable.
+            name: under which the position is saved; default: the number of the dataset in the script.
+            on_error: for examples that can't be read after the retries: "raise" a DatasetError, as any error of a
+                function, or "skip": they are left out, logged, and counted in `skipped`.
+            retries: how often a function that could not read runs again.
 
         Raises:
-            TypeError: there is no way to read the source.
-            ValueError: it has no examples, or an argument is out of its range.
+            TypeError: the source can't be read in any of these ways.
+            ValueError: it has no examples, or an argument is out of range.
         """
         progress = self.context.dataset_progress
         assert progress is not None  # made with the coordinator
@@ -379,38 +342,34 @@ class FunctionQueue(StaysHere):
         timeout: float | None = None,
         concurrent: bool = False,
     ) -> dict[str, Any]:
-        """Metrics over a dataset: each example exactly once, whatever dies, with the variables as they are now.
+        """Return metrics over a dataset, by name, with the present variables: each example once, whatever dies.
 
-        Waits for what was scheduled before; until it returns, other threads' `schedule` waits. The dataset is cut into
-        shards, in its order; each shard's states are made by one function and travel back with its result, and are
-        merged in the order of the shards. So the results are bit for bit those of one process that does the same.
+        Waits for functions that were scheduled before; until it returns, `schedule` in other threads waits. The dataset
+        is cut into shards in its order; one function computes the states of each, which are merged in the order of the
+        shards. So the results are bit for bit those of one process that does the same.
 
-        With `concurrent` training goes on meanwhile, in other threads and with what is scheduled already. For a moment
-        no function runs, as for a checkpoint: those that do end first, those that wait go on waiting. In it the servers
-        copy the variables that the step reaches, and for the optimizers that it reaches what they keep beside those
-        (their averages, for one). The step reads the copies. They take memory on the servers until this returns. What
-        the step writes to a variable goes to the copy and is gone with it. An error of the evaluation's functions is
-        raised here and cancels nothing else; one of another function cancels the evaluation, and is raised by
-        `schedule`, `join` or `done`.
+        With `concurrent` training goes on meanwhile, in other threads and with functions already scheduled. For a
+        moment no function runs, as for a checkpoint: running ones end first, the others wait. In that moment the
+        servers copy the variables that the step reaches, and the slots of the optimizers that it reaches (such as
+        averages). The step reads the copies, which take memory on the servers until this returns; what it writes to a
+        variable goes to the copy and is lost with it. An error of the evaluation is raised here and cancels nothing
+        else; an error of another function cancels the evaluation, and is raised by `schedule`, `join` or `done`.
 
         Args:
-            step: called on workers with each element, gives what the metrics take: a tuple such as (labels, scores),
-                or a dict with one for each metric.
-            dataset: its first epoch, once; its position does not move.
-            metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or what has their four methods
-                `initial`, `update`, `merge`, `result`.
+            step: called on workers with each element; returns what the metrics take: a tuple such as (labels, scores),
+                or a dict with one such for each metric.
+            dataset: its first epoch is read once; its position does not change.
+            metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or objects with their four
+                methods `initial`, `update`, `merge`, `result`.
             shards: how many functions; "auto": five a worker.
-            timeout: seconds for all of it. Without one, functions that run have 60 s to end in before copies are made.
-            concurrent: with copies of the variables, while other functions run.
-
-        Returns:
-            By name, what each metric's `result` gives.
+            timeout: seconds for the whole evaluation. None: running functions have 60 s to end before copies are made.
+            concurrent: evaluate copies of the variables while other functions run.
 
         Raises:
-            TypeError: `step` is no function, or `dataset` no distributed one.
-            MisuseError: something is no metric, or its states do not merge; or the dataset's own functions reach
+            TypeError: `step` is not a function, or `dataset` is not a distributed dataset.
+            MisuseError: something is not a metric, or its states do not merge; or the dataset's own functions reach
                 variables, of which they would not have copies.
-            FunctionError: the step, or, unless `concurrent`, something scheduled before, failed.
+            FunctionError: the step failed, or, unless `concurrent`, a function that was scheduled before.
             CancelledError: with `concurrent`, another function failed meanwhile.
             WaitTimeoutError: `timeout` seconds have passed.
             UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
@@ -432,16 +391,16 @@ class FunctionQueue(StaysHere):
         if concurrent:
             return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        found: list[RemoteValue] = []
-        with self._dispatcher.exclusive(timeout):
+        deadline = deadline_of(timeout)
+        values: list[RemoteValue] = []
+        with self._dispatcher.waits.exclusive(timeout):
             try:
-                found.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
-                self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                values.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
+                self.join(seconds_left(deadline))
             except BaseException:
-                self._dispatcher.withdraw(self._dispatcher.tasks_of(found))
+                self._dispatcher.waits.withdraw(values)
                 raise
-            states = self.fetch(found)
+            states = self.fetch(values)
         return results_of(named, states)
 
     def _states_of_copies(
@@ -452,12 +411,8 @@ class FunctionQueue(StaysHere):
         shards: int,
         timeout: float | None,
     ) -> list[States]:
-        """The states of each shard, with copies of the variables as they are now, among whatever else runs."""
-        begin = time.monotonic()
-
-        def left() -> float | None:
-            return None if timeout is None else begin + timeout - time.monotonic()
-
+        """Return the states of each shard, computed with copies of the present variables while other functions run."""
+        deadline = deadline_of(timeout)
         if reached := dataset.reached_variables():
             raise MisuseError(
                 f"the dataset's own functions reach {', '.join(map(repr, reached))}, which training changes while this "
@@ -470,19 +425,19 @@ class FunctionQueue(StaysHere):
         inner = captured.renamed(snapshot.rename)
         evaluate_shard = partial_of(captured.name, states_of, FunctionHandle(inner), metrics)
         function = self._functions.anew(evaluate_shard).renamed(snapshot.rename)
-        tasks: list[Task[Call]] = []
-        found: list[RemoteValue] = []
+        values: list[RemoteValue] = []
         try:
-            self._dispatcher.atomically(lambda: self._dispatcher.check_no_error(function.name))
+            self._dispatcher.atomically(lambda: self._dispatcher.waits.check_no_error(function.name))
             snapshot.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for part in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
-                call = Call(function, weakref.ref(result), isolated=True)
+                call = Call(function, weakref.ref(result))
                 self._encode(call, (part,), {})
-                found.append(result)
-                tasks.append(self._dispatcher.submit(call, left=left()))
-            self._dispatcher.wait_for(found, left(), timeout)
-            return [value.fetch() for value in found]
+                values.append(result)
+                task = Task(call, limits=RunLimits(data_retries=call.data_retries), isolated=True)
+                self._dispatcher.submit(task, left=seconds_left(deadline))
+            self._dispatcher.waits.wait_for(values, deadline, timeout)
+            return [value.fetch() for value in values]
         except UnknownVariableError as error:
             if snapshot.are_lost():
                 raise UnavailableError(
@@ -490,57 +445,53 @@ class FunctionQueue(StaysHere):
                 ) from error
             raise
         finally:  # wherever Ctrl-C struck
-            self._dispatcher.withdraw(tasks)
-            self._dispatcher.release_function(function)
+            self._dispatcher.waits.withdraw(values)
+            self._dispatcher.definitions.release_function(function)
             if inner is not captured:
-                self._dispatcher.release_function(inner)
+                self._dispatcher.definitions.release_function(inner)
             self._drop(snapshot)
 
     def _drop(self, snapshot: EvaluationSnapshot) -> None:
-        """Now, or where a server can't be reached with the next evaluation."""
+        """Drop a snapshot now, or, if a server is unreachable, in the next evaluation."""
         if not snapshot.drop():
             self._remains.append(snapshot)
 
     @property
     def workers_up(self) -> int:
-        """Return how many workers take functions now."""
-        return self._dispatcher.workers_up
+        return self._dispatcher.state.workers_up
 
     def describe(self) -> str:
-        """A line for people: what waits, what runs, which workers are missing."""
-        return self._dispatcher.describe()
+        """Return a line for people: what is waiting and running, and which workers are missing."""
+        return self._dispatcher.status.describe()
 
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
         number = next(self._resources)
-        iterator = PerWorkerIterator(number)
-        self._per_worker[str(number)] = iterator
-        self._add_resource(worker_pb2.Resource(id=number, definition=function.digest, seed=number), function, iterator)
+        iterator = self._per_worker[str(number)] = PerWorkerIterator(number)
+        self._build(iterator, function, id=number, seed=number)
         return iterator
 
     def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
         number = next(self._resources)
         self._per_worker[str(number)] = dataset
-        resource = worker_pb2.Resource(id=number, definition=function.digest, seed=number, iterable=True)
-        self._add_resource(resource, function, dataset)
+        self._build(dataset, function, id=number, seed=number, iterable=True)
         return number
 
-    def _send_pipeline(self, pipeline: Pipeline) -> Number:
-        value = next(self._resources)
+    def _send_pipeline(self, pipeline: Pipeline) -> DatasetResource:
+        resource_id = next(self._resources)
         # By its number it is no other one's.
-        sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, value)
+        sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, resource_id)
         function = self._functions.anew(sent, holds_data=True)
-        number = Number(value, function.handles)
-        message = worker_pb2.Resource(id=number.value, definition=function.digest, distributed=True)
-        self._add_resource(message, function, number)
-        return number
+        resource = DatasetResource(resource_id, function.handles)
+        self._build(resource, function, id=resource_id, distributed=True)
+        return resource
 
-    def _add_resource(self, message: worker_pb2.Resource, function: CapturedFunction, owner: object) -> None:
-        """For as long as its owner is there."""
-        self._dispatcher.add_resource(ResourceRecipe(message, function))
-        weakref.finalize(owner, self._dispatcher.release_resource, message.id).atexit = False
+    def _build(self, owner: object, function: CapturedFunction, **resource: Any) -> None:
+        """Build a resource on every worker, for as long as its owner exists."""
+        message, definitions = worker_pb2.Resource(definition=function.digest, **resource), self._dispatcher.definitions
+        definitions.add_resource(ResourceRecipe(message, function))
+        weakref.finalize(owner, definitions.release_resource, message.id).atexit = False
 
     def _handle_of(self, kind: str, key: str) -> Handle:
-        """The handle that a function returned."""
         if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
             return self.strategy.resolve_handle(kind, key)
         found = self._per_worker.get(key)
@@ -549,12 +500,7 @@ class FunctionQueue(StaysHere):
         return found
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
-        """For what is made of a function of the user's: the function, captured as by `schedule`.
-
-        Raises:
-            TypeError: it can't be called, or sent.
-            MisuseError: it has captured a part of a dataset.
-        """
+        """Capture a user's function as `schedule` does, to be part of another one."""
         function = self._functions.get(fn)
         _check_no_part(function)
         return FunctionHandle(function)
@@ -570,7 +516,7 @@ def _check_no_part(function: CapturedFunction) -> None:
 
 
 def _number_of(key: str) -> int:
-    """What the servers know a key by; 0: none. Two keys share one as seldom as two of 2**64 random numbers do."""
+    """Return the servers' number of a key; 0 if it is empty. Two keys collide as rarely as random 64-bit numbers."""
     if not isinstance(key, str):
         raise TypeError(f"a key is a string, not a {type(key).__name__}")
     if not key:

@@ -1,7 +1,6 @@
-"""The one asyncio loop of a coordinator's process, in a thread of its own.
+"""The asyncio loop of a coordinator's process, in its own thread.
 
-One for the process and not for each coordinator: several loops with grpc.aio in one process get in each
-other's way (grpc/grpc#25364).
+One for the process, not for each coordinator: several loops with grpc.aio in one process interfere (grpc/grpc#25364).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
 CANCEL_SECONDS = 0.1
-"""After so long a task that goes on is cancelled again."""
+"""A task that goes on for this long is cancelled again."""
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, started at first use."""
+    """Return the loop, started at first use."""
     global _loop
     with _lock:
         if _loop is None:
@@ -34,9 +33,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that blocks, in a thread of its own.
+    """Call a blocking function in a new thread.
 
-    Not in an executor's: those take no more calls once the script has ended, before its jobs are closed.
+    Not in an executor: those take no more calls once the script has ended, before its jobs are closed.
     """
     called: Future[T] = Future()
 
@@ -52,7 +51,7 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run a coroutine on the loop and wait for it. Not to be called on the loop's own thread."""
+    """Run a coroutine on the loop and wait for it. Never call this on the loop's thread."""
     future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
         return result_of(future, timeout)
@@ -62,9 +61,9 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks until they have ended.
+    """Cancel tasks until they have ended.
 
-    Once is not enough: grpc.aio forgets a cancellation that comes at the moment of a call's reply.
+    Once is not enough: grpc.aio forgets a cancellation that coincides with a call's reply.
     """
     pending, cancelled = set(tasks), None
     while pending:
@@ -72,11 +71,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.cancel()
         try:
             await asyncio.wait(pending, timeout=CANCEL_SECONDS)
-        except asyncio.CancelledError as error:  # of this very call: but first things first
+        except asyncio.CancelledError as error:  # of this call: raised once the tasks have ended
             cancelled = error
         for task in [task for task in pending if task.done()]:
             pending.remove(task)
             if not task.cancelled():
-                task.exception()  # it has been seen
+                task.exception()  # marks it as retrieved
     if cancelled is not None:
         raise cancelled

@@ -1,139 +1,167 @@
-"""What workers tell of functions: results and failures, on the threads of their connections."""
+"""Hand functions over to idle workers, and take their outcomes: results and failures.
+
+Both happen on the threads of the workers' connections; a function that is scheduled alone is sent by the user's thread.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pscluster.coordinator.scheduling.call import (
-    Call,
-)
-from pscluster.coordinator.scheduling.function_errors import (
-    raised,
-    says_data_unread,
-    says_server_lost,
-    too_long,
-)
-from pscluster.coordinator.scheduling.hand_over import HandOver
-from pscluster.coordinator.scheduling.recalls import Recall, Recalls
-from pscluster.coordinator.scheduling.scheduler import Ending, Task
+from pscluster.coordinator.scheduling.call import Call, step_of
+from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache, has_definition
+from pscluster.coordinator.scheduling.function_errors import raised, says_data_unread, says_server_lost, too_long
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
-from pscluster.coordinator.scheduling.settlement import Settlement
 from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.coordinator.scheduling.tasks import Ending, Task
 from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import EACH, SHORT_SECONDS
-from pscluster.core.values import Buffer
-from pscluster.v1 import worker_pb2
+from pscluster.core.values.arrays import Buffer
+from pscluster.v1 import value_pb2, worker_pb2
 
 Outcome = worker_pb2.Outcome
 
+MAX_DIRECT = 16
+"""More functions, or functions that need preparation, are left to the loop: here messages are made under the lock."""
+
 
 class Outcomes:
-    """Takes what workers tell, settles it, and gives them more."""
+    """Settles what workers report, and sends them more functions that need no preparation."""
 
-    def __init__(
-        self,
-        state: DispatchState,
-        recalls: Recalls,
-        settlement: Settlement,
-        server_watch: ServerWatch,
-        hand_over: HandOver,
-    ) -> None:
+    def __init__(self, state: DispatchState, server_watch: ServerWatch, definitions: DefinitionsCache) -> None:
         self._state, self._scheduler = state, state.scheduler
-        self._recalls = recalls
-        self._settlement = settlement
         self._server_watch = server_watch
-        self._hand_over = hand_over
+        self._definitions = definitions
 
     def take(self, index: int, connection: WorkerConnection, outcomes: Sequence[Outcome]) -> None:
-        """Take outcomes of a worker, on the thread of its connection."""
+        """Take a worker's outcomes, on the thread of its connection."""
         reach("coordinator.outcome.before")
-        complete: list[tuple[Outcome, Sequence[Buffer]]] = []
-        for outcome in outcomes:
-            buffers: Sequence[Buffer] = ()
-            if outcome.kind == Outcome.DONE and outcome.HasField("attachments"):
-                # Before the function counts as done: should the worker die here, another one runs it again.
-                buffers = connection.download(outcome.attachments)
-            complete.append((outcome, buffers))
-        self._state.workers[index].heard = time.monotonic()
-        self._take_outcomes(index, complete)
+        # Before the functions count as done: if the worker dies here, another one runs them again.
+        arrays = {
+            outcome.function: connection.download(outcome.attachments)
+            for outcome in outcomes
+            if outcome.HasField("attachments") and outcome.kind == Outcome.DONE
+        }
+        self._settle(index, outcomes, arrays)
         reach("coordinator.outcome.after")
 
-    def _take_outcomes(self, index: int, outcomes: Sequence[tuple[Outcome, Sequence[Buffer]]]) -> None:
+    def _settle(self, index: int, outcomes: Sequence[Outcome], arrays: Mapping[int, Sequence[Buffer]]) -> None:
+        """Settle outcomes, with the large arrays of their values by function, and hand over the next functions."""
         scheduler, counts, begin = self._scheduler, self._state.counts, time.monotonic()
+        handle = self._state.workers[index]
+        handle.heard = begin
         returned: list[int] = []
         again: list[int] = []
         if not self._state.lock.acquire(blocking=False):
             self._state.lock.acquire()
-            took = time.monotonic() - begin
             counts.lock_waits += 1
-            counts.lock_seconds += took
+            waited = time.monotonic() - begin
+            counts.lock_seconds += waited
         try:
-            before, asked = scheduler.error, scheduler.workers[index].asked
-            unblocked = False
-            for outcome, buffers in outcomes:
-                number, kind = outcome.function, outcome.kind
-                if kind == Outcome.DONE and number != asked:
-                    seconds = outcome.seconds
-                    task = scheduler.finish(index, number, seconds)
-                    if task is not None:
-                        # As the worker does.
-                        if seconds >= SHORT_SECONDS or not number & (EACH - 1) or task.attempts > 1:
-                            counts.remember(task, task.payload.function.name, index, begin, "done")
-                        self._settlement.visited(task.payload, outcome)
-                        unblocked |= self._settlement.set_value(task, outcome, buffers)
+            before, unblocked = scheduler.error, False
+            for outcome in outcomes:
+                task_id, kind, seconds = outcome.function, outcome.kind, outcome.seconds
+                if kind == Outcome.DONE and (task := scheduler.finish(index, task_id, seconds)) is not None:
+                    if seconds >= SHORT_SECONDS or not task_id & (EACH - 1) or task.attempts > 1:  # as the worker does
+                        counts.remember(task, task.payload.function.name, index, begin, "done")
+                    if task.payload.parts:
+                        self._visited(task, outcome)
+                    unblocked |= self._set_value(task, outcome, arrays)
                 elif kind == Outcome.RETURNED:
-                    returned.append(number)
-                elif (sent := scheduler.workers[index].sent.get(number)) is None:
-                    scheduler.cancelled(index, number)  # it is no longer this worker's; an attempt of it has ended
+                    returned.append(task_id)
+                elif (sent := scheduler.workers[index].sent.get(task_id)) is None:
+                    scheduler.stray_ended(index, task_id)
                 elif self._ended_badly(index, sent, outcome, begin):
-                    again.append(number)
+                    again.append(task_id)
             if returned:
-                self._settlement.settle_cancelled(scheduler.give_back(index, returned))
+                self._state.settle_cancelled(scheduler.give_back(index, returned))
             if again:
-                self._settlement.settle_cancelled(scheduler.run_again(index, again))
+                self._state.settle_cancelled(scheduler.run_again(index, again))
             failed = scheduler.error is not None and before is None
-            if failed or (
-                not scheduler.in_flight and (scheduler.idle or scheduler.error is not None or scheduler.barriers)
-            ):
+            if failed or scheduler.ends_waits:
                 self._state.changed.notify_all()
-            recalls = self._recalls.of_all() if failed else []
-            for_all = bool(unblocked or returned or again)
-            # Where nothing is left to do nobody waits for what may be possible now.
-            done = self._hand_over.to(index) or scheduler.idle
-            self._state.workers[index].outcomes += len(outcomes)
+            if failed:
+                self._state.recall_all()
+            for_all = unblocked or returned or again
+            if for_all:
+                self._state.ask_to_wake()
+            # When nothing is left to do, the writer need not check.
+            done = self.hand_over(index) or scheduler.idle
+            handle.outcomes += len(outcomes)
         finally:
             self._state.lock.release()
-        if recalls or for_all or not done:
-            self._state.on_loop(self._go_on, index, recalls, for_all)
+        if for_all or not done:
+            self._state.on_loop(handle.wake.set)
 
     def _ended_badly(self, index: int, task: Task[Call], outcome: Outcome, begin: float) -> bool:
-        """Under the lock: it has failed, was too late, or stopped because it was asked to. Is it to be run again?"""
+        """Settle a task that raised, stopped or returned too late; return whether it runs again. Under the lock."""
         call, failed = task.payload, outcome.kind == Outcome.FAILED
         call.applied |= outcome.updated or outcome.kind == Outcome.DONE
         if says_server_lost(outcome.failure):
             self._server_watch.doubt()
         ending = self._scheduler.ended_badly(
-            index,
-            task,
-            stopped=outcome.kind == Outcome.CANCELLED,
-            data_unread=says_data_unread(outcome.failure),
+            index, task, stopped=outcome.kind == Outcome.CANCELLED, data_unread=says_data_unread(outcome.failure)
         )
-        how = {Ending.CANCELLED: "cancelled", Ending.AGAIN: "failed, run again", Ending.FAILED: "failed"}[ending]
-        self._state.counts.remember(task, call.function.name, index, begin, how)
+        self._state.counts.remember(task, call.function.name, index, begin, ending.value)
         if ending is Ending.CANCELLED:
-            self._settlement.settle_cancelled([task])
+            self._state.settle_cancelled([task])
         elif ending is Ending.AGAIN:
-            self._settlement.say_retry(index, task, "failed" if failed else "ran too long", outcome.failure)
+            self._state.say_retry(index, task, "failed" if failed else "ran too long", outcome.failure)
         else:
             error = raised(index, task, outcome.failure) if failed else too_long(index, task)
-            self._settlement.fail_with(index, task, error)
+            self._state.fail(index, task, error)
         return ending is Ending.AGAIN
 
-    def _go_on(self, index: int, recalls: Sequence[Recall], for_all: bool) -> None:
-        """What follows from outcomes of a worker."""
-        self._recalls.ask(recalls)
-        self._state.workers[index].wake.set()
-        if for_all:
-            self._state.wake_idle()
+    def _set_value(self, task: Task[Call], outcome: Outcome, arrays: Mapping[int, Sequence[Buffer]]) -> bool:
+        """Set a task's value; return whether other tasks were waiting for it. Under the lock."""
+        value = task.payload.result()
+        if value is None:
+            return False
+        message = outcome.value if outcome.HasField("value") else value_pb2.Value(none=True)
+        value._set_value(message, arrays.get(task.id, ()))
+        if task.isolated:
+            self._state.changed.notify_all()
+        dependents, value.dependents = value.dependents, None
+        for dependent in dependents or ():
+            self._scheduler.unblock(dependent)
+        return bool(dependents)
+
+    @staticmethod
+    def _visited(task: Task[Call], outcome: Outcome) -> None:
+        """Mark the dataset parts of a task that returned as visited. Under the lock."""
+        for place, part in enumerate(task.payload.parts):
+            part.commit(task.key)
+            skipped = [skip for skip in outcome.skipped if skip.part == place]
+            part.dataset.took(outcome.seconds, outcome.waited, skipped)
+
+    def hand_over(self, index: int) -> bool:
+        """Send a worker its next functions, if its writer is waiting and they need no preparation. Under the lock.
+
+        Returns False if the writer should check the queue. A worker that has functions and gets no more now does not
+        need it: the writer would find the same, and another outcome will come.
+
+        After Ctrl-C between `send` and `give` a function is sent again, and its updates count once.
+        """
+        handle, worker = self._state.workers[index], self._scheduler.workers[index]
+        connection = handle.connection
+        if not worker.idle or worker.leaving or not handle.built.issuperset(self._definitions.resources):
+            return False
+        tasks = self._scheduler.offer(index)
+        if not tasks and worker.sent:
+            return True
+        if connection is None or not 0 < len(tasks) <= MAX_DIRECT:
+            return False
+        for task in tasks:
+            call = task.payload
+            if call.attachments or call.remote or call.classes or not has_definition(handle, call.function):
+                return False
+        full = self._scheduler.full
+        position, now = self._scheduler.reserve(index, len(tasks)), time.monotonic()
+        connection.send(position, [step_of(task, task.attempts + 1, self._state.term) for task in tasks])
+        self._scheduler.give(index, tasks, position, now)
+        self._state.counts.sent(tasks, now)
+        handle.heard, handle.sent = now, position + len(tasks) - 1
+        if full:
+            self._state.changed.notify_all()
+        return True

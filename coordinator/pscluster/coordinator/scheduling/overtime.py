@@ -1,128 +1,96 @@
-"""Functions that run longer than they may, or that were ended and run on."""
+"""Tasks that run longer than they may, or that have ended while their attempt is still running."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Iterable
 
-from pscluster.coordinator.scheduling.call import (
-    Call,
-)
-from pscluster.coordinator.scheduling.function_errors import (
-    too_long,
-)
-from pscluster.coordinator.scheduling.recalls import Recall, Recalls
-from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
-from pscluster.coordinator.scheduling.scheduler import Late, Task
+from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.function_errors import too_long
 from pscluster.coordinator.scheduling.server_link import runs
-from pscluster.coordinator.scheduling.settlement import Settlement
 from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.coordinator.scheduling.tasks import Late, Task
 from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.awake import AwakeTime
-from pscluster.core.errors import (
-    PsClusterError,
-    PSUnavailableError,
-)
+from pscluster.core.errors import PsClusterError, PSUnavailableError
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_STEP = 0.1
-"""So often it is looked whether a function has run longer than it may."""
+"""Seconds between checks for tasks that have run longer than they may."""
 
 
 class Overtime:
-    """Stops what runs too long, and sees to it that what runs on changes nothing any more."""
+    """Stops tasks that run too long, and makes sure that attempts left behind change nothing more."""
 
-    def __init__(self, state: DispatchState, recalls: Recalls, settlement: Settlement) -> None:
+    def __init__(self, state: DispatchState) -> None:
         self._state, self._scheduler = state, state.scheduler
-        self._recalls = recalls
-        self._settlement = settlement
-        self.timed = asyncio.Event()  # some functions have a timeout
+        self.timed = asyncio.Event()  # some tasks have a timeout
 
     async def watch(self) -> None:
-        """Look now and then what runs too long, once there are functions with a timeout."""
+        """Check regularly for tasks that run too long, once there are tasks with a timeout."""
         await self.timed.wait()
         awake = AwakeTime(TIMEOUT_STEP)
         while True:
             await asyncio.sleep(TIMEOUT_STEP)
-            awake.look()
+            awake.check()
             with self._state.lock:
-                recalls = [
-                    recall for index in range(len(self._state.workers)) for recall in self._late(index, awake.seconds)
-                ]
-            self._recalls.ask(recalls)
+                for index in range(len(self._state.workers)):
+                    self._stop_late(index, awake.seconds)
 
-    def _late(self, index: int, now: float) -> list[Recall]:
-        """Under the lock: how to stop what a worker runs, if that has run too long."""
+    def _stop_late(self, index: int, now: float) -> None:
+        """Stop a worker's task if it has run too long. Under the lock."""
         handle, scheduler = self._state.workers[index], self._scheduler
-        late, task = scheduler.late(index, handle.sent, now), scheduler.first(index)
-        if late is None or task is None:
-            return []
-        if late is Late.ASK:
-            return self._recalls.of(index, [task])
-        if late is Late.GIVE_UP:
+        if (found := scheduler.late(index, handle.sent, now)) is None:
+            return
+        late, task = found
+        if late is Late.STOP:
+            self._state.recall(index, [task])
+        elif late is Late.GIVE_UP:
             handle.doomed.set()
-            return []
-        task.payload.applied = True  # or not: it has not said, and goes on
-        error, before = too_long(index, task), scheduler.error
-        failed, cancelled = scheduler.time_out(index, task, error)
-        self._state.counts.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
-        if failed is not None:
-            self._settlement.say(index, error)
-            self._settlement.set_error(task, error, RemoteValueStatus.FAILED)
-        self._settlement.settle_cancelled(cancelled)
-        self._state.changed.notify_all()
-        self.part_with([task])
-        return self._recalls.of_all() if scheduler.error is not before else []
+        else:
+            task.payload.applied = True  # perhaps: it is still running
+            self._state.counts.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
+            before = scheduler.error
+            self._state.fail(index, task, too_long(index, task), runs_on=True)
+            if scheduler.error is not before:
+                self._state.recall_all()
+            self._state.changed.notify_all()
+            self.stop_strays([task])
 
-    def part_with(self, tasks: Sequence[Task[Call]], kill_after: float | None = None) -> None:
-        """Under the lock, on any thread: these have ended, and may run on. See to it that it does not matter."""
-        self._state.on_loop(self._shut_out, list(tasks))
-        self._state.on_loop(self._stop_strays, {task.id for task in tasks}, kill_after)
+    def stop_strays(self, tasks: Iterable[Task[Call]], kill_after: float | None = None) -> None:
+        """Shut out, and ask to stop, attempts of these tasks, which have ended. Under the lock, from any thread.
 
-    def _shut_out(self, tasks: Sequence[Task[Call]]) -> None:
-        """On the loop's thread: no server takes an update of these any more, and nothing is cut before that is so."""
-        intervals = list(runs(sorted(task.id for task in tasks)))
-
-        async def shut_out() -> None:
-            try:
-                await asyncio.gather(
-                    *(server.finish_functions(intervals, shut_out=True) for server in self._state.servers)
-                )
-            except PsClusterError as error:
-                why = f"the updates of a function that was ended can't be shut out from all parameter servers: {error}"
-                self._settlement.abort(PSUnavailableError(why), final=True)
-            finally:
-                with self._state.lock:
-                    self._scheduler.shut_out(tasks)
-                    self._state.changed.notify_all()
-
-        self._state.in_background(shut_out())
-
-    def _stop_strays(self, numbers: Set[int], kill_after: float | None) -> None:
-        """On the loop's thread: ask these to stop, and take back what waits behind them.
-
-        Args:
-            numbers: of functions that have ended.
-            kill_after: seconds, after which the process of a worker that still runs one is ended; None: it is not.
+        Tasks that wait for them on their workers are recalled. The process of a worker that still runs one after
+        `kill_after` seconds (None: never) is ended.
         """
-        stop, behind = [], []
-        with self._state.lock:
-            for index, handle in enumerate(self._state.workers):
-                strays = [task for task in self._scheduler.workers[index].strays.values() if task.id in numbers]
-                if strays:
-                    stop += self._recalls.of(index, strays)
-                    behind += self._recalls.of(index)
-                if kill_after is not None:
-                    for task in strays:
-                        self._state.loop.call_later(kill_after, self._end_process_of, index, handle.connection, task)
-        self._recalls.ask(stop)
-        self._recalls.ask(behind, cancel_running=False)
+        state, ended = self._state, set(tasks)
+        state.on_loop(lambda: state.in_background(self._shut_out(ended)))
+        for index, handle in enumerate(state.workers):
+            strays = [task for task in self._scheduler.workers[index].strays.values() if task in ended]
+            if strays:
+                state.recall(index, strays)
+                state.recall(index, cancel_running=False)
+            for task in strays if kill_after is not None else ():
+                state.on_loop(state.loop.call_later, kill_after, self._end_process_of, index, handle.connection, task)
+
+    async def _shut_out(self, tasks: Collection[Task[Call]]) -> None:
+        """Have all servers refuse updates of these tasks; no barrier is taken before."""
+        intervals, servers = list(runs(sorted(task.id for task in tasks))), self._state.servers
+        try:
+            await asyncio.gather(*(server.finish_functions(intervals, shut_out=True) for server in servers))
+        except PsClusterError as error:
+            why = f"the updates of a function that was ended can't be shut out from all parameter servers: {error}"
+            self._state.abort(PSUnavailableError(why), final=True)
+        finally:
+            with self._state.lock:
+                self._scheduler.shut_out(tasks)
+                self._state.changed.notify_all()
 
     def _end_process_of(self, index: int, connection: WorkerConnection | None, task: Task[Call]) -> None:
-        """On the loop's thread: it has had its time to stop."""
+        """End a worker's process if it still runs a task that has had its time to stop. On the loop's thread."""
         handle = self._state.workers[index]
         with self._state.lock:
             runs = self._scheduler.workers[index].strays.get(task.id) is task and handle.connection is connection

@@ -1,4 +1,4 @@
-"""How the queue and the workers are at a moment: as metrics, and in words."""
+"""The state of the queue and of the workers at a moment: as metrics, and in words."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pscluster.core.transport.channels import PeerAddress
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 60.0
-"""When nothing has come back from any worker for so long, the log says what is waited for: once, until that changes."""
+"""When no worker has returned anything for this long, log what the job is waiting for: once, until that changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker, as the coordinator sees it at a moment."""
+    """A worker as the coordinator sees it at a moment."""
 
     peer: PeerAddress
     up: bool
-    why: str  # it is not
+    why: str  # it is not up
     incarnation: int
-    restarts: int  # how often it came back; -1: it has not been there yet
-    has: int  # functions that it runs, or that wait there
+    restarts: int  # how often it came back; -1: it has not been up yet
+    has: int  # functions that run or wait there
     running: str  # the name of the first of these
-    quiet: float  # seconds since something came or went
-    outcomes: int  # functions that came back, also unbegun
+    quiet: float  # seconds since anything was sent or came back
+    outcomes: int  # functions that came back, begun or not
     done: int
-    seconds: float | None  # that a function takes, smoothed
+    seconds: float | None  # of a function, smoothed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +52,23 @@ class QueueStats:
     retried: int
     cancelled: int
     paused: bool
-    error: str  # that nobody has been told of yet; "": none
+    error: str  # that has not been raised yet; "": none
     workers: Sequence[WorkerStats]
 
 
 class QueueStatus:
-    """Says what waits for whom."""
+    """Describes what is waiting, running and missing."""
 
     def __init__(self, state: DispatchState) -> None:
         self._state, self._scheduler = state, state.scheduler
 
     def pending(self) -> str:
-        """The error that waits to be raised, and for what; or ""."""
+        """Return the error that is to be raised, and what that waits for; "" if there is none."""
         with self._state.lock:
             return self.describe_error()
 
     def stranded(self, seconds: float) -> str:
-        """Why nothing that has begun ends: no worker has been there for so long. Empty: it may, or nothing has."""
+        """Return why nothing that has begun ends, if no worker has been up for `seconds` seconds; otherwise ""."""
         away = time.monotonic() - self._state.no_worker_since
         if self._state.workers_up or away < seconds:
             return ""
@@ -76,13 +76,8 @@ class QueueStatus:
             unended = self.unended()
         return f"no worker has been there for {away:.0f} s, and {unended}" if unended else ""
 
-    def counts(self) -> tuple[int, int]:
-        """(waiting, in flight)."""
-        with self._state.lock:
-            return self._scheduler.waiting, self._scheduler.in_flight
-
     def metrics(self) -> Snapshot:
-        """The queue's, the workers' and the servers'; see `CoordinatorTelemetry`."""
+        """Return the metrics of the queue, the workers and the servers; see `CoordinatorTelemetry`."""
         stats = self.stats()
         workers = {str(worker.peer.index): worker for worker in stats.workers}
         return {
@@ -93,28 +88,28 @@ class QueueStatus:
             "functions_done_total": stats.done,
             "functions_failed_total": stats.failed,
             "functions_cancelled_total": stats.cancelled,
-            "worker_up": {number: int(worker.up) for number, worker in workers.items()},
-            "worker_functions": {number: worker.has for number, worker in workers.items()},
-            "worker_function_seconds": {number: worker.seconds or 0.0 for number, worker in workers.items()},
-            "worker_outcomes_total": {number: worker.outcomes for number, worker in workers.items()},
-            "worker_reconnects_total": {number: max(worker.restarts, 0) for number, worker in workers.items()},
+            "worker_up": {index: int(worker.up) for index, worker in workers.items()},
+            "worker_functions": {index: worker.has for index, worker in workers.items()},
+            "worker_function_seconds": {index: worker.seconds or 0.0 for index, worker in workers.items()},
+            "worker_outcomes_total": {index: worker.outcomes for index, worker in workers.items()},
+            "worker_reconnects_total": {index: max(worker.restarts, 0) for index, worker in workers.items()},
             "server_up": {str(server.peer.index): int(not server.gone_since) for server in self._state.servers},
             "server_returns_total": {str(server.peer.index): server.returns for server in self._state.servers},
         }
 
     def missing(self) -> list[str]:
-        """Tasks that are not there."""
+        """Return the tasks of the cluster that are down or unreachable."""
         workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
         return [*map(str, unreachable(self._state.servers)), *workers]
 
     def stats(self) -> QueueStats:
-        """How all is now. Takes a moment for each worker, whatever is queued."""
+        """Return the present state, in time proportional to the number of workers, not of functions."""
         now = time.monotonic()
         with self._state.lock:
             scheduler, oldest = self._scheduler, self._scheduler.next_one
             workers = []
             for handle, worker in zip(self._state.workers, scheduler.workers, strict=True):
-                # What has ended and goes on keeps it busy, too.
+                # Strays keep it busy as well.
                 first = next(itertools.chain(worker.strays.values(), worker.sent.values()), None)
                 workers.append(
                     WorkerStats(
@@ -146,7 +141,7 @@ class QueueStatus:
             )
 
     def explain(self) -> str:
-        """Lines for people: what waits for whom, and since when."""
+        """Return lines for people: what is waiting for what, and since when."""
         now = time.monotonic()
         with self._state.lock:
             lines = [self.describe_locked()]
@@ -174,16 +169,13 @@ class QueueStatus:
         return "\n".join(lines)
 
     def tell_of_forgotten(self) -> None:
-        """The job is to end: say which functions nobody has waited for, and which error nobody was told of."""
+        """Log, as the job ends, functions that have not ended, and an error that was never raised."""
         with self._state.lock:
             scheduler, error = self._scheduler, self._scheduler.error
-            waiting, running, cancelled = scheduler.waiting, scheduler.in_flight, self._state.cancelled_by_error
+            waiting, running = scheduler.waiting, scheduler.in_flight
+            cancelled = 0 if error is None else self._state.cancelled_by_error
             told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
-            after = (
-                f", {cancelled} were cancelled after the error of another one"
-                if error is not None and cancelled
-                else ""
-            )
+        after = f", {cancelled} were cancelled after the error of another one" if cancelled else ""
         if waiting or running or after:
             logger.warning(
                 "the job ended before all of its functions finished: %d were waiting, %d were running%s; "
@@ -196,13 +188,13 @@ class QueueStatus:
             logger.error("the job ended with an error that was never raised (coordinator.join() raises it): %s", error)
 
     def describe(self) -> str:
-        """A line for people: what waits, what runs, which workers are missing."""
+        """Return a line for people: what is waiting and running, and which workers are missing."""
         with self._state.lock:
             return self.describe_locked()
 
     @property
     def functions_done(self) -> int:
-        """How many have returned. Takes no lock."""
+        """Return how many functions have returned. Takes no lock."""
         return sum(worker.done for worker in self._scheduler.workers)
 
     def describe_error(self) -> str:
@@ -219,63 +211,54 @@ class QueueStatus:
         )
 
     def running(self) -> str:
-        """Under the lock: what the workers have, by name."""
-        found = [
+        """List the functions that workers have. Under the lock."""
+        names = [
             f"{task.payload.function.name} on {handle.peer}"
             for index, handle in enumerate(self._state.workers)
             for task in self._scheduler.workers[index].sent.values()
         ]
-        return _listed(found)
+        return _listed(names)
 
     def unended(self) -> str:
-        """Under the lock: what has begun and not ended, by name; and who is missing, where that is why."""
+        """List what has begun and not ended, and the missing workers if that is why. Under the lock."""
         begun = [task for worker in self._scheduler.workers for task in worker.orphaned] + self._scheduler.begun
-        found = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
+        names = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
         told = [f"functions still run: {running}"] if (running := self.running()) else []
         if self._scheduler.is_shutting_out:
             told.append("parameter servers are being told to refuse further updates of functions that were ended")
-        if found:
-            told.append(f"interrupted functions wait to be run again: {_listed(found)} ({self.who_is_up()})")
+        if names:
+            told.append(f"interrupted functions wait to be run again: {_listed(names)} ({self.who_is_up()})")
         return "; ".join(told)
 
     def who_is_up(self) -> str:
-        """Say how many workers are there, and which are missing."""
-        missing = [f"{handle.peer} ({handle.why})" for handle in self._state.workers if not handle.up]
+        """Say how many workers are up, and which are missing."""
+        missing = ", ".join(f"{handle.peer} ({handle.why})" for handle in self._state.workers if not handle.up)
         workers = f"{self._state.workers_up} of {len(self._state.workers)} workers up"
-        if missing:
-            workers += f", missing: {', '.join(missing)}"
-        return workers
+        return f"{workers}, missing: {missing}" if missing else workers
 
     def describe_locked(self) -> str:
         """Return what `describe` does. Under the lock."""
         if self._state.closed:
             return "the job is over: nothing is waiting or running"
-        workers = self.who_is_up()
         waiting = self._scheduler.waiting
         noun = "function" if waiting == 1 else "functions"
-        line = f"{waiting} {noun} waiting, {self._scheduler.in_flight} with workers; {workers}"
+        line = f"{waiting} {noun} waiting, {self._scheduler.in_flight} with workers; {self.who_is_up()}"
         return f"{line}; {pending}" if (pending := self.describe_error()) else line
 
     async def warn_when_quiet(self) -> None:
-        """Log what is waited for, where nothing comes back."""
+        """Log what the job is waiting for whenever nothing has come back for a while."""
         said = ""
         while True:
             await asyncio.sleep(QUIET_SECONDS)
             with self._state.lock:
-                busy = self._scheduler.in_flight > 0 or self._scheduler.waiting > 0
-                state = (
-                    f"{self.describe_locked()}; {self.running()}; {[handle.heard for handle in self._state.workers]}"
-                )
-            # What stays as it is is said once.
-            if (
-                state != said
-                and busy
-                and time.monotonic() - max(handle.heard for handle in self._state.workers) >= QUIET_SECONDS
-            ):
+                busy, heard = not self._scheduler.idle, [handle.heard for handle in self._state.workers]
+                state = f"{self.describe_locked()}; {self.running()}; {heard}"
+            # The same state is logged once.
+            if state != said and busy and time.monotonic() - max(heard) >= QUIET_SECONDS:
                 said = state
                 logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
 
 
-def _listed(found: Sequence[str]) -> str:
-    """What there is several times once, with its number."""
-    return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(found).items())
+def _listed(names: Sequence[str]) -> str:
+    """List each name once, with its count."""
+    return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(names).items())

@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pscluster.coordinator.scheduling.waiting import Event
 from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
-from pscluster.core.values import Buffer, HandleResolver, decode
+from pscluster.core.values import HandleResolver, decode
+from pscluster.core.values.arrays import Buffer
 from pscluster.v1 import value_pb2
 
 if TYPE_CHECKING:
-    from pscluster.coordinator.scheduling.scheduler import Task
+    from pscluster.coordinator.scheduling.tasks import Task
 
 
 class Owner(Protocol):
-    """What a RemoteValue asks of its coordinator."""
+    """What a RemoteValue needs of its coordinator."""
 
     def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
-        """Cancel their functions."""
+        """Cancel the functions of these values, and return how many."""
 
     def pending(self) -> str:
-        """Which error of another function waits to be raised, and for what; or ""."""
+        """Return which error of another function is to be raised, and what that waits for; or ""."""
 
 
 class RemoteValueStatus(enum.Enum):
-    """Of a RemoteValue."""
-
     NOT_READY = "not ready"
     READY = "ready"
     FAILED = "failed"
@@ -39,16 +38,16 @@ class RemoteValueStatus(enum.Enum):
 _NONE = value_pb2.Value(none=True)
 _NOT_DECODED = object()
 
-_events = threading.Lock()  # guards the making of events: few values are ever waited for one by one
+_events = threading.Lock()  # guards the making of events: few values are waited for individually
 
 
 class RemoteValue(StaysHere):
     """The result of a scheduled function. Thread-safe.
 
-    There may be a million of them, which Python's garbage collector looks through again and again: nothing that it
-    looks after is made for each that could be shared, or be absent.
+    There may be a million of them, which Python's garbage collector traverses again and again: objects that it tracks
+    are shared, or made only when needed.
 
-    A value that was ready stays so, whatever dies after: it is here, not on the worker.
+    A value that is ready stays so, whatever dies later: it is here, not on the worker.
     """
 
     instead = "pass it as an argument, `schedule(fn, args=(value,))`, and the function gets its value"
@@ -95,35 +94,33 @@ class RemoteValue(StaysHere):
         if event is not None:
             event.set()
 
-    def _encoded(self) -> tuple[value_pb2.Value, Sequence[Buffer]]:
-        """A ready value as it came, to be passed on to another function."""
-        return self._message, self._attachments
-
     # The user's side
 
     @property
     def status(self) -> RemoteValueStatus:
-        """How far it is."""
+        """Return whether it is ready, or why it never will be."""
         return self._status
 
     @property
     def function(self) -> str:
-        """The name of the function whose result it is."""
+        """Return the name of the function whose result it is."""
         return self._function
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Wait for the value and return it; arrays are NumPy's.
+        """Wait for the value and return it; arrays are NumPy arrays.
 
         Raises:
-            FunctionError: the function raised; also an instance of what it raised. The next `schedule`, `join` or
-                `done` raises it as well, once, as the first error of all functions, and says that it is that.
+            FunctionError: the function raised; also an instance of the class it raised. If it is the first error of all
+                functions, the next `schedule`, `join` or `done` raises it as well, once, and says so.
             CancelledError: it was cancelled, by `cancel` or because another function failed first.
             WaitTimeoutError: `timeout` seconds have passed.
         """
         return self._fetch(timeout, timeout)
 
+    get = fetch  # TensorFlow has both
+
     def _fetch(self, left: float | None, timeout: float | None) -> Any:
-        """Wait for `left` of the `timeout` seconds that the user gave."""
+        """Do what `fetch` does, with `left` of the user's `timeout` seconds left."""
         if not self.wait(left):
             pending = "" if self._owner is None else self._owner.pending()
             raise WaitTimeoutError(
@@ -143,15 +140,11 @@ class RemoteValue(StaysHere):
         return self._decoded
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has a value, or an error. False if it has neither after so many seconds."""
+        """Wait until it has a value or an error; return whether it has within `timeout` seconds."""
         return self._status is not RemoteValueStatus.NOT_READY or self._wait(timeout)
 
-    def get(self, timeout: float | None = None) -> Any:
-        """The value: the same as `fetch`."""
-        return self.fetch(timeout)
-
     def cancel(self, *, kill_after: float | None = None) -> bool:
-        """End the function, wherever it is: see `ClusterCoordinator.cancel`. False if it had ended already."""
+        """End the function, as `ClusterCoordinator.cancel` does. Return False if it had ended already."""
         return self._owner is not None and self._owner.cancel([self], kill_after=kill_after) > 0
 
     def _wait(self, timeout: float | None) -> bool:

@@ -1,43 +1,30 @@
-"""The coordinator's attachment to a parameter server, on the loop: taken, watched, taken again."""
+"""The coordinator's attachment to a parameter server, on the loop: taken, watched, and taken again."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import grpc
-import tenacity
 
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.scheduling.connections import (
     CALL_SECONDS,
     LOST_CONNECTION,
-    RETRY_WAIT,
     AioChannel,
     TlsDiagnosis,
+    repeat,
     why_lost,
 )
-from pscluster.core.errors import (
-    BusyError,
-    PsClusterError,
-    PSUnavailableError,
-    StaleError,
-    UnavailableError,
-    from_rpc,
-)
+from pscluster.core.errors import BusyError, PsClusterError, PSUnavailableError, StaleError, UnavailableError, from_rpc
 from pscluster.core.intervals import IntervalSet
 from pscluster.core.limits import MAX_COUNT, one_line
-from pscluster.core.transport.channels import (
-    HELLO_SECONDS,
-    NODE_SERVICE,
-    PeerAddress,
-    open_aio_channel,
-)
+from pscluster.core.transport.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_aio_channel
 from pscluster.core.transport.methods import Stub
 from pscluster.ps.spec import SERVICE as PS_SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
@@ -51,46 +38,37 @@ _CHECK_SECONDS = 0.1
 class ServerAttachment:
     """The coordinator's control of one parameter server."""
 
-    gone_since = 0.0  # 0: it is there
+    gone_since = 0.0  # when it became unreachable; 0: it is reachable
     returns = 0  # how often it was taken again
-    on_return: Callable[[ServerAttachment], None] | None = (
-        None  # called on the loop when a server is back that was restored
-    )
+    on_return: Callable[[ServerAttachment], None] | None = None  # called on the loop once it is back and was restored
+    on_lost: Callable[[int, PSUnavailableError], None] | None = None  # called on the loop, with its index
 
     def __init__(
         self,
         peer: PeerAddress,
         attach: node_pb2.AttachRequest,
-        declare_again: Callable[[int, Sequence[int]], Awaitable[None]],
-        holding: int = 0,
+        declare_again: Callable[[int, Sequence[int]], Future[None]],
+        store_id: int = 0,
         event_log: EventLog | None = None,
     ) -> None:
-        """Nothing is dialled yet.
-
-        Args:
-            declare_again: sends a server, by its index, the rules of these optimizers, which it keeps nowhere.
-            holding: the number of what it has to hold as it is taken; 0: it may hold anything.
-            event_log: is told when it goes and when it is back.
-        """
+        """`declare_again` sends a server, by its index, the rules of these optimizers, which it does not persist."""
         self.peer = peer
         self._request = attach
         self._declare_again = declare_again
-        self._unlisted: set[int] = set()  # workers that this has been said of
-        self._closed: list[int] = []  # incarnations; what a server that comes back has to know before it serves
+        self._unlisted: set[int] = set()  # workers that were logged as unlisted
+        self._closed: list[int] = []  # incarnations; a server that comes back must know these before it serves
         self._finished = IntervalSet()
-        self._generation = 0 if peer.tls is None else peer.tls.look_again()  # before the channel: that may be newer
-        self._channel = open_aio_channel(peer)
-        self._node = Stub(self._channel, NODE_SERVICE)
-        self._ps = Stub(self._channel, PS_SERVICE)
-        # Channels with a certificate that was renewed since, by the task that closes each.
+        self._generation = 0 if peer.tls is None else peer.tls.refresh()  # before the channel, which may be newer
+        self._open()
+        # Channels with a certificate that has been renewed since, by the task that closes each.
         self._retired: dict[asyncio.Task[None], AioChannel] = {}
         self._diagnosis = TlsDiagnosis(peer)
         self._attached: Any = None
         self._watching: asyncio.Task[PSUnavailableError] | None = None
-        self.over = False  # the job is being ended: that the server goes is no news
-        self.restored = ""  # what it said of that when it was taken
-        self.holding = holding  # the number of what it holds for this job
-        self.term = 0  # of what it holds: see UpdateRequest
+        self.over = False  # the job is ending: the loss of the server is not logged
+        self.restored = ""  # what it had restored when it was taken
+        self.store_id = store_id  # of the state that it holds for this job, or must hold when it is taken; 0: any
+        self.term = 0  # of that state: see UpdateRequest
         self._event_log = event_log or EventLog()
 
     async def attach(self) -> None:
@@ -98,7 +76,7 @@ class ServerAttachment:
         self._renew()
         request = node_pb2.AttachRequest()
         request.CopyFrom(self._request)
-        request.holding = self.holding
+        request.store_id = self.store_id
         request.closed.extend(self._closed)
         for start, stop in self._finished:
             request.finished_starts.append(start)
@@ -107,55 +85,45 @@ class ServerAttachment:
         try:
             event = await call.read()
         except grpc.RpcError as error:
-            # Not by way of a variable: the error and this frame would hold each other, 20 KiB at every attempt.
-            failure = from_rpc(error, str(self.peer))
-            await self._diagnosis.diagnose(failure)
-            raise self._why(failure) from None
+            # Not through a variable: the error and this frame would hold each other, 20 KiB an attempt.
+            raise await self._diagnosed(from_rpc(error, str(self.peer))) from None
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         if event.missing_rules:
-            await self._declare_again(self.peer.index, event.missing_rules)
-        self._attached, self.holding, self.restored, self.term = call, event.incarnation, event.restored, event.term
+            await asyncio.wrap_future(self._declare_again(self.peer.index, event.missing_rules))
+        self._attached, self.store_id, self.restored, self.term = call, event.incarnation, event.restored, event.term
 
-    def _renew(self) -> None:
-        """With a renewed certificate comes a channel of its own: the one there is would dial with the old for ever."""
-        if self.peer.tls is not None and self.peer.tls.look_again() != self._generation:
-            self._generation = self.peer.tls.generation
-            self._retire(self._channel)
-            self._channel = open_aio_channel(self.peer)
-            self._node = Stub(self._channel, NODE_SERVICE)
-            self._ps = Stub(self._channel, PS_SERVICE)
-
-    def _retire(self, channel: AioChannel) -> None:
-        """Close a channel that no new call takes, once the calls on it have ended."""
-        closing = asyncio.create_task(
-            channel.close(CALL_SECONDS)
-        )  # only attachments last longer, and this one's is lost
-        self._retired[closing] = channel
-        closing.add_done_callback(self._retired.pop)
-
-    def _why(self, failure: PsClusterError) -> PsClusterError:
+    async def _diagnosed(self, failure: PsClusterError) -> PsClusterError:
+        """Diagnose the failure of an attempt, and return the error to raise."""
+        await self._diagnosis.diagnose(failure)
         if isinstance(failure, StaleError):
             return PSUnavailableError(f"{self.peer} refuses this coordinator: {failure}")
         return failure
 
+    def _open(self) -> None:
+        self._channel = open_aio_channel(self.peer)
+        self._node, self._ps = Stub(self._channel, NODE_SERVICE), Stub(self._channel, PS_SERVICE)
+
+    def _renew(self) -> None:
+        """Open a new channel if the certificate was renewed: the old one would dial with the old one forever."""
+        if self.peer.tls is not None and self.peer.tls.refresh() != self._generation:
+            self._generation = self.peer.tls.generation
+            # Closed once its calls have ended: only attachments last longer, and this one's is lost.
+            closing = asyncio.create_task(self._channel.close(CALL_SECONDS))
+            self._retired[closing] = self._channel
+            closing.add_done_callback(self._retired.pop)
+            self._open()
+
     async def take(self) -> None:
-        """Take the server, patiently where it can't be reached; BusyError at once."""
-        try:
-            async for attempt in self._retrying():
-                with attempt:
-                    await self.attach()
-        except tenacity.RetryError as error:
-            raise UnavailableError(str(error.last_attempt.exception())) from None
+        """Take the server, retrying while it is unreachable; raise BusyError at once."""
+        await self._repeat(self.attach)
 
     def begin(self) -> None:
-        """Look after the server from now on: take it again when it comes back."""
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+        """Watch the server from now on, and take it again when it comes back."""
+        self._watching = asyncio.create_task(self._watch())
 
     async def watch(self) -> PSUnavailableError:
-        """Return, with the reason, when the server is lost: it can't be reached, or no longer holds what it held."""
-        self.begin()
+        """Return, with the reason, when the server is lost: it is unreachable, or no longer holds its state."""
         assert self._watching is not None
         return await asyncio.shield(self._watching)
 
@@ -171,30 +139,24 @@ class ServerAttachment:
                 logger.warning("%s is unreachable; retrying for up to %g s", self.peer, timeout)
                 self._event_log.record(self.peer.task, "down", f"is unreachable; retrying for up to {timeout:g} s")
             try:
-                # Busy: the end of the old connection has not been noticed there yet.
-                async for attempt in self._retrying(BusyError):
-                    with attempt:
-                        await self.attach()
-            except (PsClusterError, tenacity.RetryError) as error:
-                why = error.last_attempt.exception() if isinstance(error, tenacity.RetryError) else error
-                if isinstance(why, PSUnavailableError):
-                    return why
-                return self._lost(why)
+                # BusyError: the server has not noticed the end of the old connection yet.
+                await self._repeat(self.attach, BusyError)
+            except PsClusterError as error:
+                return self._lost(error)
             if self.restored and self.on_return is not None:
                 self.on_return(self)
             took, self.gone_since = time.monotonic() - gone, 0.0
             self.returns += 1
+            news, level = f"is reachable again after {took:.1f} s", logging.INFO
             if self.restored:
-                logger.warning("%s is back after %.1f s, with %s", self.peer, took, self.restored)
-                self._event_log.record(self.peer.task, "up", f"is back after {took:.1f} s, with {self.restored}")
-            else:
-                logger.info("%s is reachable again after %.1f s", self.peer, took)
-                self._event_log.record(self.peer.task, "up", f"is reachable again after {took:.1f} s")
+                news, level = f"is back after {took:.1f} s, with {self.restored}", logging.WARNING
+            logger.log(level, "%s %s", self.peer, news)
+            self._event_log.record(self.peer.task, "up", news)
 
     async def check(self) -> PSUnavailableError | None:
-        """Why the server is lost, of which somebody else has said so; None if it answers, and holds what it held.
+        """Check a report that the server is lost. Return why it is, or None if it answers and still holds its state.
 
-        Whoever says so has waited for it already. So has this, where it was found to be gone before.
+        This waits for it as long as the reporter has. The time since it was found unreachable counts.
         """
         request, since = node_pb2.HelloRequest(identity=self._request.coordinator), 0.0
         while True:
@@ -204,23 +166,28 @@ class ServerAttachment:
             except LOST_CONNECTION as error:
                 failure = why_lost(error, str(self.peer))
             else:
-                if not self.holding or reply.holding == self.holding:
+                if not self.store_id or reply.store_id == self.store_id:
                     return None
-                return PSUnavailableError(
-                    f"{self.peer} is lost: it was restarted without its variables, or serves another job"
-                )
+                why = f"{self.peer} is lost: it was restarted without its variables, or serves another job"
+                return self._lost(PSUnavailableError(why))
             since = since or asked
             waited = time.monotonic() - min(since, self.gone_since or since)
             if waited >= self._request.ps_timeout or self.peer.why_gone():
                 return self._lost(failure)
             await asyncio.sleep(_CHECK_SECONDS)
 
-    def _lost(self, why: object) -> PSUnavailableError:
-        found = self.peer.why_gone() or self._diagnosis.why or why
-        return PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {found}")
+    def _lost(self, why: PsClusterError) -> PSUnavailableError:
+        """Return the error that says the server is lost. Unless the server says why itself, end all waits for it."""
+        if isinstance(why, PSUnavailableError):
+            return why
+        cause = self.peer.why_gone() or self._diagnosis.why or why
+        lost = PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {cause}")
+        if self.on_lost is not None:
+            self.on_lost(self.peer.index, lost)
+        return lost
 
     def _tell_unlisted(self, worker: node_pb2.Identity) -> None:
-        """Log it, once: a worker uses this server's cluster, and is not in this coordinator's."""
+        """Log, once a worker, that it uses this server but is not in this coordinator's cluster."""
         if worker.index in self._unlisted:
             return
         self._unlisted.add(worker.index)
@@ -230,35 +197,33 @@ class ServerAttachment:
         self._event_log.record(f"worker {worker.index}", "note", text)
 
     async def close_incarnation(self, incarnation: int) -> None:
-        """Nothing of it is applied on this server afterwards. PSUnavailableError if the server is lost."""
+        """Have this server refuse all updates of an incarnation. Raise PSUnavailableError if the server is lost."""
         self._closed.append(incarnation)
         request = ps_pb2.CloseIncarnationRequest(job=self._request.job, incarnation=incarnation)
-        await self._repeated(lambda: self._ps.close_incarnation(request, timeout=CALL_SECONDS))
+        await self._tell("close_incarnation", request)
 
     async def finish_functions(
         self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
     ) -> None:
-        """These functions have ended, and those with these keys will not be run again.
+        """Tell the server that functions have ended, and that no function with these keys will run again.
 
-        With `shut_out`: nothing of them is applied on this server afterwards. PSUnavailableError if it is lost.
+        With `shut_out` it refuses their updates afterwards. Raise PSUnavailableError if it is lost.
         """
         for start, stop in intervals:
             self._finished.add(start, stop)
-        forgotten = list(keys)
-        for at in range(0, max(len(intervals), len(forgotten), 1), MAX_COUNT):
+        keys = list(keys)
+        for at in range(0, max(len(intervals), len(keys), 1), MAX_COUNT):
             some = intervals[at : at + MAX_COUNT]
             request = ps_pb2.FinishFunctionsRequest(
                 job=self._request.job,
                 starts=[start for start, _ in some],
                 stops=[stop for _, stop in some],
-                keys=forgotten[at : at + MAX_COUNT],
+                keys=keys[at : at + MAX_COUNT],
                 shut_out=shut_out,
             )
-            call = functools.partial(self._ps.finish_functions, request, timeout=CALL_SECONDS)
-            await self._repeated(call)
+            await self._tell("finish_functions", request)
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
@@ -267,41 +232,37 @@ class ServerAttachment:
             closing.cancel()
         await asyncio.gather(*(channel.close() for channel in channels))
 
-    async def _repeated(self, call: Callable[[], Awaitable[Any]]) -> None:
+    async def _tell(self, method: str, request: object) -> None:
+        """Call one of the server's methods until it answers. Raise PSUnavailableError if it is lost."""
+
+        async def tell() -> None:
+            try:
+                await getattr(self._ps, method)(request, timeout=CALL_SECONDS)  # on the current channel
+            except grpc.RpcError as error:
+                raise from_rpc(error, str(self.peer)) from None
+
         try:
-            async for attempt in self._retrying():
-                with attempt:
-                    try:
-                        await call()
-                    except grpc.RpcError as error:
-                        raise from_rpc(error, str(self.peer)) from None
-        except tenacity.RetryError as error:
-            raise PSUnavailableError(self.peer.why_gone() or str(error.last_attempt.exception())) from None
-        except StaleError as error:  # it knows nothing of the job: it was restarted, and has lost what it held
+            await self._repeat(tell)
+        except UnavailableError as error:
+            raise PSUnavailableError(self.peer.why_gone() or str(error)) from None
+        except StaleError as error:  # it does not know the job: it was restarted, and has lost its state
             raise PSUnavailableError(f"{self.peer}: {error}") from None
 
-    def _retrying(self, *also: type[PsClusterError]) -> tenacity.AsyncRetrying:
-        late = tenacity.stop_after_delay(self._request.ps_timeout)
-        return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(
-                lambda error: isinstance(error, (UnavailableError, *also)) and not isinstance(error, PSUnavailableError)
-            ),
-            wait=RETRY_WAIT,
-            stop=lambda state: late(state) or bool(self.peer.why_gone()),
-        )
+    async def _repeat(self, call: Callable[[], Awaitable[None]], *also: type[PsClusterError]) -> None:
+        await repeat(call, *also, seconds=self._request.ps_timeout, over=self.peer.why_gone)
 
 
 def unreachable(servers: Iterable[ServerAttachment]) -> dict[PeerAddress, float]:
-    """Those that are, and for how many seconds."""
+    """Return the unreachable ones of these servers, with the seconds for which they have been."""
     now = time.monotonic()
     return {server.peer: now - since for server in servers if (since := server.gone_since)}
 
 
-def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Rising numbers as [start, stop) of those that follow one another."""
+def runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield rising ids as intervals [start, stop)."""
     at = 0
-    while at < len(numbers):
+    while at < len(ids):
         start = at
-        while at < len(numbers) and numbers[at] - numbers[start] == at - start:
+        while at < len(ids) and ids[at] - ids[start] == at - start:
             at += 1
-        yield numbers[start], numbers[start] + at - start
+        yield ids[start], ids[start] + at - start

@@ -1,85 +1,107 @@
-"""What the parts of the dispatcher share: the scheduler, the lock that guards it, and what is known of workers."""
+"""What the parts of the dispatcher share: the scheduler, its lock, the workers; how tasks are settled and recalled."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
-from pscluster.coordinator.scheduling.call import (
-    Call,
-)
-from pscluster.coordinator.scheduling.connections import (
-    LOST_CONNECTION,
-)
-from pscluster.coordinator.scheduling.partly_applied import PartlyApplied
+from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
+from pscluster.coordinator.scheduling.function_errors import cancelled_error, says_data_unread
+from pscluster.coordinator.scheduling.loop import event_loop
+from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
 from pscluster.coordinator.scheduling.scheduler import Scheduler
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
+from pscluster.coordinator.scheduling.tasks import State, Task
 from pscluster.coordinator.scheduling.waiting import Condition
 from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
+from pscluster.core.errors import FunctionError
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.transport.tcp.client import DataPort
-from pscluster.v1 import node_pb2
+from pscluster.core.transport.transport import Transport
+from pscluster.v1 import node_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+STEAL_SECONDS = 0.01
+"""A worker that is idle for this long gets tasks that another one has not started."""
+
+_MAX_NAMED, _MAX_TEXT = 1000, 300
+
+
+@dataclass(eq=False)
+class PartlyApplied:
+    """Functions that failed for good, or were cancelled, and may have applied some of their updates.
+
+    They stay, also in checkpoints, until one is restored. The last are kept by name. The owner serialises calls.
+    """
+
+    count: int = 0
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_NAMED))  # each one's name, and how it ended
+
+    def add(self, function: str, why: str) -> None:
+        line = why.partition("\n")[0]
+        self.count += 1
+        self.last.append((line if line.startswith(function) else f"{function}: {line}")[:_MAX_TEXT])
+
+    def clear(self) -> None:
+        """Forget all: a checkpoint was restored, which undid them."""
+        self.count = 0
+        self.last.clear()
 
 
 @dataclass(slots=True)
 class WorkerHandle:
-    """What is known of a worker and of its connection."""
+    """A worker and its connection, as its link sees them."""
 
     peer: PeerAddress
-    wake: asyncio.Event
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
     connection: WorkerConnection | None = None
     up: bool = False
-    known: dict[str, None] = field(default_factory=dict)  # definitions, the last used one at the end
-    built: set[int] = field(default_factory=set)
+    known: dict[str, None] = field(default_factory=dict)  # digests of its definitions, the last used one at the end
+    built: set[int] = field(default_factory=set)  # ids of its resources
     restarts: int = -1
-    outcomes: int = 0  # that have come, of all its lives
-    heard: float = 0.0  # when it was given something or gave something back
-    sent: int = 0  # the last place on its stream that something was sent for
-    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it has not stopped
-    why: str = "not connected yet"
-    data: DataPort = field(init=False)
+    outcomes: int = 0  # received, over all incarnations
+    heard: float = 0.0  # when a task was last sent to it, or an outcome came
+    sent: int = 0  # the last position on its stream for which anything was sent
+    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up: a task does not stop
+    why: str = "not connected yet"  # it is not up
+    transport: Transport = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = DataPort(str(self.peer), self.peer.token, self.peer.tls)
+        self.transport = Transport(self.peer)
 
 
+@dataclass(eq=False)
 class DispatchState:
-    """The queue of one coordinator, who works on it, and the loop. The lock guards the scheduler."""
+    """The scheduler of one coordinator with the lock that guards it, the workers and servers, and the loop."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        workers: Sequence[PeerAddress],
-        servers: Sequence[ServerAttachment],
-        attach: node_pb2.AttachRequest,
-        *,
-        max_queued: int,
-        max_attempts: int,
-        worker_lease: float,
-        counts: CoordinatorCounts | None,
-        event_log: EventLog | None,
-        partly_applied: PartlyApplied | None,
-    ) -> None:
-        self.loop = loop
-        self.workers = [WorkerHandle(peer, asyncio.Event()) for peer in workers]
-        self.servers = list(servers)
-        self.attach = attach
-        self.max_attempts = max_attempts
-        self.worker_lease = worker_lease
-        self.counts = counts or CoordinatorCounts()
-        self.event_log = event_log or EventLog()
-        self.partly_applied = partly_applied or PartlyApplied()
+    peers: InitVar[Sequence[PeerAddress]]  # the workers
+    servers: Sequence[ServerAttachment]
+    attach: node_pb2.AttachRequest
+    max_queued: InitVar[int] = 1
+    max_attempts: int = 1
+    worker_lease: float = math.inf
+    counts: CoordinatorCounts = field(default_factory=CoordinatorCounts)
+    event_log: EventLog = field(default_factory=EventLog)
+    partly_applied: PartlyApplied = field(default_factory=PartlyApplied)
+
+    def __post_init__(self, peers: Sequence[PeerAddress], max_queued: int) -> None:
+        self.loop = event_loop()
+        self.workers = [WorkerHandle(peer) for peer in peers]
         self.lock = threading.Lock()
         self.changed = Condition(self.lock)
-        self.scheduler: Scheduler[Call] = Scheduler(len(workers), max_attempts, max_queued)
-        self.term = attach.term  # under which functions update variables; it changes while none runs
+        self.scheduler: Scheduler[Call] = Scheduler(len(peers), self.max_attempts, max_queued)
+        self.term = self.attach.term  # of functions' updates; it changes only while no function runs
         self.closed = False
         self.no_worker_since = self.failed_at = time.monotonic()
         self.cancelled_by_error = 0
@@ -87,32 +109,19 @@ class DispatchState:
         self.jobs: list[asyncio.Task[None]] = []
         self._wake_asked = False
 
+    @property
+    def workers_up(self) -> int:
+        return sum(handle.up for handle in self.workers)
+
+    # The loop
+
     def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call this on the loop's thread, soon; not if the loop is closed. On any thread."""
+        """Call this soon on the loop's thread, unless the loop is closed. From any thread."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def ask_to_wake(self) -> None:
-        """Have `wake_idle` called. Under the lock."""
-        if not self._wake_asked:
-            self.loop.call_soon_threadsafe(self.wake_idle)
-            self._wake_asked = True
-
-    def wake_idle(self) -> None:
-        """Wake those who may take something."""
-        with self.lock:
-            self._wake_asked = False
-            indices = self.scheduler.to_wake()
-        for index in indices:
-            self.workers[index].wake.set()
-
-    def wake_all(self) -> None:
-        """Wake all, whether they may take something or not."""
-        for handle in self.workers:
-            handle.wake.set()
-
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do this on the loop; a connection that is lost meanwhile is no error of it."""
+        """Run this on the loop, ignoring the loss of a connection."""
 
         async def quietly() -> None:
             with suppress(*LOST_CONNECTION):
@@ -123,7 +132,120 @@ class DispatchState:
         task.add_done_callback(self.jobs.remove)
         task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
 
-    @property
-    def workers_up(self) -> int:
-        """How many workers take functions now."""
-        return sum(handle.up for handle in self.workers)
+    def ask_to_wake(self) -> None:
+        """Have `wake_idle` called. Under the lock."""
+        if not self._wake_asked:
+            self.loop.call_soon_threadsafe(self.wake_idle)
+            self._wake_asked = True
+
+    def wake_idle(self) -> None:
+        """Wake the writers that should check the queue."""
+        with self.lock:
+            self._wake_asked = False
+            indices = self.scheduler.to_wake()
+        for index in indices:
+            self.workers[index].wake.set()
+
+    def wake_all(self) -> None:
+        for handle in self.workers:
+            handle.wake.set()
+
+    # Tasks end. Under the lock
+
+    def fail(self, index: int, task: Task[Call], error: FunctionError, *, runs_on: bool = False) -> None:
+        """Fail a worker's task. With `runs_on` its attempt may still be running."""
+        cancelled = self.scheduler.fail(index, task, error, runs_on=runs_on)
+        if task.state is State.FAILED:
+            self.settle_failed(index, task, error)
+        self.settle_cancelled(cancelled)
+
+    def settle_failed(self, index: int, task: Task[Call], error: FunctionError) -> None:
+        """Set the error of a task that has failed for good on a worker."""
+        head = error.summary.partition("\n\n")[0]
+        self.event_log.record(self.workers[index].peer.task, "error", head, error.remote_traceback)
+        self.set_error(task, error, RemoteValueStatus.FAILED)
+
+    def settle_cancelled(self, tasks: Iterable[Task[Call]]) -> None:
+        for task in tasks:
+            error = first = self.scheduler.error
+            self.cancelled_by_error += first is not None
+            if error is None or not self.scheduler.final:  # otherwise it is no use to schedule it again
+                error = cancelled_error(task.payload.function.name, first, task.payload.applied)
+            self.set_error(task, error, RemoteValueStatus.CANCELLED)
+
+    def set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
+        """Set the error of a task's value, and record that the task may have applied some updates."""
+        if status is RemoteValueStatus.FAILED and error is self.scheduler.error:
+            self.failed_at = time.monotonic()
+        if task.payload.applied and not task.isolated:  # an isolated one changes copies only
+            of = " and ".join(part.name for part in task.payload.parts)
+            self.partly_applied.add(task.payload.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}"))
+        for part in task.payload.parts:
+            part.release()
+        if (value := task.payload.result()) is not None:
+            value.dependents = None
+            value._set_error(error, status)
+        if task.isolated:
+            self.changed.notify_all()
+
+    def say_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> None:
+        """Log that a function failed and will be retried."""
+        name, peer = task.payload.function.name, self.workers[index].peer
+        retries = task.max_retries(data_unread=says_data_unread(failure))
+        self.counts.retried_failed += 1
+        logger.warning("%s %s on %s; retrying (%d of %d)", name, what, peer, task.failures, retries)
+        text = f"{name} {what}; retrying ({task.failures} of {retries})"
+        self.event_log.record(peer.task, "retry", text, failure.traceback if failure is not None else "")
+
+    def abort(self, error: Exception, *, final: bool) -> None:
+        """Cancel all tasks with this error. From any thread, without the lock."""
+        with self.lock:
+            news = not self.scheduler.final
+            self.settle_cancelled(self.scheduler.abort(error, final=final))
+            self.recall_all()
+            self.changed.notify_all()
+        if news:
+            self.event_log.record("coordinator", "error", str(error))
+
+    # Tasks are recalled
+
+    def recall(self, index: int, tasks: Sequence[Task[Call]] | None = None, *, cancel_running: bool = True) -> None:
+        """Recall tasks (None: all) from a worker. Under the lock, from any thread.
+
+        Tasks that have not started come back; with `cancel_running` one that runs is asked to stop.
+        """
+        worker, connection = self.scheduler.workers[index], self.workers[index].connection
+        tasks = list(worker.sent.values()) if tasks is None else tasks
+        if connection is None or not tasks:
+            return
+        # Now: soon they may have other positions.
+        functions, positions = [task.id for task in tasks], [task.position for task in tasks]
+        worker.recalled = True
+
+        async def ask_back() -> None:
+            try:
+                await connection.recall(functions, positions, cancel_running)
+            finally:
+                worker.recalled = False
+            # Idle workers check once by themselves, perhaps in vain while this was under way.
+            for other, stealer in enumerate(self.scheduler.workers):
+                if stealer.idle:
+                    self.steal_soon(other)
+            self.wake_idle()
+
+        self.on_loop(lambda: self.in_background(ask_back()))
+
+    def recall_all(self, *, cancel_running: bool = True) -> None:
+        """Recall all tasks from all workers. Under the lock, from any thread."""
+        for index in range(len(self.workers)):
+            self.recall(index, cancel_running=cancel_running)
+
+    def steal_soon(self, index: int) -> asyncio.TimerHandle:
+        """Schedule `steal` for an idle worker; to be cancelled if it gets a task before."""
+        return self.loop.call_later(STEAL_SECONDS, self.steal, index)
+
+    def steal(self, index: int) -> None:
+        """Recall from another worker what an idle one can run instead. On the loop's thread."""
+        with self.lock:
+            if (found := self.scheduler.steal_for(index)) is not None:
+                self.recall(*found, cancel_running=False)

@@ -1,65 +1,68 @@
-"""Waits of users' threads, and the error that they raise."""
+"""What users' threads do with functions: wait for them, hold the job between them, and cancel them."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pscluster.coordinator.scheduling.function_errors import (
-    cancelled_error,
-)
+from pscluster.coordinator.scheduling.call import Call, with_dependents
+from pscluster.coordinator.scheduling.function_errors import cancelled_error
+from pscluster.coordinator.scheduling.loop import run
+from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.state import DispatchState
-from pscluster.core.errors import (
-    FunctionError,
-    WaitTimeoutError,
-)
+from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
+from pscluster.core.errors import FunctionError, WaitTimeoutError
+
+_BUSY = "another checkpoint or evaluation snapshot is still being made or restored"
 
 
 class Waits:
-    """Waits until functions have ended."""
+    """Waits for functions to end, or ends them."""
 
-    def __init__(self, state: DispatchState, status: QueueStatus) -> None:
+    def __init__(self, state: DispatchState, status: QueueStatus, overtime: Overtime) -> None:
         self._state, self._scheduler = state, state.scheduler
         self._status = status
+        self._overtime = overtime
 
     def join(self, timeout: float | None) -> None:
-        """Wait until everything scheduled has ended. Raises the first error, once."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Wait until everything scheduled has ended. Raise the first error, once."""
+        deadline = deadline_of(timeout)
         with self._state.lock:
             while not self._scheduler.settled:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise WaitTimeoutError(
-                        f"not done after {timeout:g} s: {self._status.describe_locked()}"
-                    ) from self._scheduler.error
-                self._state.changed.wait(left)
+                self.wait(deadline, lambda: f"not done after {timeout:g} s")
             self.raise_error(deadline, "join")
 
+    def wait(self, deadline: float, late: Callable[[], str]) -> None:
+        """Wait until something has changed. Under the lock.
+
+        After the deadline raise WaitTimeoutError with `late()` and the state of the queue, from the pending error.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WaitTimeoutError(f"{late()}: {self._status.describe_locked()}") from self._scheduler.error
+        self._state.changed.wait(left)
+
     def done(self) -> bool:
-        """Has everything ended? Does not wait; raises the first error, once, when nothing executes any more."""
+        """Return whether everything has ended; once nothing executes, raise the first error, once. Does not wait."""
         with self._state.lock:
-            error = self._scheduler.take_error()
-            if error is not None:
+            if (error := self._scheduler.take_error()) is not None:
                 raise self._explained(error, "done")
             return self._scheduler.settled
 
-    def raise_error(self, deadline: float | None, by: str) -> None:
-        """Under the lock. Waits until what runs has stopped, then raises the error, if there is one."""
-        while (pending := self._scheduler.error) is not None:
-            error = self._scheduler.take_error()
-            if error is not None:
+    def raise_error(self, deadline: float, by: str) -> None:
+        """If there is an error, wait until nothing executes and raise it. Under the lock."""
+        while self._scheduler.error is not None:
+            if (error := self._scheduler.take_error()) is not None:
                 raise self._explained(error, by)
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise WaitTimeoutError(
-                    f"timed out before all running functions had stopped: {self._status.describe_locked()}"
-                ) from pending
-            self._state.changed.wait(left)
+            self.wait(deadline, lambda: "timed out before all running functions had stopped")
 
     def _explained(self, error: Exception, by: str) -> Exception:
-        """Under the lock: an error that was taken, to be raised by this call, which may have nothing to do with it."""
+        """Prepare a taken error to be raised by this call, which may not have caused it. Under the lock."""
         self._state.cancelled_by_error, self._state.final_told = 0, self._scheduler.final
         if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
             ago = time.monotonic() - self._state.failed_at
@@ -70,14 +73,13 @@ class Waits:
                 f"This is the error of {error.function}, which failed at {when}, {ago:.1f} s ago{told}: schedule(), "
                 f"join() and done() raise the first error of all functions, once. It is cleared now{lost}."
             )
-        return error.with_traceback(None)  # else one that is final would grow with every call
+        return error.with_traceback(None)  # otherwise a final one would grow with every call
 
-    def wait_for(self, values: Sequence[RemoteValue], left: float | None, timeout: float | None) -> None:
-        """Wait, for `left` of the `timeout` seconds that the user gave, until these have their values.
+    def wait_for(self, values: Sequence[RemoteValue], deadline: float, timeout: float | None) -> None:
+        """Wait until these values of isolated functions are ready. Raise the error of one that has failed.
 
-        Of functions that are isolated. Raises the error of one that will have none, or WaitTimeoutError.
+        Raise WaitTimeoutError at the deadline, which is `timeout` seconds after the user's call.
         """
-        deadline = None if left is None else time.monotonic() + left
         with self._state.lock:
             while True:
                 for value in values:
@@ -86,15 +88,100 @@ class Waits:
                 waiting = [value for value in values if value.status is not RemoteValueStatus.READY]
                 if not waiting:
                     return
-                self.check_no_error(waiting[0]._function)  # those that run may take long to be cancelled
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise WaitTimeoutError(f"not evaluated after {timeout:g} s: {self._status.describe_locked()}")
-                self._state.changed.wait(left)
+                self.check_no_error(waiting[0]._function)  # cancelling those that run may take long
+                self.wait(deadline, lambda: f"not evaluated after {timeout:g} s")
 
     def check_no_error(self, name: str) -> None:
-        """Under the lock; see `atomically`. What is isolated is cancelled by an error of others, which is theirs."""
+        """Raise CancelledError for an isolated function if there is an error, which stays pending. Under the lock."""
         if (error := self._scheduler.error) is not None:
-            if self._scheduler.final:  # to do it again would be of no use
+            if self._scheduler.final:  # scheduling it again is no use
                 raise error.with_traceback(None)
             raise cancelled_error(name, error) from error
+
+    # Blocks in which no function runs, and functions that are no longer wanted
+
+    @contextlib.contextmanager
+    def barrier(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
+        """Within the block no function runs, and none has begun that may run again: a cut through the job.
+
+        Functions that have begun end first; if they are queued again they run before all others. The others wait. One
+        such block at a time: a reader of all variables at one moment must not meet a restore.
+
+        Raises:
+            WaitTimeoutError: some have not ended after `timeout` seconds; the message names them. They go on.
+        """
+        deadline, owner, scheduler = time.monotonic() + timeout, object(), self._scheduler
+        try:
+            scheduler.begin_barrier(owner)
+            with self._state.lock:
+                self._state.recall_all(cancel_running=False)
+                while not scheduler.take_barrier(owner):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise WaitTimeoutError(f"after {timeout:g} s {self._status.unended() or _BUSY}")
+                    self._state.changed.wait(left)
+            yield
+        finally:  # wherever Ctrl-C struck
+            scheduler.barriers.discard(owner)
+            with self._state.lock:
+                scheduler.end_barrier(owner)
+                self._state.changed.notify_all()
+            self._state.on_loop(self._state.wake_all)
+
+    @contextlib.contextmanager
+    def exclusive(self, timeout: float | None) -> Iterator[None]:
+        """Within the block only this thread schedules functions; all earlier ones have ended. Raises as `join` does."""
+        me, deadline = threading.get_ident(), deadline_of(timeout)
+        try:
+            with self._state.lock:
+                while not self._scheduler.begin_exclusive(me):
+                    self.wait(deadline, lambda: f"after {timeout:g} s another evaluation still runs")
+            self.join(seconds_left(deadline))
+            yield
+        finally:  # wherever Ctrl-C struck
+            with self._state.lock:
+                self._scheduler.end_exclusive(me)
+                self._state.changed.notify_all()
+
+    def cancel_waiting(self, values: Iterable[RemoteValue]) -> int:
+        """Wait for all functions that have begun, cancel those of these that have not, and return how many."""
+
+        async def withdraw() -> int:
+            return self.withdraw(values)
+
+        with self.barrier():
+            return run(withdraw())  # on the loop's thread, where Ctrl-C can't strike
+
+    def withdraw(self, values: Iterable[RemoteValue]) -> int:
+        """Cancel these functions if they have not begun, ask them to stop if they run, and return how many."""
+        wanted = set(map(id, values))
+        with self._state.lock:
+            tasks = with_dependents(task for task in self._scheduler.tasks() if id(task.payload.result()) in wanted)
+            self._state.settle_cancelled(self._scheduler.withdraw(tasks))
+            for index, worker in enumerate(self._scheduler.workers):
+                self._state.recall(index, [task for task in worker.sent.values() if task.withdrawn])
+            self._state.changed.notify_all()  # there is room in the queue
+        return len(tasks)
+
+    def cancel(self, values: Iterable[RemoteValue] | None, kill_after: float | None) -> int:
+        """Cancel the functions of these values (None: all), and those that wait for their results; return how many.
+
+        `kill_after` (see `Overtime.stop_strays`) applies to attempts left behind earlier as well.
+        """
+        wanted = None if values is None else set(map(id, values))
+
+        def is_meant(task: Task[Call]) -> bool:
+            return wanted is None or id(task.payload.result()) in wanted
+
+        with self._state.lock:
+            ended = list(filter(is_meant, self._scheduler.strays))
+            cancelled, left = self._scheduler.cancel(with_dependents(filter(is_meant, self._scheduler.tasks())))
+            for task in left:
+                task.payload.applied = True  # perhaps
+            for task in cancelled:
+                error = cancelled_error(task.payload.function.name, None, task.payload.applied)
+                self._state.set_error(task, error, RemoteValueStatus.CANCELLED)
+            self._state.changed.notify_all()
+            if left or (ended and kill_after is not None):
+                self._overtime.stop_strays([*left, *ended], kill_after)
+        return len(cancelled)

@@ -1,31 +1,29 @@
-"""The training loop: epochs of steps on workers, evaluation behind each, and callbacks on the way.
+"""The training loop: epochs of steps on workers, an evaluation after each, and callbacks.
 
-One thread, the caller's, runs it all: it schedules functions of several steps (see plan.py), a few ahead of the
-workers, takes their logs as they end, in whatever order, and calls the callbacks. What comes when:
+The caller's thread does everything: it schedules functions of several steps (see plan.py), a few ahead of the workers,
+takes their logs as they end, in any order, and calls the callbacks. The sequence:
 
     BEGIN -> EPOCH -> (EVALUATION) -> EPOCH -> ... -> END
-    EPOCH --stop_training, Ctrl-C, SIGTERM--> what waits is cancelled, what runs ends, its logs are taken; then END, or
-                                              the interruption's hooks
-    any   --a callback's error--> what waits is cancelled, what runs ends; the error
-    any   --a function's error--> all of them have ended; the error
+    EPOCH --stop_training, Ctrl-C, SIGTERM--> cancel waiting functions, let running ones end, take their logs; then END,
+                                              or the interruption's hooks
+    any   --a callback's error--> cancel waiting functions, let running ones end; raise the error
+    any   --a function's error--> raise the error, once all functions have ended
 
-Kept with the variables (state.py): at each epoch's begin and end, when the size of functions changes, before any
-function of the new size, and every few seconds. Where the coordinator dies, the next one goes on with the epoch that
-was not dealt with, with what was not visited of it. Lost is then: logs of steps that it had not taken, or not kept.
+The state (state.py) is saved with the variables at each epoch's begin and end, before any function of a new size, and
+every few seconds. If the coordinator dies, the next one resumes the epoch in progress with what was not visited of it.
+Only logs of steps that had not been taken, or not saved, are lost then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
+from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
@@ -33,11 +31,12 @@ from pscluster.coordinator.observability.progress_line import ProgressLine, choo
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
+from pscluster.coordinator.training.feed import DistributedFeed, PerWorkerFeed, Work
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
-from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, Plan, best_size, most_ahead
+from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
-from pscluster.core.errors import CancelledError, FunctionError, MisuseError, PsClusterError
+from pscluster.core.errors import CancelledError, FunctionError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.metrics import MetricLike
@@ -46,218 +45,20 @@ from pscluster.worker.training import StepLogs, logs_of_steps
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
-"""So long the oldest function is waited for before others are looked at."""
-
-SAVE_SECONDS = 10.0
-"""So often it is kept how far the training is, within an epoch."""
+POLL_SECONDS = 0.05  # how long to wait for the oldest function before checking the others
+SAVE_SECONDS = 10.0  # how often the state is saved within an epoch
 
 
 class _Interruption(Exception):  # noqa: N818  (it is none)
-    """A signal has asked for the end; what it raised, if it was handed on."""
+    """A signal has requested the end. `raised`: what its earlier handler raised, if it was called."""
 
     def __init__(self, raised: BaseException | None = None) -> None:
         super().__init__()
         self.raised = raised
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One function: its arguments, what they are of, and how much that is."""
-
-    args: tuple[Any, ...]
-    what: str
-    units: int
-    examples: int = 0
-
-
-class _Feed(Protocol):
-    """Where the functions' data comes from."""
-
-    unit: str
-    per_epoch: int
-
-    @property
-    def data(self) -> DistributedDataset | None:
-        """The dataset that has a position."""
-        ...
-
-    def place(self) -> None:
-        """Before anything is restored: take the name under which the position is kept."""
-        ...
-
-    def begin(self, state: TrainingState, live: bool) -> None:
-        """Go on from there, or begin. What changes is put into it.
-
-        Args:
-            state: of the training.
-            live: with what a coordinator that died has left on the servers, some of it perhaps on its way.
-
-        Raises:
-            MisuseError: that was cut otherwise.
-        """
-        ...
-
-    def begin_epoch(self) -> int:
-        """That of the state. How much of it is done already."""
-        ...
-
-    def next(self) -> _Work | None:
-        """What the next function takes; None at the epoch's end."""
-        ...
-
-    def give_back(self, work: _Work) -> None:
-        """No function was given this."""
-        ...
-
-    def size(self) -> int:
-        """Steps of the next function."""
-        ...
-
-    def resize(self, size: int) -> bool:
-        """From the next function on. False if that was so before."""
-        ...
-
-    def save(self) -> None:
-        """Whatever is known of the position now."""
-        ...
-
-
-class _Distributed:
-    """Parts of a distributed dataset."""
-
-    def __init__(self, data: DistributedDataset, steps_per_epoch: int | None) -> None:
-        shape = data.shape
-        if steps_per_epoch is not None and not shape.counted:
-            raise ValueError("steps can't be counted in a dataset of files: omit steps_per_epoch")
-        if steps_per_epoch is None and shape.epochs is None:
-            raise ValueError("the dataset repeats without end: give steps_per_epoch, or repeat(n)")
-        self._data = data
-        self.unit = "step" if shape.counted else "file"
-        self._counted = shape.counted
-        self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
-        self._with_data = steps_per_epoch is None  # then epochs end with those of the data, the first one too
-        self._parts: Iterator[DataPart] = iter(())
-
-    @property
-    def data(self) -> DistributedDataset:
-        return self._data
-
-    def place(self) -> None:
-        shape, _ = self._data.shape, self._data.epoch  # by which it has its name
-        self._plan = Plan(self._data.name, shape.elements, shape.places, shape.kept, self.per_epoch)
-
-    def begin(self, state: TrainingState, live: bool) -> None:
-        self._state = state
-        if state.plan is not None and self._plan.fits(state.plan):
-            self._plan.load(state.plan)
-        elif state.plan is not None and live:
-            raise MisuseError(
-                f"the resumed training cut its data into {_pieces(state.plan)}, and this one into "
-                f"{_pieces(self._plan.to_json())}: functions in flight would count twice. Use the same cut, or start "
-                "over with ParameterServerStrategy(..., resume=False)"
-            )
-        else:
-            self._data.save_position()  # what is cut from now on was not handed out in other pieces
-            now = self._data.epoch, self._data.visited
-            if state.plan is not None and state.plan["name"] == self._data.name:
-                self._plan.begin_otherwise(state.plan, state.epoch, now, self._with_data)
-            else:
-                visited = -(-now[1] // self._plan.places)
-                origin = now[0], 0 if self._with_data else visited
-                self._plan.begin(origin, state.epoch * self.per_epoch + (0 if self._with_data else state.steps))
-        state.plan = self._plan.to_json()
-
-    def begin_epoch(self) -> int:
-        epoch = self._state.epoch
-        done = self._plan.done(self._data.epoch, self._data.visited) - epoch * self.per_epoch
-        self._plan.begin_epoch(epoch)
-        self._parts = self._data.cut(functools.partial(self._plan.stop_of, epoch))
-        return min(max(0, done), self.per_epoch)
-
-    def next(self) -> _Work | None:
-        part = next(self._parts, None)
-        if part is None:
-            return None
-        places = part.stop - part.start
-        units = -(-places // self._plan.places)
-        return _Work((part,), part.name, units, places if self._counted else 0)
-
-    def give_back(self, work: _Work) -> None:
-        work.args[0].release()
-
-    def size(self) -> int:
-        return self._plan.size_at(self._plan.frontier)
-
-    def resize(self, size: int) -> bool:
-        changed = self._plan.change(size)
-        self._state.plan = self._plan.to_json()
-        return changed
-
-    def save(self) -> None:
-        self._data.save_position()
-
-
-class _PerWorker:
-    """Elements of the workers' own datasets."""
-
-    unit = "step"
-    data = None
-
-    def __init__(self, data: PerWorkerDataset, steps_per_epoch: int | None) -> None:
-        if steps_per_epoch is None:
-            raise ValueError(
-                "a per-worker dataset has no length: give steps_per_epoch, or take a dataset of distribute_dataset(), "
-                "whose epochs end by themselves"
-            )
-        self.per_epoch = steps_per_epoch
-        self._iterator = iter(data)
-        self._size = 1
-        self._left = 0
-
-    def place(self) -> None:
-        pass
-
-    def begin(self, state: TrainingState, live: bool) -> None:  # noqa: ARG002  (it has no position)
-        self._state = state
-
-    def begin_epoch(self) -> int:
-        self._left = max(0, self.per_epoch - self._state.steps)
-        return self.per_epoch - self._left
-
-    def next(self) -> _Work | None:
-        steps = min(self._size, self._left)
-        if not steps:
-            return None
-        self._left -= steps
-        return _Work((self._iterator, steps), f"{steps} steps", steps)
-
-    def give_back(self, work: _Work) -> None:
-        self._left += work.units
-
-    def size(self) -> int:
-        return self._size
-
-    def resize(self, size: int) -> bool:
-        changed, self._size = size != self._size, size
-        return changed
-
-    def save(self) -> None:
-        pass
-
-
-def _pieces(plan: Mapping[str, Any]) -> str:
-    return f"{plan['elements']:,} elements of {plan['places']:,}, {plan['per_epoch']:,} an epoch, as {plan['name']!r}"
-
-
-@dataclass(frozen=True)
-class Validation:
-    """What is evaluated behind epochs."""
-
-    step: Callable[[Any], Any]
-    data: DistributedDataset
-    metrics: Mapping[str, MetricLike]
-    every: int
+_Validation = tuple[Callable[[Any], Any], DistributedDataset, Mapping[str, MetricLike]]
+"""The arguments of `FunctionQueue.evaluate`, which is called after epochs."""
 
 
 class Fit:
@@ -272,58 +73,67 @@ class Fit:
         epochs: int,
         steps_per_epoch: int | None,
         steps_per_execution: int | Literal["auto"],
-        validation: Validation | None,
+        validation: _Validation | None,
+        validation_freq: int,
         callbacks: Sequence[Callback],
         verbose: int,
     ) -> None:
         self._coordinator = coordinator
         self._epochs = epochs
-        self._validation = validation
+        self._validation, self._validation_freq = validation, validation_freq
         self._verbose = verbose
-        self._feed: _Feed
+        self._feed: DistributedFeed | PerWorkerFeed
+        if not callable(step):
+            raise TypeError(f"fit takes a step function, not a {type(step).__name__}")
         if isinstance(data, DistributedDataset):
-            self._feed = _Distributed(data, steps_per_epoch)
-            if steps_per_execution == "auto" and data.shape.part > 1:
-                steps_per_execution = data.shape.part
+            self._feed = DistributedFeed(data, steps_per_epoch)
+            if steps_per_execution == "auto" and data.shape.elements_per_part > 1:
+                steps_per_execution = data.shape.elements_per_part
+        elif isinstance(data, PerWorkerDataset):
+            self._feed = PerWorkerFeed(data, steps_per_epoch)
         else:
-            self._feed = _PerWorker(data, steps_per_epoch)
+            raise TypeError(
+                f"fit takes a dataset, not a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64) "
+                "or coordinator.create_per_worker_dataset(...)"
+            )
         captured = coordinator.captured(step)
-        # The name is the work's, too.
+        # Logs and errors show the step's own name.
         self._run: Callable[..., StepLogs] = partial_of(captured.function.name, logs_of_steps, captured)
-        self._packing = steps_per_execution
+        self._steps_per_execution = steps_per_execution
         self._workers = len(coordinator.context.workers)
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
         self._callbacks = CallbackList(callbacks, coordinator, **params)
         self._training = self._callbacks.training
-        self._training.keep = self._keep
+        self._training.keep = self._save
         self._history = History(epochs=epochs, steps=steps)
-        self._state = TrainingState(coordinator.context.variables, coordinator.trainings_ended + 1)
+        self._state = TrainingState(coordinator.context.client, coordinator.trainings_ended + 1)
         self._interrupts = Interrupts(self._hopeless)
-        self._pending: deque[tuple[RemoteValue, _Work]] = deque()
+        self._pending: deque[tuple[RemoteValue, Work]] = deque()
         self._line: ProgressLine | None = None
         self._dispatch_seconds = DISPATCH_SECONDS
         self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
         self._function_seconds: float | None = None
-        self._settled = self._packing != "auto"  # how many steps a function takes, in this epoch, about
-        self._final = self._settled  # that, and no more changes of it
+        # Whether the steps per function are known for this epoch: approximately, and finally.
+        self._settled = self._final = steps_per_execution != "auto"
         self._overhead = Overhead(self._workers)
         self._batches = 0
         self._saved = time.monotonic()
 
     def run(self) -> History:
-        """Until its end."""
         try:
             with self._interrupts:
                 try:
                     self._train()
                 except _Interruption as interruption:
-                    self._interrupt()
+                    self._stop()
+                    self._save()
+                    self._callbacks.on_train_interrupted(self._means())
                     if interruption.raised is not None:
                         raise interruption.raised from None
                 except BaseException:
-                    if not self._interrupts.handed_on:  # else it ends at once
-                        self._give_up()
+                    if not self._interrupts.handed_on:  # otherwise end at once
+                        self._abort()
                     raise
             self._history.stopped = self._training.stopped
             return self._history
@@ -335,7 +145,7 @@ class Fit:
     def _train(self) -> None:
         state, context = self._state, self._coordinator.context
         self._coordinator.join()
-        self._feed.place()
+        self._feed.prepare()
         self._callbacks.on_train_begin()
         live = context.resumed and not self._training.restored
         if live or self._training.restored:
@@ -357,22 +167,20 @@ class Fit:
             self._epoch(epoch)
         self._callbacks.on_train_end({name: values[-1] for name, values in self._history.history.items()})
         state.finished = True
-        self._keep()
+        self._save()
         self._coordinator.trainings_ended += 1
-
-    # An epoch
 
     def _epoch(self, epoch: int) -> None:
         state, feed = self._state, self._feed
-        goes_on = state.resumed and epoch == state.epoch
-        if not goes_on:
+        resumed = state.resumed and epoch == state.epoch
+        if not resumed:
             state.totals = {}
         state.epoch, state.resumed = epoch, False
         done = feed.begin_epoch()
-        self._settle_size(goes_on)
+        self._settle_size(resumed)
         self._batches = scheduled = done if feed.unit == "step" else 0
         self._callbacks.on_epoch_begin(epoch)
-        self._keep()
+        self._save()
         begin = time.monotonic()
         label = f"epoch {epoch + 1}/{self._epochs}"
         with contextlib.ExitStack() as stack:
@@ -389,10 +197,10 @@ class Fit:
                 self._line = stack.enter_context(line)
             stack.callback(setattr, self, "_line", None)
             self._steps(scheduled)
-        self._keep()
+        self._save()
         logs = self._means()
         steps, seconds = self._batches, time.monotonic() - begin
-        if self._validation is not None and (epoch + 1) % self._validation.every == 0:
+        if self._validation is not None and (epoch + 1) % self._validation_freq == 0:
             logs |= self._validate(self._validation)
         self._callbacks.on_epoch_end(epoch, logs)
         self._history.add(epoch, logs)
@@ -401,18 +209,18 @@ class Fit:
             text = f"{label}  {steps} steps in {seconds:.1f} s{numbers}"
             choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
         state.epoch, state.steps, state.totals, state.stopped = epoch + 1, 0, {}, self._training.stop_training
-        self._keep()
+        self._save()
 
     def _steps(self, scheduled: int) -> None:
-        """Those of an epoch, of which so many are done."""
+        """Take the steps of an epoch, after the `scheduled` ones that are done already."""
         more = True
         while more or self._pending:
-            if self._interrupts.asked is not None:
+            if self._interrupts.received is not None:
                 raise _Interruption
             if self._training.stop_training:
                 self._stop()
                 return
-            # Before their size is settled no more than are measured: the others would be too small ones.
+            # Until the size is settled, schedule only as many as are measured: the rest would be too small.
             seconds = self._function_seconds if self._settled else None
             while more and len(self._pending) < most_ahead(seconds, self._workers):
                 work = self._feed.next()
@@ -425,33 +233,33 @@ class Fit:
                         scheduled += 1
                     value = self._coordinator.schedule(self._run, args=work.args)
                 except BaseException:
-                    self._feed.give_back(work)  # whoever keeps the error keeps it, and nobody would be given it
+                    self._feed.give_back(work)  # the error's traceback may keep the part alive, unassigned
                     raise
                 self._pending.append((value, work))
-            for value, done in self._ended():
-                self._take(value, done)
-            self._keep_now_and_then()
+            for value, ended in self._ended():
+                self._take(value, ended)
+            if time.monotonic() - self._saved > SAVE_SECONDS:
+                self._save()
 
-    def _ended(self) -> list[tuple[RemoteValue, _Work]]:
-        """Functions that have, after a while perhaps none; they are no longer pending.
+    def _ended(self) -> list[tuple[RemoteValue, Work]]:
+        """Remove and return functions that have ended; perhaps none, after `POLL_SECONDS`.
 
-        As long as the oldest one ends, others that overtook it are left until it is their turn: to look at all of them
-        each time would take longer than what is done for one.
+        While the oldest one ends in time, those that overtook it wait for their turn: checking all of them each time
+        would take longer than handling one.
         """
-        ended: list[tuple[RemoteValue, _Work]] = []
+        ended: list[tuple[RemoteValue, Work]] = []
         pending = self._pending
-        if pending and not pending[0][0].wait(LOOK_SECONDS):
-            running: deque[tuple[RemoteValue, _Work]] = deque()
-            for each in pending:
-                (running if each[0].status is RemoteValueStatus.NOT_READY else ended).append(each)
+        if pending and not pending[0][0].wait(POLL_SECONDS):
+            running: deque[tuple[RemoteValue, Work]] = deque()
+            for function in pending:
+                (running if function[0].status is RemoteValueStatus.NOT_READY else ended).append(function)
             self._pending = running
             return ended
         while pending and pending[0][0].status is not RemoteValueStatus.NOT_READY:
             ended.append(pending.popleft())
         return ended
 
-    def _take(self, value: RemoteValue, work: _Work) -> None:
-        """The logs of a function."""
+    def _take(self, value: RemoteValue, work: Work) -> None:
         try:
             worker, begin, end, names, rows = value.fetch()
         except (FunctionError, CancelledError):
@@ -466,26 +274,22 @@ class Fit:
             self._state.totals[name] = total + sum_, count + steps
         self._state.steps += steps
         if self._callbacks.wants_end:
-            self._training.execution = Execution(value.function, work.what, worker)
+            self._training.execution = Execution(value.function, work.name, worker)
             for batch, row in enumerate(rows.tolist(), self._batches):
                 self._callbacks.on_train_batch_end(batch, dict(zip(names, row, strict=True)))
         self._batches += steps
         self._training.steps = self._batches
         shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
-        self._tell(shown, steps, work.examples)
+        label = f"epoch {self._state.epoch + 1}/{self._epochs}"
+        training = Training(label, self._batches, self._training.params.get("steps"), "step", shown)
+        self._coordinator.context.event_log.trained(training, steps=steps, examples=work.examples)
         if self._line is not None:
             self._line.update(work.units, examples=work.examples, logs=shown)
         if not self._final:
             self._resize(worker, begin, end)
 
-    def _tell(self, logs: Logs, steps: int, examples: int) -> None:
-        """Who looks on how far it is, and how many steps and examples came since the last time."""
-        label, event_log = f"epoch {self._state.epoch + 1}/{self._epochs}", self._coordinator.context.event_log
-        training = Training(label, self._batches, self._training.params.get("steps"), "step", logs)
-        event_log.trained(training, steps=steps, examples=examples)
-
     def _resize(self, worker: int, begin: float, end: float) -> None:
-        """A function was there from `begin` to `end`, by its clock: is it known now how many steps one should take?"""
+        """Settle the steps per function, if this function, which ran from `begin` to `end`, makes them known."""
         now, cpu = time.monotonic(), time.process_time()
         if not self._settled:
             if len(self._step_seconds) < max(MEASURED, 2 * self._workers):
@@ -493,85 +297,75 @@ class Fit:
             self._settled = True
             self._overhead.begin(now, cpu)
         else:
-            beside = self._overhead.add(worker, begin, end, now, cpu)
-            if beside is None:
+            overhead = self._overhead.add(worker, begin, end, now, cpu)
+            if overhead is None:
                 return
-            self._dispatch_seconds = beside
+            self._dispatch_seconds = overhead
             self._final = self._best_size() < 1.5 * self._feed.size()
         if not self._final and self._feed.resize(self._best_size()):
-            self._keep()  # before a function of that size is scheduled
+            self._save()  # before a function of that size is scheduled
 
     def _best_size(self) -> int:
-        per_epoch = self._feed.per_epoch
-        return best_size(self._step_seconds, self._dispatch_seconds, per_epoch, self._workers)
+        return best_size(self._step_seconds, self._dispatch_seconds, self._feed.per_epoch, self._workers)
 
-    def _settle_size(self, goes_on: bool) -> None:
-        """At an epoch's begin. One that is gone on with keeps its cuts: what was handed out is not known."""
-        kept = goes_on and self._feed.data is not None
-        self._final = kept or self._packing != "auto"
-        if kept:
-            self._settled = True
-        elif self._packing != "auto":
-            self._feed.resize(self._packing)
-        elif len(self._step_seconds) >= MEASURED:
-            best, now = self._best_size(), self._feed.size()
-            if not now / 2 < best < now * 2:
+    def _settle_size(self, resumed: bool) -> None:
+        """Settle the steps per function at an epoch's begin. A resumed one keeps its cuts: parts may be handed out."""
+        keep_cuts = resumed and self._feed.data is not None
+        self._final = keep_cuts or self._steps_per_execution != "auto"
+        self._settled = self._final or len(self._step_seconds) >= MEASURED
+        if keep_cuts:
+            return
+        if self._steps_per_execution != "auto":
+            self._feed.resize(self._steps_per_execution)
+        elif self._settled:
+            best, current = self._best_size(), self._feed.size()
+            if not current / 2 < best < current * 2:
                 self._feed.resize(best)
-            self._settled = True
             self._overhead.begin(time.monotonic(), time.process_time())
-        else:
-            self._settled = False
 
     def _means(self) -> Logs:
         return {name: total / count for name, (total, count) in self._state.totals.items() if count}
 
-    def _keep(self) -> None:
-        """How far it is, with the variables. First the position: what is kept beside it is never ahead of it."""
+    def _save(self) -> None:
+        """Save the state with the variables, after the position, which must never be behind it."""
         self._feed.save()
         self._state.callbacks = self._callbacks.states()
         self._state.save()
         self._saved = time.monotonic()
 
-    def _keep_now_and_then(self) -> None:
-        if time.monotonic() - self._saved > SAVE_SECONDS:
-            self._keep()
-
-    def _validate(self, validation: Validation) -> Logs:
+    def _validate(self, validation: _Validation) -> Logs:
         self._callbacks.on_test_begin()
+        self._interrupts.at_once = True
         try:
-            with self._interrupts.at_once():
-                found = self._coordinator.evaluate(validation.step, validation.data, validation.metrics)
+            metrics = self._coordinator.evaluate(*validation)
         except BaseException as raised:
             if not self._interrupts.handed_on:
                 raise
             raise _Interruption(raised) from None
-        logs = {f"val_{name}": value for name, value in found.items()}
+        finally:
+            self._interrupts.at_once = False
+        logs = {f"val_{name}": value for name, value in metrics.items()}
         self._callbacks.on_test_end(logs)
         return logs
 
-    # Before its time
+    # Ending early
 
     def _hopeless(self) -> str:
-        """Why what has begun will not end; empty: it may."""
+        """Return why functions that have begun can't end; "" if they may."""
         context = self._coordinator.context
-        stranded = "" if context.dispatcher is None else context.dispatcher.stranded(HOPELESS)
+        stranded = "" if context.dispatcher is None else context.dispatcher.status.stranded(HOPELESS)
         return context.hopeless() or stranded
 
     def _stop(self) -> None:
-        """What has not begun is given back; the logs of what ran are taken."""
+        """Cancel the functions that have not begun, and take the logs of the others."""
         self._coordinator.cancel_waiting([value for value, _ in self._pending])
         while self._pending:
             value, work = self._pending.popleft()
             if value.status is not RemoteValueStatus.CANCELLED:
                 self._take(value, work)
 
-    def _interrupt(self) -> None:
-        self._stop()
-        self._keep()
-        self._callbacks.on_train_interrupted(self._means())
-
-    def _give_up(self) -> None:
-        """An error: nothing is left running, and the position is what it was."""
+    def _abort(self) -> None:
+        """After an error, leave nothing running, and write the position as it is."""
         with contextlib.suppress(PsClusterError):
             self._coordinator.cancel_waiting([value for value, _ in self._pending])
             self._feed.save()
@@ -581,9 +375,7 @@ def validation_of(
     data: DistributedDataset | None,
     step: Callable[[Any], Any] | None,
     metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None,
-    every: int,
-) -> Validation | None:
-    """What `fit` was given, checked."""
+) -> _Validation | None:
     if data is None:
         if step is not None or metrics is not None:
             raise ValueError("validation_step and validation_metrics need validation_data: give it, too")
@@ -594,20 +386,9 @@ def validation_of(
         )
     if step is None or metrics is None:
         raise ValueError(
-            "validation_data needs validation_step, which gives for an element what the metrics take, and "
+            "validation_data needs validation_step, which returns what the metrics take for an element, and "
             "validation_metrics: see coordinator.evaluate"
         )
     if not callable(step):
         raise TypeError(f"validation_step is a {type(step).__name__}; it must be a function")
-    return Validation(step, data, by_name(metrics), every)
-
-
-def check_arguments(step: object, data: object) -> None:
-    """What can be said before anything is done."""
-    if not callable(step):
-        raise TypeError(f"fit takes a step function, not a {type(step).__name__}")
-    if not isinstance(data, DistributedDataset | PerWorkerDataset):
-        raise TypeError(
-            f"fit takes a dataset, not a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64), or "
-            "coordinator.create_per_worker_dataset(...)"
-        )
+    return step, data, by_name(metrics)

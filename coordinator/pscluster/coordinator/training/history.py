@@ -1,4 +1,4 @@
-"""What comes of a training, epoch by epoch, and a picture of it."""
+"""The logs of a training, epoch by epoch, and a plot of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class History:
     """The logs of the epochs, as Keras has them.
 
     Attributes:
-        epoch: which epochs they are of, from 0; a training that was gone on with begins later.
-        history: by name, a number for each of these epochs; NaN where it was not given.
+        epoch: the epochs' numbers, from 0, or from where the training was resumed.
+        history: by name, a number for each of these epochs; NaN where there was none.
         params: "epochs" and "steps", the steps of an epoch if they are known.
-        stopped: why the training ended before its time; "" if it did not.
+        stopped: why the training ended early; "" if it did not.
     """
 
     def __init__(self, **params: Any) -> None:
@@ -27,7 +27,6 @@ class History:
         self.stopped = ""
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """An epoch has ended."""
         for name in logs:
             self.history.setdefault(name, [math.nan] * len(self.epoch))
         self.epoch.append(epoch)
@@ -35,7 +34,7 @@ class History:
             values.append(logs.get(name, math.nan))
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw what goes together ("loss" and "val_loss") into one panel each, as a PNG (or what the name's end says).
+        """Plot each number with its "val_" counterpart in a panel, as a PNG or what the path's suffix says.
 
         Raises:
             ConfigurationError: matplotlib is not installed.

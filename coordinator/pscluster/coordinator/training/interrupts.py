@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM during a training: the first one asks it to end in order, the second one ends it at once.
+"""Ctrl-C and SIGTERM during a training: the first requests a clean end, the second ends it at once.
 
-RUNNING --signal--> ASKED     the loop sees it within a moment, lets what runs end, has checkpoints made, and hands
-                              the signal on to whoever had it before: a KeyboardInterrupt, as a rule
-ASKED   --signal--> handed on at once; so once `hopeless` says that there will be no end in order
-within `at_once`: handed on at once
+RUNNING --signal--> ASKED     the loop notices within a moment, lets running functions end, has checkpoints made, and
+                              calls the earlier handler, which usually raises KeyboardInterrupt
+ASKED   --signal--> handed on at once, as when `hopeless` says that a clean end is impossible
+with `at_once`: handed on at once
 """
 
 from __future__ import annotations
@@ -13,56 +13,53 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, Self
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 
 
 class Interrupts:
-    """Within the block it has the signals, if that is in the main thread.
+    """Handles the signals within the block, if that runs in the main thread.
 
-    Args:
-        hopeless: why it makes no sense to wait for an end in order; empty: it does.
+    `hopeless` returns why a clean end is impossible; "" if it is possible.
     """
 
     def __init__(self, hopeless: Callable[[], str]) -> None:
         self._hopeless = hopeless
-        self.asked: int | None = None
-        """The signal that has come."""
-        self.handed_on = False
+        self.received: int | None = None
+        self.at_once = False  # set it while signals should be handed on at once
+        self.handed_on = False  # whether one was, to the earlier handler
         self._before: dict[int, Any] = {}
-        self._restore = contextlib.ExitStack()
-        self._at_once = False
+        self._end = contextlib.ExitStack()
+        self._over = threading.Event()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        try:
-            for number in SIGNALS:
-                before = signal.getsignal(number)
-                if callable(before) or (before is signal.SIG_DFL and number == signal.SIGTERM):
-                    self._before[number] = before
-                    self._restore.callback(signal.signal, number, before)
-                    signal.signal(number, self._handle)
-            self._restore.enter_context(self._watched())
-        except BaseException:
-            self._restore.close()
-            raise
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.ExitStack() as stack:
+                for number in SIGNALS:
+                    before = signal.getsignal(number)
+                    if callable(before) or (before is signal.SIG_DFL and number == signal.SIGTERM):
+                        self._before[number] = before
+                        stack.callback(signal.signal, number, before)
+                        signal.signal(number, self._handle)
+                watcher = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+                watcher.start()
+                stack.callback(watcher.join)
+                stack.callback(self._over.set)
+                self._end = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore.close()
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked is not None, number
-        if again or self._at_once:
+        again, self.received = self.received is not None, number
+        if again or self.at_once:
             self._hand_on(number, frame)
             return
         logger.warning(
@@ -79,35 +76,14 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within the block nothing is waited for."""
-        self._at_once = True
-        try:
-            yield
-        finally:
-            self._at_once = False
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(LOOK_SECONDS):
-                if self.asked is not None and not self.handed_on and (why := self._hopeless()):
-                    logger.error("training stops at once: %s", why)
-                    os.kill(os.getpid(), self.asked)
-                    return
-
-        watcher = threading.Thread(target=watch, name="interrupts", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
+    def _watch(self) -> None:
+        while not self._over.wait(CHECK_SECONDS):
+            if self.received is not None and not self.handed_on and (why := self._hopeless()):
+                logger.error("training stops at once: %s", why)
+                os.kill(os.getpid(), self.received)
+                return
 
     def hand_on(self) -> None:
-        """Behind the block: what the signal would have done without it, if it has not."""
-        if self.asked is not None and not self.handed_on:
-            self._hand_on(self.asked, None)
+        """After the block, hand on a signal that has not been handed on yet."""
+        if self.received is not None and not self.handed_on:
+            self._hand_on(self.received, None)

@@ -1,39 +1,33 @@
 """Where an epoch is cut into functions, and how many steps each of them takes. Pure.
 
-A dataset's epochs, one behind the other, are counted in elements (batches) from the one in which the training began; an
-epoch of the training is so many of them. A function takes the next few. How many is settled before the first of them is
-handed out, and kept with the variables: a coordinator that comes back cuts at the same places, and so repeats what is
-not known to be done under the same names (see `DistributedDataset`); other cuts would be other pieces of work, and what
-both did would count twice. So a change of the size holds from an element on behind all that were handed out.
+A dataset's successive epochs are counted in elements (batches) from where the training began; an epoch of the training
+is a fixed number of them, and a function takes the next few. How many is settled before the first of them is handed
+out, and saved with the variables. So a coordinator that resumes cuts at the same elements, and repeats work that may be
+undone under the same names (see `DistributedDataset`); with other cuts, work would count twice. A change of the size
+therefore applies only to elements after all that were handed out.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 DISPATCH_SHARE = 0.01
-"""So much of a step's time may handing it out take, with `steps_per_execution="auto"`: half of what is promised. The
-other half is for what is not measured, as what the workers' own threads take."""
+"""The share of a step's time that dispatching may take with `steps_per_execution="auto"`: half of what is promised.
+The other half is for what is not measured, such as the workers' own threads."""
 
 DISPATCH_SECONDS = 0.001
-"""So long handing out a function takes, as long as it is not measured: it does where functions come one by one."""
+"""How long dispatching a function takes, until it is measured: typical of functions that come one by one."""
 
-MEASURED = 8
-"""After so many functions of one step it is known how long a step takes."""
-
+MEASURED = 8  # after how many functions of one step the time of a step is known
 FUNCTIONS_A_WORKER = 4
-"""So many functions at least a worker has in an epoch, lest some wait for the last one."""
+"""The fewest functions a worker has in an epoch, so that workers do not idle until the last one ends."""
 
-FUNCTION_SECONDS = 0.25
-"""So long a function is at most, of steps that are shorter: it is what a death repeats, and an end waits for."""
-
-QUEUED_SECONDS = 0.2
-"""So much work is scheduled for each worker, beyond two functions."""
-
+FUNCTION_SECONDS = 0.25  # the longest a function of several steps takes: a death repeats it, and stopping waits for it
+QUEUED_SECONDS = 0.2  # how much work is scheduled for each worker, beyond two functions
 MOST_QUEUED = 2000
 
 _FIRST = -(1 << 40)
@@ -41,137 +35,96 @@ _FIRST = -(1 << 40)
 
 @dataclass
 class Plan:
-    """Of one training.
-
-    Attributes:
-        name: of the data's position.
-        elements: of an epoch of the data.
-        places: that one element takes in the order of the data; the last one of an epoch may take fewer.
-        kept: places of an epoch.
-        per_epoch: elements of an epoch of the training.
-        origin: an epoch of the data and an element of it.
-        index: that element's, of the training.
-        cuts: (from this element on, so many a function), rising.
-        frontier: behind the last element that was handed out.
-    """
-
-    name: str
-    elements: int
-    places: int
-    kept: int
-    per_epoch: int
-    origin: tuple[int, int] = (0, 0)
-    index: int = 0
-    cuts: list[tuple[int, int]] = field(default_factory=list)
-    frontier: int = 0
+    name: str  # the data's
+    elements: int  # in an epoch of the data
+    items_per_element: int  # examples, or files; an epoch's last element may have fewer
+    items: int  # in an epoch of the data
+    per_epoch: int  # elements in an epoch of the training
+    origin: Sequence[int] = (0, 0)  # an epoch of the data, and an element in it
+    index: int = 0  # the number of that element in the training
+    cuts: list[Sequence[int]] = field(default_factory=list)  # (first element, elements per function), ascending
+    frontier: int = 0  # the element after the last one that was handed out
 
     def begin(self, origin: tuple[int, int], index: int) -> None:
-        """Nothing was handed out yet: this element of the data is that one of the training."""
+        """Begin, with nothing handed out, where element `origin` of the data is element `index` of the training."""
         self.origin, self.index, self.frontier, self.cuts = origin, index, index, []
 
     def size_at(self, element: int) -> int:
-        """So many elements does a function take that begins with this one."""
+        """Return how many elements a function takes that begins with `element`."""
         return next((size for start, size in reversed(self.cuts) if start <= element), 1)
 
     def change(self, size: int) -> bool:
-        """From the frontier on functions take so many. False if they do already."""
+        """Have functions take `size` elements from the frontier on; return whether that is a change."""
         if self.size_at(self.frontier) == size:
             return False
-        # What was left of the data before the training began is cut the same way.
+        # Data left over from before the training began is cut the same way.
         start = _FIRST if not self.cuts and self.frontier == self.index else self.frontier
         self.cuts = [*(cut for cut in self.cuts if cut[0] < start), (start, size)]
         return True
 
     def begin_epoch(self, epoch: int) -> None:
-        """All elements of the epochs before were handed out. Cuts that nobody needs any more are dropped."""
+        """Begin an epoch: all earlier elements were handed out, and their cuts are dropped."""
         self.frontier = max(self.frontier, epoch * self.per_epoch)
         past = [cut for cut in self.cuts if cut[0] <= epoch * self.per_epoch]
         self.cuts = [*past[-1:], *self.cuts[len(past) :]]
 
     def stop_of(self, training_epoch: int, epoch: int, start: int) -> int:
-        """Where a function ends that begins at this place of the data's epoch; `start` if it is of a later one.
+        """Return where a function that begins at item `start` of the data's epoch ends.
 
-        Args:
-            training_epoch: which epoch of the training goes on.
-            epoch: of the data.
-            start: a place in its order.
+        `start` itself if that item belongs to a later epoch of the training than `training_epoch`.
         """
         before = self._first_of(epoch)
-        element = before + start // self.places
+        element = before + start // self.items_per_element
         end = (training_epoch + 1) * self.per_epoch
         if element >= end:
             return start
         following = (other for other, _ in self.cuts if other > element)
         stop = min([element + self.size_at(element), end, before + self.elements, *following])
         self.frontier = max(self.frontier, stop)
-        return min((stop - before) * self.places, self.kept)
+        return min((stop - before) * self.items_per_element, self.items)
 
     def done(self, epoch: int, visited: int) -> int:
-        """Elements that were taken, where all epochs of the data before this one and so many places of it were."""
-        return max(0, self._first_of(epoch) + math.ceil(visited / self.places))
+        """Return how many elements are done once `visited` items of this epoch of the data are."""
+        return max(0, self._first_of(epoch) + math.ceil(visited / self.items_per_element))
 
     def _first_of(self, epoch: int) -> int:
-        """The first element of this epoch of the data, as one of the training."""
+        """Return the number in the training of the first element of this epoch of the data."""
         return (epoch - self.origin[0]) * self.elements - self.origin[1] + self.index
 
-    def begin_otherwise(self, found: dict[str, Any], epoch: int, now: tuple[int, int], whole: bool) -> None:
-        """Go on with a training that has cut the same data into other elements.
+    def begin_with_another_cut(self, saved: dict[str, Any], epoch: int, now: tuple[int, int], whole: bool) -> None:
+        """Continue a training that cut the same data into other elements, in its epoch `epoch`.
 
-        What was visited counts, also where it was not told of: an epoch of which everything was is over.
-
-        Args:
-            found: what was kept of that training's plan.
-            epoch: of the training, which was not dealt with.
-            now: the data's epoch, and how many places of it were visited.
-            whole: epochs end with those of the data; else after so many elements, wherever the data is then.
+        Whatever was visited counts, even if it was not reported: an epoch that was visited completely is over. `now`:
+        the data's epoch, and how many items of it were visited. `whole`: epochs end with those of the data; otherwise
+        after `per_epoch` elements, wherever the data is then.
         """
-        before = Plan(**{key: found[key] for key in ("name", "elements", "places", "kept", "per_epoch")})
-        before.load(found)
+        before = Plan(**saved)
         if not whole:
             done = before.done(*now) - epoch * before.per_epoch
-            visited = math.ceil(now[1] / self.places)
+            visited = math.ceil(now[1] / self.items_per_element)
             self.begin((now[0], visited), epoch * self.per_epoch + min(max(0, done), self.per_epoch))
             return
         first, rest = divmod(epoch * before.per_epoch - before._first_of(0), before.elements)
-        # Of data that epochs did not end with, what follows begins with the next epoch of the data.
+        # If the earlier epochs did not end with the data's, the rest begins with the data's next epoch.
         self.begin((now[0] if rest else min(first, now[0]), 0), epoch * self.per_epoch)
 
     def to_json(self) -> dict[str, Any]:
-        """What has to be the same when the training goes on."""
-        return {
-            "name": self.name,
-            "elements": self.elements,
-            "places": self.places,
-            "kept": self.kept,
-            "per_epoch": self.per_epoch,
-            "origin": list(self.origin),
-            "index": self.index,
-            "cuts": [list(cut) for cut in self.cuts],
-        }
+        """Return what must be the same when the training resumes."""
+        return {name: value for name, value in vars(self).items() if name != "frontier"}
 
-    def fits(self, found: dict[str, Any]) -> bool:
-        """Is this data cut into the same elements?"""
-        mine = self.to_json()
-        return all(found[key] == mine[key] for key in ("name", "elements", "places", "kept", "per_epoch"))
+    def fits(self, saved: dict[str, Any]) -> bool:
+        names = ("name", "elements", "items_per_element", "items", "per_epoch")
+        return all(saved[name] == getattr(self, name) for name in names)
 
-    def load(self, found: dict[str, Any]) -> None:
-        """Go on with this, which fits."""
-        first, element = found["origin"]
-        self.begin((first, element), found["index"])
-        self.cuts = [(start, size) for start, size in found["cuts"]]
+    def load(self, saved: dict[str, Any]) -> None:
+        """Continue with a saved plan that fits."""
+        self.origin, self.index, self.cuts = saved["origin"], saved["index"], saved["cuts"]
+        self.frontier = self.index
 
 
 def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch: int | None, workers: int) -> int:
-    """How many steps a function should take, so that handing it out takes no more than its share.
-
-    Args:
-        step_seconds: measured, of several functions: for each the seconds of a step.
-        dispatch_seconds: that a function takes, beside its steps.
-        per_epoch: steps of an epoch, if that is known.
-        workers: how many.
-    """
-    found = sorted(step_seconds)
-    typical = max(found[len(found) // 2], 1e-7)
+    """Return how many steps a function should take, so that what it takes beside them is no more than its share."""
+    typical = max(statistics.median_high(step_seconds), 1e-7)
     size = math.ceil(min(dispatch_seconds / DISPATCH_SHARE, FUNCTION_SECONDS) / typical)
     if per_epoch is not None:
         size = min(size, per_epoch // (workers * FUNCTIONS_A_WORKER))
@@ -179,13 +132,10 @@ def best_size(step_seconds: Iterable[float], dispatch_seconds: float, per_epoch:
 
 
 class Overhead:
-    """What a function costs beside its steps: measured while the workers have enough to do.
+    """Measures what a function costs beside its steps, while the workers have enough to do.
 
-    Two things: how long a worker stands between two functions, and CPU time of the coordinator, which may have to share
-    the workers' cores.
-
-    Args:
-        workers: how many.
+    That is the time that a worker idles between two functions, and the coordinator's CPU time, since it may share the
+    workers' cores.
     """
 
     def __init__(self, workers: int) -> None:
@@ -193,31 +143,30 @@ class Overhead:
         self.begin(0.0, 0.0)
 
     def begin(self, now: float, cpu: float) -> None:
-        """From now on, when the coordinator has used so many seconds of CPU."""
+        """Begin to measure, when the coordinator has used `cpu` seconds of CPU time."""
         self._begin, self._cpu = now, cpu
         self._functions = 0
         self._ends: dict[int, float] = {}
         self._gaps: list[float] = []
 
     def add(self, worker: int, begin: float, end: float, now: float, cpu: float) -> float | None:
-        """A function was with this worker from `begin` to `end`, by its clock. The seconds beside, once they are known.
+        """Count a function that ran from `begin` to `end` by its worker's clock; return the seconds beside its steps.
 
-        Known: when enough functions have ended, in a time that is long enough. Then it begins anew.
+        None until enough functions have ended over a long enough time; then measuring begins again.
         """
         last = self._ends.get(worker, math.inf)
-        if begin >= last:  # else it was started again meanwhile, with another clock
+        if begin >= last:  # otherwise the worker was restarted, with another clock
             self._gaps.append(begin - last)
         self._ends[worker] = end
         self._functions += 1
         if self._functions < self._least or now - self._begin < QUEUED_SECONDS:
             return None
-        beside = (statistics.median(self._gaps) if self._gaps else 0.0) + (cpu - self._cpu) / self._functions
+        overhead = (statistics.median(self._gaps) if self._gaps else 0.0) + (cpu - self._cpu) / self._functions
         self.begin(now, cpu)
-        return beside
+        return overhead
 
 
 def most_ahead(function_seconds: float | None, workers: int) -> int:
-    """How many functions to have scheduled: enough that no worker waits, and not more, for all of them end before the
-    last one does."""
+    """Return how many functions to schedule ahead: just enough that no worker waits."""
     queued = 2 if function_seconds is None else 2 + int(QUEUED_SECONDS / max(function_seconds, 1e-6))
     return min(workers * queued, MOST_QUEUED)

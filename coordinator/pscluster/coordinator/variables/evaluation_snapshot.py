@@ -1,10 +1,11 @@
-"""Evaluation snapshots: variables as they were at one moment, which an evaluation reads while training goes on.
+"""Evaluation snapshots: variables as they were at one moment, which an evaluation reads while training continues.
 
-    captured: the step's variables get other names --> paused (functions end) --> every server copies its shards
-    --> going on --> on disk, as far as the servers keep anything there --> the step runs --> the copies are deleted
+    capture the step, with other names for its variables --> pause (functions end) --> every server copies its shards
+    --> resume --> save the copies, if the servers have durable state --> run the step --> delete the copies
 
-All copies are made while no function runs: they are of one moment, on all servers. No bytes travel. What the job knows
-of them is their names: they count neither for placement nor among the strategy's variables.
+All copies are made while no function runs, so they are of the same moment on all servers. No bytes travel. Their specs
+bear the evaluation's number: they are in no checkpoint, are not listed, and a coordinator that attaches deletes them.
+They count neither for placement nor among the strategy's variables.
 """
 
 from __future__ import annotations
@@ -21,35 +22,25 @@ from pscluster.core.fault_points import reach
 from pscluster.core.handles import Handle
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
-from pscluster.ps.spec import PINNED
+from pscluster.ps.spec import RESERVED
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
 
 
-def prefix_of(name: str) -> str:
-    """What the names of all copies of one evaluation begin with; empty: this is none of any."""
-    if not name.startswith(PINNED):
-        return ""
-    return name[: name.find("/", len(PINNED)) + 1]
-
-
 class EvaluationSnapshot:
-    """The copies for one evaluation. First `rename` is called for all that is captured, then `make`, last `drop`.
-
-    Args:
-        context: of the job whose variables they are.
-    """
+    """The copies for one evaluation. Call `rename` for all captured handles, then `make`, and finally `drop`."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self._prefix = f"{PINNED}{context.variables.numbers(1)[0]}/"
+        (self._evaluation,) = context.variables.numbers(1)
+        self._prefix = f"{RESERVED}evaluation/{self._evaluation}/"
         self._variables: set[str] = set()
         self._optimizers: set[str] = set()
         self._made = False
 
     def rename(self, handle: Handle) -> tuple[str, str]:
-        """Kind and key of what a step is to have for this handle: a variable's copy, all else as it is."""
+        """Return the kind and key that replace this handle in the step: those of the copy, if it is a variable."""
         kind, key = handle.handle_kind, handle.handle_key
         if isinstance(handle, SlotVariable):
             variable, optimizer, slot = json.loads(key)
@@ -62,23 +53,20 @@ class EvaluationSnapshot:
         if isinstance(handle, Variable):
             self._variables.add(key)
             return kind, self._prefix + key
-        if isinstance(handle, Optimizer):  # asked for a slot or an average of a copy
+        if isinstance(handle, Optimizer):  # for slots and averages of copies
             self._optimizers.add(key)
         return kind, key
 
     def make(self, dispatcher: Dispatcher, seconds: float) -> None:
-        """Copy all that was renamed, as it is at one moment at which no function runs.
+        """Copy all that was renamed, at one moment at which no function runs.
 
-        Raises:
-            WaitTimeoutError: functions still run after so many seconds; the message names them.
-            UnknownVariableError: a variable is not there any more.
-            InvalidUpdateError: a server has no memory for the copies.
-            UnavailableError: a server can't be reached.
+        WaitTimeoutError if functions still run after `seconds` seconds, UnknownVariableError if a variable no longer
+        exists, InvalidUpdateError if a server has no memory for the copies, UnavailableError if one can't be reached.
         """
         if not self._variables:
             return
         client, deadline = self._context.client, time.monotonic() + seconds
-        known = client.directory()[0]  # wait for a server that is gone here, not while functions are paused
+        known = client.directory()[0]  # wait for a server that is down here, not while functions are paused
         variables = [spec for spec in known.variables if spec.name in self._variables]
         optimizers = [spec.id for spec in known.optimizers if spec.name in self._optimizers]
         if missing := sorted(self._variables.difference(spec.name for spec in variables)):
@@ -87,32 +75,31 @@ class EvaluationSnapshot:
         for spec, number in zip(variables, self._context.variables.numbers(len(variables)), strict=True):
             copy = ps_pb2.VariableSpec()
             copy.CopyFrom(spec)
-            copy.id, copy.name = number, self._prefix + spec.name
+            copy.id, copy.name, copy.evaluation = number, self._prefix + spec.name, self._evaluation
             copies.append((spec.id, copy))
         self._made = True
-        with dispatcher.barrier(round(max(deadline - time.monotonic(), 0.0), 3)):
+        with dispatcher.waits.barrier(round(max(deadline - time.monotonic(), 0.0), 3)):
             reach("coordinator.pin.before")
             client.copy_variables(copies, optimizers)
             reach("coordinator.pin.after")
         client.check_saved([copy.name for _, copy in copies])
 
     def are_lost(self) -> bool:
-        """Has a server that was restarted come back without one of them?"""
+        """Return whether a restarted server has lost one of the copies."""
         if not self._made:
             return False
         with contextlib.suppress(PsClusterError):
             for directory in self._context.client.directory():
-                there = {spec.name for spec in directory.variables}
-                if not there.issuperset(self._prefix + name for name in self._variables):
+                if sum(spec.evaluation == self._evaluation for spec in directory.variables) < len(self._variables):
                     return True
         return False
 
     def drop(self) -> bool:
-        """Delete them, on the servers that can be reached. False if one can't: it is to be tried again."""
+        """Delete the copies on all reachable servers. False if a server is unreachable: try again later."""
         if not self._made:
             return True
         reach("coordinator.unpin.before")
-        dropped = self._context.client.delete_variables(self._prefix)
+        dropped = self._context.client.delete_copies(self._evaluation)
         reach("coordinator.unpin.after")
         if not dropped:
             logger.warning("the snapshot of an evaluation is still on an unreachable server; it is deleted later")

@@ -1,4 +1,4 @@
-"""What variables begin with: the value, shape and type that a request asks for, checked."""
+"""Initial values of variables: value, shape and type as requested, checked."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture, split_off_bulk
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.geometry import Partition
+from pscluster.ps.handles.indexing import Array, whole_index
 from pscluster.ps.handles.scope import VariableRequest
-from pscluster.ps.handles.variable import Array, whole_index
 from pscluster.ps.initializers import Initializer
 from pscluster.v1 import ps_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class InitialValue:
-    """What a variable begins with: its value, or what makes it on the servers."""
+    """A variable's initial value, or the initializers that compute it on the servers."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -33,31 +33,31 @@ class InitialValue:
     initializers: tuple[tuple[ps_pb2.Initializer, bytes], ...] = ()
 
     def shards(self, partition: Partition) -> list[Array] | None:
-        """Cut the value into one array a shard; None if the servers make it."""
+        """Return the value, cut into one array per shard; None if the servers compute it."""
         if self.value is None:
             return None
         return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
 
 
 def initial_value_of(request: VariableRequest, name: str, policy: SerializationPolicy) -> InitialValue:
-    """Return what the request asks for, checked. MisuseError, naming the variable, if that can't be."""
+    """Return the requested initial value, checked. MisuseError, with the variable's name, if it is invalid."""
     initial = request.initial_value
     if initial is None:
         raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
     if not isinstance(request.trainable, bool):
         raise MisuseError(f"variable {name!r}: trainable is {request.trainable!r}; it must be True or False")
     shape = None if request.shape is None else _shape_of(request.shape, name)
-    asked = None if request.dtype is None else _dtype_named(request.dtype, name)
+    requested_dtype = None if request.dtype is None else _dtype_named(request.dtype, name)
     if callable(initial) and not isinstance(initial, np.ndarray | np.generic):
         if shape is not None:
-            dtype = asked or np.dtype(np.float32)
+            dtype = requested_dtype or np.dtype(np.float32)
             _check_dtype(dtype, name)
             return InitialValue(shape, dtype, None, tuple(_initializers(initial, policy)))
-        if isinstance(initial, Initializer) or not _can_be_called_without(initial):
+        if isinstance(initial, Initializer) or not _callable_without_arguments(initial):
             raise MisuseError(f"variable {name!r}: its initializer needs the shape: give shape=(...)")
         initial = initial()
     value = as_array(cast(npt.ArrayLike, initial), name, "initial value")
-    dtype = asked or _dtype_of(value, initial)
+    dtype = requested_dtype or _dtype_of(value, initial)
     _check_dtype(dtype, name)
     value = converted(value, dtype, name, "initial value")
     try:
@@ -67,18 +67,19 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
     return InitialValue(whole.shape, dtype, whole)
 
 
-def _shape_of(given: Any, name: str) -> tuple[int, ...]:
+def _shape_of(requested: Any, name: str) -> tuple[int, ...]:
     try:
-        shape = tuple(map(operator.index, given if isinstance(given, Iterable) else (given,)))
+        shape = tuple(map(operator.index, requested if isinstance(requested, Iterable) else (requested,)))
     except TypeError:
         shape = (-1,)
     if min(shape, default=0) < 0:
-        raise MisuseError(f"variable {name!r}: shape is {given!r}, but must be lengths of axes: integers, 0 or more")
+        raise MisuseError(
+            f"variable {name!r}: shape is {requested!r}; it must be the lengths of axes: integers, 0 or more"
+        )
     return shape
 
 
-def _can_be_called_without(function: Callable[..., Any]) -> bool:
-    """Without arguments."""
+def _callable_without_arguments(function: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -103,14 +104,14 @@ def _initializers(
         yield message, bulk
 
 
-def _dtype_named(asked: npt.DTypeLike, name: str) -> np.dtype[Any]:
-    if isinstance(asked, str) and asked == "bfloat16":
-        return dtype_named(asked)
+def _dtype_named(requested: npt.DTypeLike, name: str) -> np.dtype[Any]:
+    if isinstance(requested, str) and requested == "bfloat16":
+        return dtype_named(requested)
     try:
-        return np.dtype(asked)
+        return np.dtype(requested)
     except TypeError:
         raise MisuseError(
-            f"variable {name!r}: dtype is {asked!r}, which is not a dtype: give one such as float32"
+            f"variable {name!r}: dtype is {requested!r}, which is not a dtype: give one such as float32"
         ) from None
 
 

@@ -1,17 +1,12 @@
 """Into how many shards a variable is cut: TensorFlow's partitioners, for any axis.
 
-A partitioner is asked `(shape, dtype)` and answers with the number of shards of every axis. Any callable
-will do. The classes here have the names, arguments, defaults and formulas of those in
-`tf.distribute.experimental.partitioners`, so that ported code cuts as before. Where they differ, nothing that
-worked there changes:
+A partitioner is any callable that takes `(shape, dtype)` and returns the number of shards of every axis. The classes
+here have the names, arguments, defaults and formulas of `tf.distribute.experimental.partitioners`, so that ported code
+cuts as before. They differ only in what did not work there: an axis of length 0, or rows of 0 bytes, give one shard;
+any axis may be cut; all arguments are checked; `MinSizePartitioner(strict=True)` is new.
 
-- an axis of length 0, or rows of 0 bytes, give one shard, where TensorFlow fails or divides by zero;
-- `axis` works for every axis, counted from the end too, where its strategy takes 0 only;
-- `FixedShardsPartitioner` checks its argument as the others do;
-- `MinSizePartitioner(strict=True)` is new.
-
-Throughout, D is the length of the axis, B the bytes of the variable, and r = B / D the bytes of a row, that
-is of one step along the axis. Where the pieces end is not decided here, but by `geometry.even_ends`.
+Throughout, D is the length of the axis, B the bytes of the variable, and r = B / D the bytes of a row, that is of one
+step along the axis. `geometry.even_ends` decides where the shards end.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ PartitionerLike = Callable[[tuple[int, ...], "np.dtype[Any]"], Sequence[int]]
 
 
 def element_bytes(dtype: np.dtype[Any], bytes_per_string: int = 16) -> int:
-    """Bytes of one element. Where strings have no fixed width, `bytes_per_string` is the estimate for one."""
+    """Return the bytes of one element; of strings without a fixed width, the estimate `bytes_per_string`."""
     dtype = np.dtype(dtype)
     # "O" and "T" elements are pointers to their strings; np.dtype(str) and np.dtype(bytes) have no width yet.
     if dtype.kind in "OT" or (dtype.kind in "US" and not dtype.itemsize):
@@ -42,21 +37,15 @@ def element_bytes(dtype: np.dtype[Any], bytes_per_string: int = 16) -> int:
     return dtype.itemsize
 
 
-MAX_SHARDS = 10_000
-"""Of one variable: each costs a server, and every whole read and update, some work of its own."""
+MAX_SHARDS = 10_000  # the most shards of a variable: each adds work on a server, and to every whole read and update
 
 
 class Partitioner(abc.ABC):
-    """Base of the partitioners here, and for the user's own."""
+    """Base class of these partitioners, and of users' own."""
 
     @abc.abstractmethod
     def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int = 0) -> list[int]:
-        """How many shards along every axis: one number an axis, 1 but for `axis`.
-
-        Args:
-            shape: of the variable, of rank 1 at least.
-            dtype: of the variable.
-            axis: to cut along; negative counts from the end.
+        """Return how many shards to cut along each axis: 1 for all axes but `axis`; a negative one counts from the end.
 
         Raises:
             ValueError: the shape has no such axis.
@@ -65,7 +54,7 @@ class Partitioner(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class FixedShardsPartitioner(Partitioner):
-    """So many shards: min(num_shards, D), and 1 at least.
+    """Cuts into a fixed number of shards: min(num_shards, D), and 1 at least.
 
     Raises:
         ValueError: the argument is below 1.
@@ -74,31 +63,46 @@ class FixedShardsPartitioner(Partitioner):
     num_shards: int
 
     def __post_init__(self) -> None:
-        _check_positive("num_shards", self.num_shards)
+        _check_positive(self, "num_shards")
 
     def __call__(
         self,
         shape: tuple[int, ...],
-        dtype: np.dtype[Any],  # noqa: ARG002  (every partitioner is told; this one need not care)
+        dtype: np.dtype[Any],  # noqa: ARG002  (part of the interface)
         axis: int = 0,
     ) -> list[int]:
         axis = _axis(shape, axis)
         return _along(shape, axis, min(self.num_shards, shape[axis]))
 
 
-@dataclass(frozen=True, slots=True)
-class MinSizePartitioner(Partitioner):
-    """As many shards as there can be of a minimum size: min(D, max_shards, ceil(B / min_shard_bytes)).
+class _BySize(Partitioner):
+    """Base class of partitioners whose number of shards follows from the bytes of the variable."""
 
-    Because of the ceil, TensorFlow's own, shards may be smaller than `min_shard_bytes`: 120 bytes with a
-    minimum of 100 make two shards of 60. With `strict` none is, unless the variable as a whole is: the
-    smallest of n shards has floor(D / n) rows, hence n = floor(D / ceil(min_shard_bytes / r)).
+    bytes_per_string: int
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int = 0) -> list[int]:
+        axis = _axis(shape, axis)
+        total = math.prod(shape) * element_bytes(dtype, self.bytes_per_string)
+        return _along(shape, axis, self._count(shape[axis], total) if total else 1)
+
+    @abc.abstractmethod
+    def _count(self, length: int, total: int) -> int:
+        """Return how many shards to cut `total` bytes into, along an axis of this length; both are above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinSizePartitioner(_BySize):
+    """Cuts into as many shards of a minimum size as possible: min(D, max_shards, ceil(B / min_shard_bytes)).
+
+    Because of the ceil, which is TensorFlow's, shards may be smaller than `min_shard_bytes`: 120 bytes with a minimum
+    of 100 make two shards of 60. With `strict` none is, unless the whole variable is: the smallest of n shards has
+    floor(D / n) rows, hence n = floor(D / ceil(min_shard_bytes / r)).
 
     Args:
         min_shard_bytes: the minimum, in bytes.
-        max_shards: the most shards. Left at 1, nothing is ever cut (TensorFlow's default).
-        bytes_per_string: the estimate for one string, where strings have no fixed width.
-        strict: keep the minimum.
+        max_shards: the most shards. With 1, TensorFlow's default, nothing is ever cut.
+        bytes_per_string: the estimate for one string, if strings have no fixed width.
+        strict: make no shard smaller than the minimum.
 
     Raises:
         ValueError: a number is below 1.
@@ -110,36 +114,29 @@ class MinSizePartitioner(Partitioner):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("min_shard_bytes", self.min_shard_bytes)
-        _check_positive("max_shards", self.max_shards)
-        _check_positive("bytes_per_string", self.bytes_per_string)
+        _check_positive(self, "min_shard_bytes", "max_shards", "bytes_per_string")
 
-    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int = 0) -> list[int]:
-        axis = _axis(shape, axis)
-        total = math.prod(shape) * element_bytes(dtype, self.bytes_per_string)
-        if total == 0:
-            return [1] * len(shape)
-        length = shape[axis]
+    def _count(self, length: int, total: int) -> int:
         if self.strict:
             by_size = length // _ceil(self.min_shard_bytes, total // length)
         else:
             by_size = _ceil(total, self.min_shard_bytes)
-        return _along(shape, axis, min(length, self.max_shards, by_size))
+        return min(length, self.max_shards, by_size)
 
 
 @dataclass(frozen=True, slots=True)
-class MaxSizePartitioner(Partitioner):
-    """As few shards as keep to a maximum size: ceil(D / rows) with rows = max(1, floor(max_shard_bytes / r)).
+class MaxSizePartitioner(_BySize):
+    """Cuts into as few shards of a maximum size as possible: ceil(D / rows), rows = max(1, floor(max_shard_bytes / r)).
 
-    A shard has one row at least, however large that is. `max_shards` goes before the maximum size.
+    A shard has one row at least, however large that is. `max_shards` takes precedence over the maximum size.
 
     Args:
         max_shard_bytes: the maximum, in bytes.
-        max_shards: the most shards; None for no limit, or 0, as TensorFlow has it.
-        bytes_per_string: the estimate for one string, where strings have no fixed width.
+        max_shards: the most shards; None or, as in TensorFlow, 0 for no limit.
+        bytes_per_string: the estimate for one string, if strings have no fixed width.
 
     Raises:
-        ValueError: a number is below 1, but for a `max_shards` of 0.
+        ValueError: a number is below 1, except a `max_shards` of 0.
     """
 
     max_shard_bytes: int
@@ -147,40 +144,21 @@ class MaxSizePartitioner(Partitioner):
     bytes_per_string: int = 16
 
     def __post_init__(self) -> None:
-        _check_positive("max_shard_bytes", self.max_shard_bytes)
-        if self.max_shards:
-            _check_positive("max_shards", self.max_shards)
-        _check_positive("bytes_per_string", self.bytes_per_string)
+        _check_positive(self, "max_shard_bytes", *(["max_shards"] if self.max_shards else []), "bytes_per_string")
 
-    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int = 0) -> list[int]:
-        axis = _axis(shape, axis)
-        total = math.prod(shape) * element_bytes(dtype, self.bytes_per_string)
-        if total == 0:
-            return [1] * len(shape)
-        length = shape[axis]
+    def _count(self, length: int, total: int) -> int:
         rows = max(1, self.max_shard_bytes // (total // length))
         shards = _ceil(length, rows)
-        return _along(shape, axis, min(shards, self.max_shards or shards))
+        return min(shards, self.max_shards or shards)
 
 
 def partition_for(
     partitioner: PartitionerLike | None, shape: Sequence[int], dtype: np.dtype[Any], name: str
 ) -> Partition:
-    """How a variable is cut: the partitioner's answer, checked, as pieces of every axis.
+    """Return how the variable of this name is cut: the partitioner's answer, or ConfigurationError if it is invalid.
 
-    Without a partitioner, or with rank 0, there is one shard and nobody is asked. An answer for fewer axes
-    than there are leaves the others whole. More shards than an axis is long are as many as it is long.
-
-    Args:
-        partitioner: any callable, or None.
-        shape: of the variable.
-        dtype: of the variable.
-        name: of the variable, for the errors.
-
-    Raises:
-        ConfigurationError (ValueError): the answer is not a non-empty sequence of integers from 1, or is for
-            more axes than the shape has. What the partitioner itself raises passes, with a note that names
-            the variable.
+    Without a partitioner, or with rank 0, there is one shard. Axes that the answer leaves out stay whole. An axis gets
+    at most as many shards as it is long. What the partitioner raises passes, with a note that names the variable.
     """
     shape = tuple(shape)
     if partitioner is not None and not callable(partitioner):
@@ -195,26 +173,22 @@ def partition_for(
         error.add_note(f"raised by variable_partitioner for variable {name!r} of shape {shape}")
         raise
 
-    def wrong(what: str, mend: str) -> ConfigurationError:
+    def wrong(what: str) -> ConfigurationError:
         return ConfigurationError(
-            f"variable {name!r} of shape {shape}: variable_partitioner answered {answer!r}, {what}. {mend}"
+            f"variable {name!r} of shape {shape}: variable_partitioner answered {answer!r}, {what}"
         )
 
     if isinstance(answer, np.ndarray):
         answer = answer.tolist()
     if not isinstance(answer, Sequence) or isinstance(answer, str | bytes):
-        raise wrong(
-            "which is not a sequence of integers",
-            "It must return one number of shards per axis, e.g. [2, 1].",
-        )
+        raise wrong("which is not a sequence of integers. It must return one number of shards per axis, e.g. [2, 1].")
     if not answer:
-        raise wrong("which is empty", "It must return one number of shards per axis; [1] leaves the variable whole.")
+        raise wrong("which is empty. It must return one number of shards per axis; [1] leaves the variable whole.")
     if len(answer) > len(shape):
         raise wrong(
-            f"numbers for {len(answer)} axes, but the variable has {len(shape)}",
-            "It must return at most one number of shards per axis.",
+            f"numbers for {len(answer)} axes, but the variable has {len(shape)}. It must return at most that many."
         )
-    parts = []
+    counts = []
     for axis, (count, length) in enumerate(zip(answer, shape, strict=False)):
         try:
             if isinstance(count, bool | np.bool_):
@@ -222,21 +196,22 @@ def partition_for(
             count = operator.index(count)
         except TypeError:
             raise wrong(
-                f"in which {count!r} for axis {axis} is no integer", "Round it and convert it with int()."
+                f"in which {count!r} for axis {axis} is no integer. Round it and convert it with int()."
             ) from None
         if count < 1:
-            raise wrong(f"in which {count} for axis {axis} is below 1", "Return 1 for an axis that is not to be cut.")
-        parts.append(max(1, min(count, length)))
-    if math.prod(parts) > MAX_SHARDS:
-        raise wrong(f"which makes {math.prod(parts)} shards, more than {MAX_SHARDS}", "Cut it into larger shards.")
-    return Partition.even(shape, parts)
+            raise wrong(f"in which {count} for axis {axis} is below 1. Return 1 for an axis that is not to be cut.")
+        counts.append(max(1, min(count, length)))
+    if math.prod(counts) > MAX_SHARDS:
+        raise wrong(f"which makes {math.prod(counts)} shards, more than {MAX_SHARDS}. Cut it into larger shards.")
+    return Partition.even(shape, counts)
 
 
-def _check_positive(name: str, value: object) -> None:
-    try:
-        checks.whole(name, value, at_least=1)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+def _check_positive(partitioner: Partitioner, *names: str) -> None:
+    for name in names:
+        try:
+            checks.whole(name, getattr(partitioner, name), at_least=1)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
 
 
 def _axis(shape: tuple[int, ...], axis: int) -> int:
@@ -250,5 +225,4 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 
 def _along(shape: tuple[int, ...], axis: int, shards: int) -> list[int]:
-    """The answer of a partitioner. The int() is for those who write sizes as 1e6."""
-    return [max(1, int(shards)) if number == axis else 1 for number in range(len(shape))]
+    return [max(1, int(shards)) if other == axis else 1 for other in range(len(shape))]  # sizes may be 1e6

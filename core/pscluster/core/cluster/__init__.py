@@ -1,1 +1,1 @@
-"""Who is in the cluster: its description, and the resolvers that find it."""
+"""The cluster's description, and the resolvers that find it."""

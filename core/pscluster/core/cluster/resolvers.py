@@ -1,4 +1,4 @@
-"""Resolvers: what tells a strategy which cluster to use, and which task of it this process is."""
+"""Resolvers: they tell a strategy which cluster to use, and which of its tasks this process is."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from pscluster.core.cluster.spec import (
 
 
 class ClusterResolver(ABC):
-    """Tells a strategy which cluster to use and which task of it this process is, as the peer's of that name.
+    """Tells a strategy which cluster to use and which of its tasks this process is; as in TensorFlow.
 
-    `task_type`, `task_id` and `rpc_layer` can be set; None is looked up in `_config()` at each access.
-
-    Raises:
-        ConfigurationError: at the setting or the access, if the value is wrong.
+    `task_type`, `task_id` and `rpc_layer` can be set; if None, they are read from `_config()` at each access. Setting
+    or reading a wrong value raises ConfigurationError.
     """
 
     def __init__(
@@ -42,18 +40,18 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it is now."""
+        """Return the current cluster."""
 
     @abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """A task's address, behind `rpc_layer://` if there is one. For code written for the peer."""
+        """Return a task's address, prefixed by `rpc_layer://` if there is one. For code written for TensorFlow."""
 
     def _config(self) -> Mapping[str, object]:
         return {}
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, or None if it isn't known."""
+        """The job of this process, or None if unknown."""
         own = self._task_type
         return value_in(task_in(self._config()), "task.type", checked_job) if own is None else own
 
@@ -63,7 +61,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job, or None if it isn't known."""
+        """The index of this process in its job, or None if unknown."""
         own = self._task_id
         return value_in(task_in(self._config()), "task.index", checked_index) if own is None else own
 
@@ -73,7 +71,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The string "grpc" or None; only `master()` tells them apart."""
+        """Either "grpc" or None, which only `master()` distinguishes."""
         own = self._rpc_layer
         return value_in(self._config(), "rpc_layer", checked_rpc_layer) if own is None else own
 
@@ -83,7 +81,7 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """A word of the platform, such as "cloud"; nothing here depends on it."""
+        """The platform's name, such as "cloud"; nothing here depends on it."""
         return environment_in(self._config()) if self._environment is None else self._environment
 
     def _url(self, address: str, rpc_layer: str | None) -> str:
@@ -92,20 +90,19 @@ class ClusterResolver(ABC):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG anew at each access; the constructor's arguments go before it."""
+    """Reads TF_CONFIG at each access; the constructor's arguments take precedence."""
 
     def _config(self) -> Mapping[str, object]:
         return load_config(os.environ.get(VARIABLE, "{}"))
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster of TF_CONFIG; empty if it has none. Raises ConfigurationError if it is wrong."""
+        """Return the cluster of TF_CONFIG; empty if it has none. ConfigurationError if it is wrong."""
         return cluster_in(self._config())
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """TF_CONFIG's `session_master`; else "" if the cluster has at most one task; else a task's address.
+        """Return TF_CONFIG's `session_master`; else "" if the cluster has at most one task; else a task's address.
 
-        Raises:
-            ConfigurationError: the task is neither given nor in TF_CONFIG, or is not in the cluster.
+        Raise ConfigurationError if the task is neither given nor in TF_CONFIG, or is not in the cluster.
         """
         session_master = self._config().get("session_master")
         if isinstance(session_master, str):
@@ -121,11 +118,10 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers with what it was given.
+    """Returns what it was given.
 
-    Raises:
-        TypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
-        ConfigurationError: an unknown task type or RPC layer, or a bad index.
+    Raises TypeError unless `cluster_spec` is a ClusterSpec, and `master` a string; ConfigurationError for an unknown
+    task type or RPC layer, or a bad index.
     """
 
     def __init__(
@@ -144,11 +140,10 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec, self._master = cluster_spec, master
 
     def cluster_spec(self) -> ClusterSpec:
-        """The spec given."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The task's address if both type and index are given, else the `master` given at the start."""
+        """Return the task's address if both type and index are given, else the `master` of the constructor."""
         if task_type is None or task_id is None:
             return self._url(self._master, rpc_layer)
         return self._url(self._cluster_spec.task_address(task_type, task_id), rpc_layer)

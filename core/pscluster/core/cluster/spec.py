@@ -1,17 +1,17 @@
-"""Who is in the cluster, and which of them this process is.
+"""The tasks of the cluster, and which of them this process is.
 
-TF_CONFIG is JSON of the form (docs/tf_config.md says it for users):
+TF_CONFIG is JSON of this form (docs/tf_config.md describes it for users):
 
     {"cluster": {"chief": ["c:2222"], "worker": ["w0:2222", "w1:2222"], "ps": {"0": "p0:2222"}},
      "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"}
 
-An address is `host:port`, or, for tasks of one machine and one user, `unix:/PATH`; see `unix_sockets`.
+An address is `host:port` or, for tasks of one user on one machine, `unix:/PATH`; see `unix_sockets`.
 
-A `ClusterSpec` is sound once it exists: known jobs, good addresses, none of them twice. A `TFConfig` also
-names a task that its cluster has. What only a coordinator needs (a ps, a worker, one chief) is checked by
-`validate_for_strategy`, since a worker or a parameter server may know a part of the cluster only.
+A `ClusterSpec` is always valid: known jobs, good addresses, none of them twice. A `TFConfig` also names a task that its
+cluster has. The needs of a coordinator (a ps, a worker, one chief) are checked by `validate_for_strategy`, since a
+worker or a parameter server may know only a part of the cluster.
 
-Whatever is wrong is a ConfigurationError of one line: the key, what was found, the limit, and a right value.
+Every error is a ConfigurationError of one line: the key, what was found, the limit, and a right value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _wrong(key: str, found: str, limit: str, right: str) -> ConfigurationError:
 
 
 def _quote(value: object) -> str:
-    """The value as in JSON: in ASCII, so without line breaks of any kind, and cut to a bearable length."""
+    """Return the value as JSON: in ASCII, thus without line breaks of any kind, and cut to `_MAX_QUOTED`."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -56,7 +56,7 @@ def _quote(value: object) -> str:
 
 
 def tasks_in_words(indices: Sequence[int]) -> str:
-    """Describe a job's tasks by their indices, rising. For example: 2 tasks (0 and 1)."""
+    """Describe a job's tasks by their rising indices, for example "2 tasks (0 and 1)"."""
     if len(indices) < 2:
         return f"1 task ({indices[0]})" if indices else "no tasks"
     *first, last = map(str, indices)
@@ -66,17 +66,17 @@ def tasks_in_words(indices: Sequence[int]) -> str:
 
 
 def checked_job(value: object, key: str) -> str:
-    """Return the name of a job. ConfigurationError if there is no such job."""
+    """Return the name of a job. Raise ConfigurationError if there is no such job."""
     if isinstance(value, str) and value in JOBS:
         return value
     word = value[:20] if isinstance(value, str) else ""
-    close = ["chief"] if word == "master" else difflib.get_close_matches(word, JOBS)  # its old name
+    close = ["chief"] if word == "master" else difflib.get_close_matches(word, JOBS)  # TensorFlow's old name for it
     right = _quote(close[0] if close else "worker")
     raise _wrong(key, f"is {_quote(value)}", "the jobs are chief, worker, ps and evaluator", right)
 
 
 def checked_index(value: object, key: str) -> int:
-    """Return a task's index as an int. ConfigurationError if it is none."""
+    """Return a task's index as an int. Raise ConfigurationError if it is none."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INDEX:
@@ -85,21 +85,16 @@ def checked_index(value: object, key: str) -> int:
 
 
 def checked_rpc_layer(value: object, key: str) -> str:
-    """Return the RPC layer. ConfigurationError if it is not gRPC."""
+    """Return the RPC layer. Raise ConfigurationError if it is not gRPC."""
     if value == "grpc":
         return "grpc"
-    raise _wrong(key, f"is {_quote(value)}", "only gRPC is spoken here", '"grpc", or leave it out')
+    raise _wrong(key, f"is {_quote(value)}", "only gRPC is supported", '"grpc", or leave it out')
 
 
 def split_address(text: str, key: str = "address") -> tuple[str, int]:
-    """The host, an IPv6 one without its brackets, and the port of `host:port` or `[IPv6]:port`.
+    """Return the host (IPv6 without brackets) and the port of `host:port` or `[IPv6]:port`.
 
-    Args:
-        text: the address.
-        key: what an error calls it.
-
-    Raises:
-        ConfigurationError: not an address, or its port is not from 1 to 65535.
+    Raise ConfigurationError, which calls the address `key`, if it is invalid, or its port is not from 1 to 65535.
     """
     host, _, port = text.rpartition(":")
     ipv6 = _IPV6.fullmatch(host)
@@ -125,12 +120,12 @@ def split_address(text: str, key: str = "address") -> tuple[str, int]:
             if _HOST.fullmatch(host):
                 return host, int(port)
         except ValueError:
-            pass  # digits and dots, or hex and colons, that are no address
+            pass  # digits and dots, or hex and colons, but not an address
     raise _wrong(key, f"is {_quote(text)}", limit, _quote(right))
 
 
 def parse_address(text: str, key: str = "address") -> tuple[str, int]:
-    """The host and port of a task's address, or, if it is `unix:/PATH`, the path and 0. Raises as `split_address`."""
+    """Return the host and port of a task's address, or, of `unix:/PATH`, the path and 0. Raises as `split_address`."""
     if text.startswith(("unix-abstract:", "unix://")):
         raise _wrong(key, f"is {_quote(text)}", "a Unix socket is written unix:/PATH", '"unix:/run/job/ps-0"')
     if (path := path_of(text)) is None:
@@ -141,12 +136,12 @@ def parse_address(text: str, key: str = "address") -> tuple[str, int]:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Whether a task's address can be reached on this machine only: a Unix socket's, or one on loopback."""
+    """Return whether a task's address is reachable on this machine only: a Unix socket, or on loopback."""
     return path_of(address) is not None or is_loopback(split_address(address)[0])
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host (without a port) is this machine itself: 127.0.0.0/8, ::1 or localhost."""
+    """Return whether a host (without a port) is this machine itself: 127.0.0.0/8, ::1 or localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -154,22 +149,18 @@ def is_loopback(host: str) -> bool:
 
 
 class ClusterSpec:
-    """The addresses of all tasks, by job and index, as tf.train.ClusterSpec. Immutable."""
+    """The addresses of all tasks, by job and index, like tf.train.ClusterSpec. Immutable."""
 
     __slots__ = ("_source", "_tasks")
     _source: str
     _tasks: dict[str, dict[int, str]]
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks], *, source: str = "ClusterSpec") -> None:
-        """Checks and copies the description.
+        """Check and copy the description; errors say that it came from `source`.
 
-        Args:
-            cluster: for each job a list of addresses, or a mapping of index to address, which may leave indices
-                out. An address is `host:port` or `unix:/PATH`. The jobs are chief, worker, ps and evaluator.
-            source: what errors say the description came from.
-
-        Raises:
-            ConfigurationError: of a wrong type, an unknown job, a bad index or address, or an address twice.
+        For each job (chief, worker, ps, evaluator), it has a list of addresses, or a mapping of index to address, which
+        may omit indices. An address is `host:port` or `unix:/PATH`. Raise ConfigurationError for a wrong type, an
+        unknown job, a bad index or address, or an address twice.
         """
         if isinstance(cluster, ClusterSpec):
             self._source, self._tasks = cluster._source, cluster._tasks
@@ -178,7 +169,7 @@ class ClusterSpec:
 
     @property
     def source(self) -> str:
-        """What the description came from: errors begin with it. Equality passes it over."""
+        """Where the description came from: errors begin with it. Equality ignores it."""
         return self._source
 
     @property
@@ -187,29 +178,29 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job: str) -> int:
-        """How many tasks the job has. Raises ConfigurationError if there is no such job."""
+        """Return how many tasks a job has. Raise ConfigurationError if there is no such job."""
         return len(self._job(job))
 
     def task_indices(self, job: str) -> list[int]:
-        """The indices of the job's tasks, rising. Raises ConfigurationError if there is no such job."""
+        """Return the rising indices of a job's tasks. Raise ConfigurationError if there is no such job."""
         return list(self._job(job))
 
     def task_address(self, job: str, index: int) -> str:
-        """The address of a task. Raises ConfigurationError if there is no such task."""
+        """Return the address of a task. Raise ConfigurationError if there is no such task."""
         tasks = self._job(job)
         if index not in tasks:
             limit = f"cluster.{job} has {tasks_in_words(list(tasks))}"
             right = str(max(tasks)) if tasks else _CLUSTER
-            raise _wrong(f"{self._source}: cluster.{job}[{_quote(index)}]", "is asked for", limit, right)
+            raise _wrong(f"{self._source}: cluster.{job}[{_quote(index)}]", "is requested", limit, right)
         return tasks[index]
 
     def job_tasks(self, job: str) -> list[str | None]:
-        """The job's addresses by index, None where one is left out. Raises as `num_tasks` does."""
+        """Return a job's addresses by index, None for omitted ones. Raises as `num_tasks`."""
         tasks = self._job(job)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """The spec as plain values: a list for a job without gaps, else a dict by index."""
+        """Return the spec as plain values: a list for a job without gaps, else a dict by index."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._tasks.items()
@@ -219,7 +210,7 @@ class ClusterSpec:
         if job not in self._tasks:
             limit = f"the cluster has {', '.join(self._tasks) or 'no jobs'}"
             right = _quote(next(iter(self._tasks))) if self._tasks else _CLUSTER
-            raise _wrong(f"{self._source}: cluster", f"is asked for the job {_quote(job)}", limit, right)
+            raise _wrong(f"{self._source}: cluster", f"is queried for the job {_quote(job)}", limit, right)
         return self._tasks[job]
 
     def __bool__(self) -> bool:
@@ -264,7 +255,7 @@ def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
 
 
 def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
-    """Raises ConfigurationError unless the spec has the task. An evaluator need not be in it."""
+    """Raise ConfigurationError unless the spec has the task. An evaluator need not be in it."""
     named = spec.source == VARIABLE
     type_key = f"{spec.source}: {'task.type' if named else 'task_type'}"
     checked_job(task_type, type_key)
@@ -280,11 +271,10 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
 
 
 def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    """Checks what a strategy needs of the cluster it is to use.
+    """Check that a strategy can use the cluster.
 
-    Raises:
-        ConfigurationError: no cluster, no ps or no worker; two chiefs or evaluators; or the task, if one is
-            given, is not in the cluster (that of an evaluator need not be).
+    Raise ConfigurationError if it has no tasks, no ps or no worker, or several chiefs or evaluators; or if a task is
+    given that is not in the cluster (an evaluator need not be).
     """
     if not spec:
         raise _wrong(f"{spec.source}: cluster", "is empty", "a strategy needs a ps and a worker", _CLUSTER)
@@ -294,10 +284,10 @@ def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int
         indices = spec.task_indices(job) if job in spec.jobs else []
         key, found = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
         if job in ("ps", "worker") and not indices:
-            raise _wrong(key, found, f"a strategy needs one {job} at least", _CLUSTER)
+            raise _wrong(key, found, f"a strategy needs at least one {job}", _CLUSTER)
         if job in ("chief", "evaluator") and len(indices) > 1:
             right = f'{{"cluster": {{"{job}": ["{job}0:2222"]}}}}'
-            raise _wrong(key, found, f"a cluster has one {job} at most", right)
+            raise _wrong(key, found, f"a cluster has at most one {job}", right)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -305,13 +295,13 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     for key, value in pairs:
         if key in found:
             right = f"{{{_quote(key)}: ...}} once"
-            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "stands twice", "one object has it once", right)
+            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "occurs twice", "an object has it once", right)
         found[key] = value
     return found
 
 
 def load_config(text: str) -> dict[str, object]:
-    """Parse the JSON of TF_CONFIG. ConfigurationError if it is not an object."""
+    """Parse the JSON of TF_CONFIG. Raise ConfigurationError if it is not an object."""
     try:
         config = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as e:
@@ -320,22 +310,22 @@ def load_config(text: str) -> dict[str, object]:
         raise _wrong(f"{VARIABLE}: the value", found, f"must be ({e.msg})", _BOTH) from None
     except ConfigurationError:
         raise
-    except (ValueError, RecursionError):  # digits or brackets without end
+    except (ValueError, RecursionError):  # too many digits or brackets
         raise _wrong(f"{VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
     if not isinstance(config, dict):
         raise _wrong(f"{VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
     return config
 
 
-# Keys are read one by one, so that a resolver's property complains of its own only. null counts as left out.
+# Keys are read one by one, so that a resolver's property complains only about its own. null counts as missing.
 def value_in(config: Mapping[str, object], key: str, check: Callable[[object, str], _T]) -> _T | None:
-    """Return the checked value of a key, or None if it is left out."""
+    """Return the checked value of a key, or None if it is missing."""
     value = config.get(key)
     return None if value is None else check(value, f"{VARIABLE}: {key}")
 
 
 def task_in(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what TF_CONFIG says of the task, by keys such as "task.type"."""
+    """Return TF_CONFIG's task, by keys such as "task.type"."""
     task = value_in(config, "task", _object) or {}
     return {f"task.{key}": value for key, value in task.items()}
 
@@ -353,13 +343,13 @@ def cluster_in(config: Mapping[str, object]) -> ClusterSpec:
 
 
 def environment_in(config: Mapping[str, object]) -> str:
-    """Return the platform's word in TF_CONFIG, or an empty one."""
+    """Return the platform's name in TF_CONFIG, or ""."""
     value = config.get("environment")
     return value if isinstance(value, str) else ""  # nothing depends on it, so no value of it is an error
 
 
 def missing_key(key: str) -> ConfigurationError:
-    """Make the error of a task without this key."""
+    """Return the error for a task without this key."""
     return _wrong(f"{VARIABLE}: task.{key}", "is missing", "a task has a type and an index", _TASK)
 
 
@@ -380,22 +370,15 @@ _NO_CLUSTER = ClusterSpec({}, source=VARIABLE)
 
 @dataclass(frozen=True)
 class TFConfig:
-    """What TF_CONFIG says.
+    """The contents of TF_CONFIG.
 
-    Attributes:
-        cluster: the tasks known to this process; empty if not given.
-        task: this process, or None.
-        rpc_layer: "grpc" or None.
-        environment: a word of the platform, such as "cloud"; nothing here depends on it.
-
-    Raises:
-        ConfigurationError: the task is not in the cluster (an evaluator need not be), or another RPC layer.
+    Raises ConfigurationError if the task is not in the cluster (an evaluator need not be), or the RPC layer not gRPC.
     """
 
-    cluster: ClusterSpec = _NO_CLUSTER
-    task: Task | None = None
-    rpc_layer: str | None = None
-    environment: str = ""
+    cluster: ClusterSpec = _NO_CLUSTER  # the tasks known to this process
+    task: Task | None = None  # this process
+    rpc_layer: str | None = None  # "grpc" or None
+    environment: str = ""  # the platform's name, such as "cloud"; nothing here depends on it
 
     def __post_init__(self) -> None:
         if self.rpc_layer is not None:
@@ -405,10 +388,9 @@ class TFConfig:
 
     @classmethod
     def parse(cls, text: str) -> TFConfig:
-        """Reads the JSON of TF_CONFIG. Keys that mean nothing here are passed over.
+        """Read the JSON of TF_CONFIG, ignoring unknown keys.
 
-        Raises:
-            ConfigurationError: not JSON, or a value that can't be right in any role.
+        Raise ConfigurationError if it is not JSON, or has a value that is wrong in every role.
         """
         config = load_config(text)
         given, task = task_in(config), None
@@ -422,11 +404,11 @@ class TFConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> TFConfig:
-        """Reads the variable TF_CONFIG; without one, all is empty. Raises as `parse` does."""
+        """Read the variable TF_CONFIG; without it, everything is empty. Raises as `parse`."""
         return cls.parse(environ.get(VARIABLE, "{}"))
 
     def to_json(self) -> str:
-        """One line of JSON that `parse` reads back as an equal value."""
+        """Return one line of JSON that `parse` turns back into an equal value."""
         fields: dict[str, object] = {"cluster": self.cluster.as_dict()}
         if self.task:
             fields["task"] = {"type": self.task.type, "index": self.task.index}

@@ -1,1 +1,1 @@
-"""How functions and classes reach other processes: by reference, by value, and what peers may name."""
+"""Functions and classes on their way to other processes: by reference, by value, and what peers may name."""

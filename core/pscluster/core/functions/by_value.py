@@ -2,11 +2,10 @@
 
 A pickle starts with a line that names the Python it is for: code of another minor version must not be loaded.
 
-Which classes and functions go into a pickle whole, and which only by name: those of `__main__` and of modules
-that were registered with `cloudpickle.register_pickle_by_value` go whole, as always with cloudpickle. So does
-what comes from a module of the user's that has a handle among its globals, since a worker that imported it
-would not have that handle. We use cloudpickle's documented registry for that, under a lock, rather than its
-reducers, which are its own business and have changed.
+Classes and functions of `__main__`, and of modules registered with `cloudpickle.register_pickle_by_value`, go into a
+pickle whole, as always with cloudpickle; others go by name. Those of a user's module that has a handle among its
+globals also go whole, since a worker that imported the module would lack that handle. For this we use cloudpickle's
+documented registry, under a lock, rather than its reducers, which are internal and have changed.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 
 from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.functions.sources import (
+    MAX_ITEMS,
     attributes_of,
     closure_of,
     globals_of,
@@ -40,14 +39,13 @@ from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.values import HandleResolver, describe
 
 _HANDLE = "pscluster"
+_FILE_LEFT_OUT = "<dynamic-code>"
 _PYTHON = f"{sys.implementation.cache_tag}\n".encode()
 _registry = threading.RLock()
 
-_LOOK_AT = 1000  # parts of a container: there are few large ones, or very many small ones
-
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
-    """Handles go by name, modules that hold some are taken apart. Use under `_registry`, then `restore`."""
+    """Pickles handles by name, and what modules that hold some define whole. Use under `_registry`, then `restore`."""
 
     def __init__(self, file: io.BytesIO, own_module: str, *, whole: bool) -> None:
         super().__init__(file, protocol=5)
@@ -57,7 +55,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         self.names_own_module = False
         self.handles: list[Handle] = []
         if whole and not (is_library(own_module) and hasattr(sys.modules.get(own_module), "__path__")):
-            self._take_apart(own_module)
+            self._register(own_module)
 
     def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
         if not isinstance(obj, Handle):
@@ -68,6 +66,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj in self._registered:
             return importlib.import_module, (obj.__name__,)  # the module itself stays a name
+        if isinstance(obj, types.CodeType):
+            rebuild, args = self.dispatch_table[types.CodeType](obj)
+            # cloudpickle >= 3.1.3 leaves out the file's name, which tracebacks show.
+            return rebuild, tuple(obj.co_filename if arg == _FILE_LEFT_OUT else arg for arg in args)
         if isinstance(obj, type | types.FunctionType):
             self._meet(obj.__module__, obj.__qualname__)
         elif isinstance(obj, functools._lru_cache_wrapper) and not self._by_name(obj):
@@ -80,18 +82,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         if module_name not in self._met:
             self._met.add(module_name)
             if module_holds_handles(module_name) or was_edited(module_name):
-                self._take_apart(module_name)
-        if module_name == self._own_module and "<" not in qualname and not _is_registered(module_name):
+                self._register(module_name)
+        if module_name == self._own_module and "<" not in qualname and not _goes_whole(module_name):
             self.names_own_module = True
 
     def _by_name(self, obj: Any) -> bool:
-        module_name, qualname = str(obj.__module__), obj.__qualname__
-        self._meet(module_name, qualname)
-        return module_name != "__main__" and "<" not in qualname and not _is_registered(module_name)
+        self._meet(obj.__module__, obj.__qualname__)
+        return "<" not in obj.__qualname__ and not _goes_whole(str(obj.__module__))
 
-    def _take_apart(self, module_name: str) -> None:
+    def _register(self, module_name: str) -> None:
         module = sys.modules.get(module_name)
-        if module is not None and module_name != "__main__" and not _is_registered(module_name):
+        if module is not None and not _goes_whole(module_name):
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(module)
 
@@ -101,41 +102,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
         self._registered.clear()
 
 
-def _is_registered(module_name: str) -> bool:
-    registered: set[str] = cloudpickle.list_registry_pickle_by_value()
-    return any(f"{module_name}.".startswith(f"{name}.") for name in registered)
+def _goes_whole(module_name: str) -> bool:
+    whole: set[str] = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    return any(f"{module_name}.".startswith(f"{name}.") for name in whole)
 
 
 def _cached_again(function: Any, maxsize: int | None, typed: bool) -> Any:
-    """What `functools.lru_cache` made of a function; by itself it would go by name."""
+    """Return the function with its `functools.lru_cache`, which by itself would go by name."""
     return functools.lru_cache(maxsize, typed)(function)
 
 
-@dataclass(frozen=True, slots=True)
-class Dumped:
-    """A pickle and what is to be known of it.
-
-    Attributes:
-        data: the pickle.
-        names_own_module: it names something of the function's own module, which the worker must have then.
-        handles: those that it names, which must not go out of use while it is in use.
-    """
+class Dumped(NamedTuple):
+    """A pickle."""
 
     data: bytes
-    names_own_module: bool
-    handles: tuple[Handle, ...]
+    names_own_module: bool  # something in it is named from the function's own module, which the worker then needs
+    handles: tuple[Handle, ...]  # those that it names, which must stay in use while it is
 
 
 def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
-    """The pickle of a function or class.
+    """Pickle a function or class; errors call it `name`.
 
-    Args:
-        function: or class.
-        name: for people.
-        whole: what it uses of its own module goes along, so that a worker needs not have that module.
-
-    Raises:
-        TypeError: something it captured can't be pickled. The message names the variable.
+    `whole`: include what it uses of its own module, so that a worker does not need that module. Raise TypeError, naming
+    the variable, if something that it captured can't be pickled.
     """
     try:
         return _dump(function, whole=whole)
@@ -166,7 +155,7 @@ def _dump(function: Any, *, whole: bool = False) -> Dumped:
 
 
 def module_name_of(function: Any) -> str:
-    """The module that a function, or whatever else is callable, comes from."""
+    """Return the name of the module that a function or another callable comes from."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func
@@ -179,12 +168,9 @@ def module_name_of(function: Any) -> str:
 
 
 def load(data: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
-    """What `dump` dumped.
+    """Return what `dump` pickled. Errors of the imports and classes that it names come through unchanged.
 
-    Raises:
-        MisuseError: pickles are off here. It was not looked at.
-        UnresolvedReference: it is for another Python. Whatever the imports and classes that it names raise
-            comes through as it is.
+    Raise MisuseError, without reading it, where pickles are off; UnresolvedReference if it is for another Python.
     """
     chosen_policy().check_pickle()
     view = memoryview(data)
@@ -210,18 +196,22 @@ class _Unpickler(pickle.Unpickler):
 
 
 def largest_captured(function: Any) -> tuple[str, Any, int]:
-    """What takes most of what a function brings with it: its name as the user would write it, itself, and its bytes."""
-    label, found, size, obj = "", None, 0, function
+    """Find the largest thing that a function brings with it: its name as the user would write it, itself, its bytes."""
+    label, culprit, size, obj = "", None, 0, function
     for _ in range(6):
         sizes = [(_size_of(part), step, part) for step, part in _parts(obj)]
         largest = max(sizes, key=lambda each: each[0], default=(0, "", None))
-        if largest[0] == 0 or 2 * largest[0] < size:  # what is in it is many small things
+        if largest[0] == 0 or 2 * largest[0] < size:  # it holds many small things
             break
         size, step, obj = largest
-        label, found = (step if step[0] not in ".[" else label + step), obj
+        label, culprit = _joined(label, step), obj
         if _own_size(obj):
             break
-    return label.lstrip("."), found, size
+    return label.lstrip("."), culprit, size
+
+
+def _joined(label: str, step: str) -> str:
+    return label + step if step[0] in ".[" else step
 
 
 def _own_size(obj: Any) -> int:
@@ -232,21 +222,20 @@ def _own_size(obj: Any) -> int:
 
 
 def _size_of(obj: Any, depth: int = 4) -> int:
-    """Bytes of the arrays and texts in something, about: of the first of many."""
+    """Estimate the bytes of the arrays and texts in an object, from the first items of long containers."""
     if (own := _own_size(obj)) or not depth or isinstance(obj, types.ModuleType | Handle):
         return own
-    return sum(_size_of(part, depth - 1) for _, part in itertools.islice(_parts(obj), _LOOK_AT))
+    return sum(_size_of(part, depth - 1) for _, part in itertools.islice(_parts(obj), MAX_ITEMS))
 
 
 def _blame(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:
-    """The innermost part that can't be pickled: its name as the user would write it, itself, and why not."""
+    """Find the innermost part that can't be pickled: its name as the user would write it, itself, and the reason."""
     if depth and not isinstance(obj, StaysHere):
         for step, part in _parts(obj):
             try:
                 _dump(part)
             except Exception as cause:
-                whole = step if step[0] not in ".[" else label + step
-                return _blame(part, cause, whole.lstrip("."), depth - 1)
+                return _blame(part, cause, _joined(label, step).lstrip("."), depth - 1)
     return label, obj, error
 
 
@@ -254,9 +243,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, types.FunctionType):
         yield from closure_of(obj).items()
         yield from globals_of(obj).items()
-        for number, default in enumerate(obj.__defaults__ or ()):
-            names = obj.__code__.co_varnames[: obj.__code__.co_argcount]
-            yield names[number - len(obj.__defaults__ or ())], default
+        defaults = obj.__defaults__ or ()
+        yield from zip(obj.__code__.co_varnames[: obj.__code__.co_argcount][-len(defaults) :], defaults, strict=False)
         yield from (obj.__kwdefaults__ or {}).items()
     elif isinstance(obj, types.MethodType):
         yield "self", obj.__self__

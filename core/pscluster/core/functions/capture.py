@@ -1,19 +1,19 @@
-"""Whether a function is still what it was when it was captured.
+"""Detect whether a function has changed since it was captured.
 
-    CAPTURED --its code, a helper's, or what a helper's name leads to, is another---> CHANGED   to be captured anew
-             --a name leads to another value----------------------------------------> CAPTURED  with the first value
-             --a value is changed in place------------------------------------------> CAPTURED  not seen
+    CAPTURED --its code, a helper's, or the helper that a name refers to changes---> CHANGED   must be captured again
+             --a name refers to another value--------------------------------------> CAPTURED  with the first value
+             --a value changes in place--------------------------------------------> CAPTURED  unnoticed
 
-Helpers are functions and classes of the user's that the function reaches: by its globals, what it closes over, what it
-is a partial or a method of, and from these on. Names are those of globals that are read and of variables of enclosing
-functions.
+Helpers are the user's functions and classes that the function reaches: through its globals, what it closes over, what
+it is a partial or a method of, and so on from these. Names are those of globals that are read and of variables of
+enclosing functions.
 
-A look takes at most 2 microseconds, as it is taken each time that a function is scheduled: what is looked at is divided
-into parts of a bounded size. There is one, as a rule. Of several each look takes one in turn, and all of them where the
-last whole look is a while ago, as it is when somebody has run another cell meanwhile.
+A check runs each time a function is scheduled, so it takes at most 2 microseconds: what it compares is divided into
+groups of bounded size. Most functions have one group. Of several, each check compares one in turn, and all of them if
+the last full check was a while ago, as when the user has run another cell in the meantime.
 
-Nothing is kept alive by this that would go otherwise, but for small values (numbers, texts, lists) that can't be
-referred to weakly: values are known by their ids, and a weak reference tells when an id may have become another one's.
+This keeps nothing alive except small values (numbers, strings, lists) without weak references: values are known by
+their ids, and a weak reference tells when an id may have been reused.
 """
 
 from __future__ import annotations
@@ -28,50 +28,38 @@ from dataclasses import dataclass, field
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any, NamedTuple
 
-from pscluster.core.functions.sources import attributes_of, globals_read, is_library
+from pscluster.core.functions.sources import ABSENT, attributes_of, cells_of, globals_read, is_library, parts_of
 from pscluster.core.handles import Handle
 
-_PART = 24
-"""Names and functions in a part."""
-
-_WHOLE_SECONDS = 0.05
-_MOST = 4000
-"""Names and functions that are looked at. Whoever reaches more has a program, not a step."""
-
+_GROUP = 24  # names and functions in a group
+_FULL_CHECK_SECONDS = 0.05
+_MOST = 4000  # names and functions that are compared. A function that reaches more is a program, not a step
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, functools.partial, type)
 _IN_CLASSES = (types.FunctionType, staticmethod, classmethod, property)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_ABSENT = object()
 _codes = attrgetter("__code__")
 _contents = attrgetter("cell_contents")
 
 
 class Changes(NamedTuple):
-    """What is another than it was.
+    """What has changed."""
 
-    Attributes:
-        code: whether code is, so that the function is a new one.
-        values: names that lead to another value, each told of once.
-    """
-
-    code: bool
-    values: list[str]
+    code: bool  # code has, so the function is a new one
+    values: list[str]  # names that refer to another value, each reported once
 
 
 @dataclass(slots=True)
 class _Name:
-    """A name, and what it led to."""
-
-    owner: weakref.ref[Any]  # the function or class that it is looked up for
+    owner: weakref.ref[Any]  # the function or class that uses it
     name: str
     identity: int
     is_code: bool
-    value: Any  # of what can be compared, else _ABSENT
+    value: Any  # if it can be compared, else ABSENT
 
 
 @dataclass(slots=True)
-class _Part:
-    """Some of what is looked at, as it is compared quickest."""
+class _Group:
+    """Names and functions in the form that is quickest to compare."""
 
     names: list[tuple[weakref.ref[Any], str, Callable[[Any], Any], tuple[int, ...]]] = field(default_factory=list)
     missing: list[tuple[weakref.ref[Any], frozenset[str]]] = field(default_factory=list)
@@ -85,51 +73,50 @@ class _Part:
                 if tuple(map(id, get(getattr(owner(), space)))) != identities:
                     return False
             for owner, absent in self.missing:
-                if not getattr(owner(), "__globals__").keys().isdisjoint(absent):  # noqa: B009  (it may be gone)
+                if not getattr(owner(), "__globals__").keys().isdisjoint(absent):  # noqa: B009  (may be None)
                     return False
             for owner, get, identities in self.cells:
                 if tuple(map(id, map(_contents, get(getattr(owner(), "__closure__"))))) != identities:  # noqa: B009
                     return False
             return all(map(is_, map(_codes, map(call, self.functions)), self.codes))
-        except (KeyError, ValueError, AttributeError, TypeError):  # a name or a function is gone
+        except (KeyError, ValueError, AttributeError, TypeError):  # a name or a function no longer exists
             return False
 
 
 class Captures:
-    """What a function was captured with. Thread-safe, as far as the same change may be told of twice."""
+    """What a function was captured with. Thread-safe, except that the same change may be reported twice."""
 
     def __init__(self, function: Any) -> None:
-        """Remember it as it is now."""
-        self._stale: list[Any] = []  # filled where something that was captured is gone
+        self._stale: list[Any] = []  # filled when something that was captured is garbage-collected
         self._weak: dict[int, weakref.ref[Any]] = {}
         self._strong: list[Any] = []
         self._lock = threading.Lock()
         self._globals: dict[tuple[int, str], _Name] = {}
         self._attributes: list[_Name] = []
-        self._cells: dict[tuple[int, int], _Name] = {}  # by function, and place in its closure
+        self._cells: dict[tuple[int, int], _Name] = {}  # by function, and index in its closure
         self._missing: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
         self._functions: list[tuple[weakref.ref[Any], types.CodeType]] = []
         self._read(function)
-        self._parts: list[_Part] = []
-        self._turn, self._next_whole = 0, 0.0
+        self._groups: list[_Group] = []
+        self._turn, self._next_full_check = 0, 0.0
         self._divide()
 
     def are_same(self) -> bool:
-        """Look whether anything has changed. False: `changes` says what, perhaps nothing that counts."""
+        """Return whether nothing has changed. If False, `changes` says what has, possibly nothing that matters."""
         if self._stale:
             return False
-        parts = self._parts
-        if len(parts) == 1:
-            return parts[0].is_same()
+        groups = self._groups
+        if len(groups) == 1:
+            return groups[0].is_same()
         now = time.monotonic()
-        if now >= self._next_whole:
-            self._next_whole = now + _WHOLE_SECONDS
-            return all(part.is_same() for part in parts)
-        self._turn = turn = (self._turn + 1) % len(parts)
-        return parts[turn].is_same()
+        if now >= self._next_full_check:
+            self._next_full_check = now + _FULL_CHECK_SECONDS
+            return all(group.is_same() for group in groups)
+        self._turn = turn = (self._turn + 1) % len(groups)
+        return groups[turn].is_same()
 
     def changes(self) -> Changes:
-        """Say what has changed. Values that have are told of, and not looked at any more."""
+        """Return what has changed. Changed values are reported once, and not compared again."""
         with self._lock:
             self._stale.clear()
             functions = [(owner(), code) for owner, code in self._functions]
@@ -141,42 +128,42 @@ class Captures:
                     return Changes(True, [])
             for each in self._attributes:
                 cls = each.owner()
-                if cls is None or id(vars(cls).get(each.name, _ABSENT)) != each.identity:
+                if cls is None or id(vars(cls).get(each.name, ABSENT)) != each.identity:
                     return Changes(True, [])
             return self._changed_values()
 
     def _changed_values(self) -> Changes:
-        places: tuple[tuple[dict[Any, _Name], Callable[[Any, Any, str], Any]], ...] = (
-            (self._globals, lambda function, _, name: function.__globals__.get(name, _ABSENT)),
-            (self._cells, lambda function, key, _: _in_cells(function)[key[1]]),
+        kinds: tuple[tuple[dict[Any, _Name], Callable[[Any, Any, str], Any]], ...] = (
+            (self._globals, lambda function, _, name: function.__globals__.get(name, ABSENT)),
+            (self._cells, lambda function, key, _: cells_of(function)[key[1]]),
         )
         rebound: list[str] = []
-        for names, look in places:
+        for names, value_now in kinds:
             for key, each in list(names.items()):
-                verdict = self._compare(each, look(each.owner(), key, each.name))
-                if verdict is None:
+                same = self._is_same(each, value_now(each.owner(), key, each.name))
+                if same is None:
                     return Changes(True, [])
-                if not verdict:
+                if not same:
                     rebound.append(each.name)
                     del names[key]
         self._divide()
         return Changes(False, list(dict.fromkeys(rebound)))
 
-    def _compare(self, each: _Name, now: Any) -> bool | None:
-        """Is it as good as the same? None: it was code, or is. An equal number or text takes the place of the first."""
+    def _is_same(self, each: _Name, now: Any) -> bool | None:
+        """Return whether a name refers to the same value, or an equal plain one. None: it has changed, and is code."""
         if id(now) == each.identity and (each.identity not in self._weak or self._weak[each.identity]() is now):
             return True
-        if now is _ABSENT:
-            return False  # what was deleted is no better taken anew
+        if now is ABSENT:
+            return False  # capturing again would not bring back a deleted value
         if each.is_code or _is_code(now):
             return None
         if type(now) is type(each.value) and now == each.value:
-            each.identity = id(now)
+            each.identity = id(now)  # from now on
             self._strong.append(now)
             return True
         return False
 
-    # As it is read
+    # Reading the function
 
     def _read(self, function: Any) -> None:
         todo, seen = [function], set[int]()
@@ -185,23 +172,14 @@ class Captures:
             if id(item) in seen or isinstance(item, Handle):
                 continue
             seen.add(id(item))
-            if isinstance(item, types.MethodType):
-                todo += [item.__func__, type(item.__self__), item.__self__ if isinstance(item.__self__, type) else None]
-            elif isinstance(item, functools.partial):
-                todo += [item.func, *item.args, *item.keywords.values()]
-            elif isinstance(item, types.FunctionType):
+            if isinstance(item, types.FunctionType):
                 if _is_users(item.__module__):
                     todo += self._read_function(item)
             elif isinstance(item, type):
                 if _is_users(item.__module__):
                     todo += [*self._read_class(item), *item.__bases__]
-            elif isinstance(item, staticmethod | classmethod):
-                todo.append(item.__func__)
-            elif isinstance(item, property):
-                todo += [item.fget, item.fset]
             elif not isinstance(item, (*_PLAIN, types.ModuleType)):
-                todo.append(attributes_of(item).get("__wrapped__"))
-                todo.append(type(item))
+                todo += [*parts_of(item), type(item)]
 
     def _read_function(self, function: types.FunctionType) -> Iterator[Any]:
         owner = weakref.ref(function)
@@ -215,10 +193,10 @@ class Captures:
             else:
                 self._missing.setdefault(id(space), (owner, set()))[1].add(name)
         if function.__closure__:
-            values = _in_cells(function)
+            values = cells_of(function)
             yield from values
-            for place, (name, value) in enumerate(zip(function.__code__.co_freevars, values, strict=True)):
-                self._cells[id(function), place] = self._named(owner, name, value)
+            for index, (name, value) in enumerate(zip(function.__code__.co_freevars, values, strict=True)):
+                self._cells[id(function), index] = self._named(owner, name, value)
 
     def _read_class(self, cls: type) -> Iterator[Any]:
         owner = weakref.ref(cls)
@@ -229,88 +207,76 @@ class Captures:
 
     def _named(self, owner: weakref.ref[Any], name: str, value: Any) -> _Name:
         identity = id(value)
-        if value is not _ABSENT and identity not in self._weak:
+        if value is not ABSENT and identity not in self._weak:
             try:
                 self._weak[identity] = weakref.ref(value, self._stale.append)
             except TypeError:
                 self._strong.append(value)
-        return _Name(owner, name, identity, _is_code(value), value if isinstance(value, _PLAIN) else _ABSENT)
+        return _Name(owner, name, identity, _is_code(value), value if isinstance(value, _PLAIN) else ABSENT)
 
     def _divide(self) -> None:
-        """Into parts, each of them looked at in one go."""
         spaces: dict[tuple[int, str], list[_Name]] = {}
-        for (place, _), each in self._globals.items():
-            spaces.setdefault((place, "__globals__"), []).append(each)
+        for (space_id, _), each in self._globals.items():
+            spaces.setdefault((space_id, "__globals__"), []).append(each)
         for each in self._attributes:
             spaces.setdefault((id(each.owner()), "__dict__"), []).append(each)
         closures: dict[int, list[tuple[int, _Name]]] = {}
         for (function, index), each in self._cells.items():
             closures.setdefault(function, []).append((index, each))
-        parts, room = [_Part()], _PART
+        groups, room = [_Group()], _GROUP
 
-        def part(count: int) -> _Part:
+        def group_for(count: int) -> _Group:
             nonlocal room
-            if room < _PART and count > room:
-                parts.append(_Part())
-                room = _PART
+            if room < _GROUP and count > room:
+                groups.append(_Group())
+                room = _GROUP
             room -= count
-            return parts[-1]
+            return groups[-1]
 
         for (_, space), names in spaces.items():
-            for some in _slices(names):
-                get, identities = _getter([(each.name, each) for each in some])
-                part(len(some)).names.append((some[0].owner, space, get, identities))
+            for batch in _slices(names):
+                get, identities = _getter([(each.name, each) for each in batch])
+                group_for(len(batch)).names.append((batch[0].owner, space, get, identities))
         for owner, absent in self._missing.values():
-            for gone in _slices(sorted(absent)):
-                part(len(gone)).missing.append((owner, frozenset(gone)))
+            for missing in _slices(sorted(absent)):
+                group_for(len(missing)).missing.append((owner, frozenset(missing)))
         for cells in closures.values():
             for several in _slices(cells):
                 get, identities = _getter(several)
-                part(len(several)).cells.append((several[0][1].owner, get, identities))
+                group_for(len(several)).cells.append((several[0][1].owner, get, identities))
         for functions in _slices(self._functions):
-            mine = part(2 * len(functions))
-            mine.functions += tuple(owner for owner, _ in functions)
-            mine.codes += tuple(code for _, code in functions)
-        self._parts = parts
-
-
-def _in_cells(function: types.FunctionType) -> list[Any]:
-    """What a function closes over, in order; _ABSENT for what is not assigned yet."""
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(_ABSENT)
-    return found
+            group = group_for(2 * len(functions))
+            group.functions += tuple(owner for owner, _ in functions)
+            group.codes += tuple(code for _, code in functions)
+        self._groups = groups
 
 
 def _is_users(module_name: Any) -> bool:
     if not isinstance(module_name, str):
-        return True  # made by code without a module
+        return True  # made by code that has no module
     return module_name == "__main__" or not is_library(module_name)
 
 
 def _is_code(value: Any) -> bool:
-    """Is this something to call, rather than data (a model that can be called among it)?"""
-    if isinstance(value, _CODE) or value is _ABSENT:
+    """Return whether this is something to call, rather than data, such as a callable model."""
+    if isinstance(value, _CODE) or value is ABSENT:
         return True
     if isinstance(value, Handle) or not callable(value):
         return False
     if "__wrapped__" in attributes_of(value):
         return True
-    # What libraries make of functions (compiled ones, NumPy's) has a function's name, and their models have none.
+    # Functions made by libraries (compiled ones, NumPy's) have a name; their models do not.
     return not _is_users(type(value).__module__) and isinstance(getattr(value, "__name__", None), str)
 
 
-def _getter(places: Sequence[tuple[Any, _Name]]) -> tuple[Callable[[Any], Any], tuple[int, ...]]:
-    """What gives what is at these places, and what there was."""
-    if len(places) == 1:  # of one place an itemgetter gives no tuple
-        places = [*places, *places]
-    return itemgetter(*(place for place, _ in places)), tuple(each.identity for _, each in places)
+def _getter(items: Sequence[tuple[Any, _Name]]) -> tuple[Callable[[Any], Any], tuple[int, ...]]:
+    """Return a getter of the values under these keys, and the ids of the values that were there."""
+    if len(items) == 1:  # with one key, an itemgetter returns no tuple
+        items = [*items, *items]
+    return itemgetter(*(key for key, _ in items)), tuple(each.identity for _, each in items)
 
 
 def _slices(items: list[Any]) -> Iterator[list[Any]]:
-    """At most half a part each."""
-    for at in range(0, len(items), _PART // 2):
-        yield items[at : at + _PART // 2]
+    """Yield slices of at most half a group."""
+    for start in range(0, len(items), _GROUP // 2):
+        yield items[start : start + _GROUP // 2]

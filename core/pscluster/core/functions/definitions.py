@@ -1,15 +1,13 @@
 """Definitions: functions and classes that travel once, and are then referred to by their digest.
 
-By reference, where the worker can find the very same (`pscluster.core.functions.by_reference` says when). The file's
-digest goes along, so that a worker with another version says so. By value, as a cloudpickle, in all other cases, and
-when a worker answers that it can't follow the reference; nothing goes by value where pickles are off.
+They go by reference if the worker can find the same one (`pscluster.core.functions.by_reference` says when). The
+file's digest goes along, so that a worker with another version says so. They go by value, as a cloudpickle, in all
+other cases, and when a worker answers that it can't follow the reference; where pickles are off, nothing goes by value.
 
-What is captured is what is there at that moment: a function by value is pickled when it is captured. A
-function by reference is pickled only if a worker asks for it.
+A function is captured as it is at that moment: by value, it is pickled at once; by reference, only if a worker asks.
 
-One class never goes both ways to one worker, as the two would be different classes to `isinstance`: where pickles may
-travel, classes of the script always go by value, those of a module by reference unless it holds handles or the worker
-has not got it.
+No class goes both ways to one worker, as the two would be different classes to `isinstance`: where pickles may travel,
+classes of the script always go by value, those of a module by reference unless it holds handles or the worker lacks it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,66 +32,48 @@ from pscluster.core.functions.loading import UnresolvedReference, found_by, impo
 from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
 from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
 from pscluster.core.handles import Handle
-from pscluster.core.values import HandleResolver, RecordResolver, describe, imported_class
-from pscluster.core.values.records import is_record_class
+from pscluster.core.values import HandleResolver, describe
+from pscluster.core.values.decoding import RecordResolver
+from pscluster.core.values.records import imported_class, is_record_class
 from pscluster.v1 import definition_pb2
-
-__all__ = [
-    "CapturedFunction",
-    "FunctionHandle",
-    "UnresolvedReference",
-    "capture",
-    "class_definition",
-    "needs_definition",
-    "partial_of",
-    "record_resolver",
-    "resolve",
-    "split_off_bulk",
-]
 
 logger = logging.getLogger(__name__)
 
 Rename = Callable[[Handle], tuple[str, str]]
-"""What stands for a handle: a kind and a key, its own or others."""
+"""Returns the kind and the key to send for a handle, its own or others."""
 
-LARGE_BYTES = 64 << 20
-"""A function that brings more with it is warned of, with what of it is large."""
+LARGE_BYTES = 64 << 20  # a function that brings more with it is logged as a warning, with its largest part
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CapturedFunction:
     """A function (or class) as it was when it was captured."""
 
-    digest: str
-    """SHA-256, hex. The same function captured again, unchanged, has the same."""
-    name: str
-    """For people."""
-    by_reference: definition_pb2.Definition | None
-    """The definition to try first, if it may go by reference."""
-
-    _function: Any = (
-        None  # only of one by reference: the others may be forgotten, as a cache of these by function wants
-    )
-    _origin: definition_pb2.Definition | None = None  # of what goes by value; None: nothing does
+    digest: str  # SHA-256, hex. The same function, captured again unchanged, has the same
+    name: str  # for people
+    by_reference: definition_pb2.Definition | None  # the definition to try first, if it may go by reference
+    # Only if by reference: others must not keep their function alive, since a cache of these is keyed by function.
+    _function: Any = None
+    _origin: definition_pb2.Definition | None = None  # of a pickle; None: it is never pickled
     _pickles: list[bytes] = field(default_factory=list)
-    handles: tuple[Handle, ...] = ()  # what it captured stays in use for as long as it may be sent
-    _renamed: tuple[definition_pb2.Renamed, ...] = ()  # of the handles: what they are to be
+    handles: tuple[Handle, ...] = ()  # those it captured, which must stay in use while it may be sent
+    _renamed: tuple[definition_pb2.Renamed, ...] = ()  # handles that are sent as others
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
-        """Of what was captured with it, about; of a name alone none."""
+        """The approximate size of what was captured with it; 0 for a name alone."""
         if self._pickles:
             return len(self._pickles[0])
         return 0 if self.by_reference is None else len(self.by_reference.arrays)
 
     @property
     def functions(self) -> Iterator[CapturedFunction]:
-        """Those that it was captured with, inside of it: a receiver needs them first."""
+        """The captured functions inside this one: a receiver needs them first."""
         return (handle.function for handle in self.handles if isinstance(handle, FunctionHandle))
 
     def renamed(self, rename: Rename) -> CapturedFunction:
-        """The same, as captured, but for the handles: `rename` is called with each for what it is to be."""
+        """Return the same function with other handles: `rename` is called with each handle."""
         renamed, digest = [], hashlib.sha256(self.digest.encode())
         for handle in {(handle.handle_kind, handle.handle_key): handle for handle in self.handles}.values():
             kind, key = rename(handle)
@@ -106,24 +86,17 @@ class CapturedFunction:
         return replace(self, digest=digest.hexdigest(), _renamed=tuple(renamed))
 
     def by_value(self) -> bytes:
-        """The pickle. Of a function by reference it is made now, with all that it uses of its own module.
-
-        Raises:
-            TypeError: it can't be pickled.
-        """
+        """Return the pickle. That of a function by reference is made now, with all that it uses of its own module."""
         with self._lock:
             if not self._pickles:
                 self._pickles.append(dump(self._function, self.name, whole=True).data)
             return self._pickles[0]
 
     def forms(self) -> Iterator[definition_pb2.Definition]:
-        """The definitions to send a worker, in this order, for as long as it answers `unresolved`.
+        """Yield the definitions to send a worker, in this order, while it answers `unresolved`.
 
-        First by reference, if it may go so. Then by value, with what it uses of its own module by name; last,
-        for a worker that lacks that module, by value with that too.
-
-        Raises:
-            TypeError: it turns out that it can't be pickled.
+        First by reference, if allowed. Then by value, with what it uses of its own module by name; last, for a worker
+        that lacks that module, by value including that. Raise TypeError if it turns out that it can't be pickled.
         """
         if self.by_reference is not None:
             yield self._form_of(self.by_reference)
@@ -139,7 +112,7 @@ class CapturedFunction:
             yield form
 
     def _form_of(self, definition: definition_pb2.Definition) -> definition_pb2.Definition:
-        """A copy, which is sent without its bulk."""
+        """Return a copy to send, from which the bulk may be split off."""
         form = definition_pb2.Definition()
         form.CopyFrom(definition)
         form.digest = self.digest
@@ -152,30 +125,24 @@ class CapturedFunction:
 
 
 class FunctionHandle(Handle):
-    """A captured function inside of one that is captured: the receiver has it by its digest."""
+    """A captured function inside another one: the receiver knows it by its digest."""
 
     handle_kind: ClassVar[str] = "function"
 
     def __init__(self, function: CapturedFunction) -> None:
-        """`function`: it is sent before whatever names this."""
+        """`function` is sent before anything that names this handle."""
         self.function = function
 
     @property
     def handle_key(self) -> str:
-        """The function's digest."""
         return self.function.digest
 
 
 def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_data: bool = False) -> CapturedFunction:
-    """Capture a function, or whatever else can be called, with what it refers to.
+    """Capture a function or another callable, with what it refers to.
 
-    Args:
-        function: to be captured.
-        policy: whether it may be pickled; default: this process'.
-        holds_data: it is there for the data that it brings with it; else a warning names what is very large.
-
-    Raises:
-        TypeError: it can't be called, or something it captured can't be sent. The message names the variable.
+    `policy` says whether it may be pickled; by default, that of this process. Log a warning if it is large, unless
+    `holds_data`: it exists for its data. Raise TypeError, naming the variable, if something in it can't be sent.
     """
     if not callable(function):
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
@@ -200,15 +167,14 @@ def _captured(function: Any, name: str, policy: SerializationPolicy) -> Captured
             raise TypeError(f"{name} can't be sent without a pickle: {error}. And {policy.why}") from None
         return CapturedFunction(sent.definition.digest, name, sent.definition, handles=tuple(sent.handles))
     reference = reference_to(function)
-    # What workers have imported they keep: what is of another version of a file goes with all that it is made of.
+    # Workers keep what they have imported, so code of another version of a file goes with all that it uses.
     edited = reference is not None and reaches_edited(function)
     if reference is not None and not edited:
         return CapturedFunction(reference.digest, name, reference, function, _origin(function))
     dumped = dump(function, name, whole=edited)
     pickles, origin = [dumped.data], _origin(function)
     if dumped.names_own_module and not is_library(module_name_of(function)):
-        # Made now, not when a worker asks for it: what was captured may change. If it can't be made, the
-        # worker needs the module.
+        # Now, not when a worker asks: what was captured may change. If this fails, the worker needs the module.
         with contextlib.suppress(TypeError):
             pickles.append(dump(function, name, whole=True).data)
     digest = hashlib.sha256(dumped.data).hexdigest()
@@ -216,31 +182,14 @@ def _captured(function: Any, name: str, policy: SerializationPolicy) -> Captured
 
 
 def _name_of(function: Any) -> str:
-    """For people."""
     while isinstance(function, functools.partial) and "__qualname__" not in vars(function):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(name).rpartition("<locals>.")[2]
 
 
-def class_definition(cls: type, *, policy: SerializationPolicy | None = None) -> CapturedFunction:
-    """Capture a class whose instances are to be sent, so that workers can be told of it like of a function.
-
-    Raises:
-        TypeError: no class, or one that can't be sent.
-    """
-    if not isinstance(cls, type):
-        raise TypeError(f"{describe(cls)} is no class")
-    return capture(cls, policy=policy)
-
-
-def needs_definition(cls: type) -> bool:
-    """May a worker be unable to find this class by its name? True for all but those of installed modules."""
-    return not is_library(cls.__module__)
-
-
 def split_off_bulk(form: definition_pb2.Definition) -> bytes:
-    """Take the pickle, or a partial's arrays, out of a definition: they travel after the message that it is in."""
+    """Take the pickle, or a partial's arrays, out of a definition: they travel after its message."""
     bulk = form.arrays or form.pickle
     form.ClearField("pickle")
     form.ClearField("arrays")
@@ -248,17 +197,14 @@ def split_off_bulk(form: definition_pb2.Definition) -> bytes:
 
 
 def partial_of(name: str, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`functools.partial` of a function and its first arguments, under a name for people."""
-    made: Any = functools.partial(function, *args)
-    made.__qualname__ = name
-    return made  # type: ignore[no-any-return]  # a partial can be called
+    """Return a `functools.partial` with a name for people."""
+    partial: Any = functools.partial(function, *args)
+    partial.__qualname__ = name
+    return partial  # type: ignore[no-any-return]  # a partial can be called
 
 
 def _origin(function: Any) -> definition_pb2.Definition:
-    """Where a function by value comes from.
-
-    What the pickle names of the function's own module must come from the same version of it.
-    """
+    """Return where a function by value comes from: what its pickle names there must be of the same version."""
     module_name = module_name_of(function)
     module = sys.modules.get(module_name)
     path = source_of(module) if module is not None and not is_library(module_name) else None
@@ -272,18 +218,17 @@ def _origin(function: Any) -> definition_pb2.Definition:
 def resolve(
     definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver
 ) -> Callable[..., Any]:
-    """The function of a definition, on a worker: from its pickle, or without one by its reference.
+    """Return the function of a definition, on a worker: from its pickle, or without one by its reference.
 
-    Args:
-        definition: see there.
-        bulk: what `split_off_bulk` took out of it, if it did.
-        resolve_handle: what gives this worker's own handles.
+    `bulk` is what `split_off_bulk` took out of it, if anything; `resolve_handle` returns this worker's own handles.
 
     Raises:
-        MisuseError: it is a pickle, or names what peers may not name, where pickles are off.
-        UnresolvedReference: it names something that is not here or is another version, or its pickle does.
+        MisuseError: where pickles are off: it is a pickle, or names what peers may not name.
+        UnresolvedReference: it, or its pickle, names something that is missing here, or of another version.
     """
-    resolve_handle = _renaming(definition.renamed, resolve_handle)
+    if definition.renamed:
+        new = {(each.kind, each.key): (each.new_kind, each.new_key) for each in definition.renamed}
+        of_new, resolve_handle = resolve_handle, lambda kind, key: of_new(*new.get((kind, key), (kind, key)))
     try:
         try:
             found = _find(definition, bulk, resolve_handle)
@@ -291,10 +236,10 @@ def resolve(
             if not _look_further(definition):
                 raise
             found = _find(definition, bulk, resolve_handle)
-        _look_further(definition)  # for what it imports only when it runs
+        _look_further(definition)  # for what it imports when it runs
     except PsClusterError:
         raise
-    except (Exception, SystemExit) as error:  # whatever modules do when they are imported, and classes when made
+    except (Exception, SystemExit) as error:  # from importing modules and creating classes
         mend = "or register the module with cloudpickle.register_pickle_by_value"
         if not chosen_policy().pickles:
             mend = "or name the folder that it is in with --functions-from"
@@ -305,13 +250,6 @@ def resolve(
     if not callable(found):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
     return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
-
-
-def _renaming(renamed: Sequence[definition_pb2.Renamed], resolve_handle: HandleResolver) -> HandleResolver:
-    if not renamed:
-        return resolve_handle
-    places = {(each.kind, each.key): (each.new_kind, each.new_key) for each in renamed}
-    return lambda kind, key: resolve_handle(*places.get((kind, key), (kind, key)))
 
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
@@ -326,9 +264,9 @@ def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resol
 
 
 def _look_further(definition: definition_pb2.Definition) -> bool:
-    """Import from where the coordinator does, as far as that is here, and from the worker's own folder too.
+    """Append the coordinator's import folders that exist here, and the current one, to `sys.path`, if any are new.
 
-    After what is imported from already, and not where pickles are off: there peers name no folders.
+    Do nothing where pickles are off: peers must not name folders there.
     """
     if not chosen_policy().pickles:
         return False
@@ -345,26 +283,27 @@ def _look_further(definition: definition_pb2.Definition) -> bool:
     return bool(new)
 
 
-def record_resolver(definition: Callable[[str], Any] | None = None, *, may_import: bool = True) -> RecordResolver:
-    """How `decode` finds the classes of records: by definition if they have one, else by name.
+def record_resolver(definition: Callable[[str], Any]) -> RecordResolver:
+    """Return a worker's resolver of record classes: by definition if they have one, else by name.
 
-    Args:
-        definition: what was defined under a digest; it raises ProtocolError for one that it does not know.
-        may_import: a worker may import modules to find a class, as it runs what the coordinator says anyway.
-            The coordinator, which reads what workers say, must not.
+    It may import modules for them, as a worker runs the coordinator's code anyway. `definition` returns what was
+    defined under a digest, or raises ProtocolError.
     """
 
     def resolve_record(digest: str, module: str, qualname: str) -> type:
-        if digest and definition is not None:
-            found = definition(digest)
-            if not isinstance(found, type):
-                raise ProtocolError(f"{module}.{qualname} was defined as something that is no class")
-            return found
+        if digest:
+            cls = definition(digest)
+            if not isinstance(cls, type):
+                raise ProtocolError(f"{module}.{qualname} was defined as something that is not a class")
+            return cls
         chosen_policy().check_name(module, qualname)
-        if may_import:
-            if module == MAIN:
-                return _class_of_script(qualname)
-            _try_import(module)
+        if module == MAIN:
+            return _class_of_script(qualname)
+        if module not in sys.modules:
+            try:
+                import_checked(module, "")
+            except (Exception, SystemExit) as error:
+                raise ProtocolError(f"a record of a class in {module}, which can't be imported: {error}") from error
         return imported_class(digest, module, qualname)
 
     return resolve_record
@@ -373,17 +312,9 @@ def record_resolver(definition: Callable[[str], Any] | None = None, *, may_impor
 def _class_of_script(qualname: str) -> type:
     for script in [*(module.__name__ for module in loaded_scripts()), MAIN]:
         try:
-            found = imported_class("", script, qualname)
+            cls = imported_class("", script, qualname)
         except ProtocolError:
             continue
-        if is_record_class(found):
-            return found
+        if is_record_class(cls):
+            return cls
     raise ProtocolError(f"a record of the script's class {qualname}, which this worker was not told of")
-
-
-def _try_import(module: str) -> None:
-    if module not in sys.modules:
-        try:
-            import_checked(module, "")
-        except (Exception, SystemExit) as error:
-            raise ProtocolError(f"a record of a class in {module}, which can't be imported here: {error}") from error

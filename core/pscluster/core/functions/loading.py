@@ -1,15 +1,16 @@
-"""Functions by reference, as they are received: found in this machine's own files, by name and the file's digest.
+"""Resolve functions by reference: find them in this machine's own files, by name and the file's digest.
 
-Nothing that comes is believed. Where pickles are off, files must lie in this role's own folders
-(`pscluster.core.functions.policy`), and what is named must be defined where it is said to be: a module that has
-imported `os` does not lend its name to `os.system`.
+Nothing received is trusted. Where pickles are off, files must lie in this role's own folders
+(`pscluster.core.functions.policy`), and a name must be defined in the module it is attributed to: importing `os` in a
+module does not make `os.system` available under that module's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
 import threading
@@ -20,9 +21,10 @@ from typing import Any
 
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.by_reference import INNER, MAIN
-from pscluster.core.functions.nameable import EVERYWHERE, ON_WORKERS
-from pscluster.core.functions.policy import chosen_policy
+from pscluster.core.functions.nameable import names_of_ours
+from pscluster.core.functions.policy import chosen_policy, not_nameable
 from pscluster.core.functions.sources import digest_of, in_library, source_of
+from pscluster.core.transport.frames import cut
 from pscluster.core.values import HandleResolver, decode_call
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import definition_pb2
@@ -31,27 +33,21 @@ _MAX_INNER = 10_000
 
 
 class UnresolvedReference(PsClusterError):  # noqa: N818  (a reply of the worker, not a fault)
-    """What a definition names is not here, or is another version: it has to come by value."""
+    """What a definition names is missing here, or of another version: it must come by value."""
 
 
 # Definitions
 
 
 def found_by(definition: definition_pb2.Definition, arrays: memoryview, resolve_handle: HandleResolver) -> Any:
-    """Return what a definition without a pickle names, with its arguments if it has some.
+    """Return what a definition without a pickle names, with its arguments if it has any.
 
-    Raises:
-        UnresolvedReference: it names a file, or something in one, that is not here or is another version.
-        MisuseError: it names what peers may not name here.
-        ProtocolError: it makes no sense.
+    Raise UnresolvedReference if that, or its file, is missing here or of another version; MisuseError if peers may not
+    name it here; ProtocolError if the definition makes no sense.
     """
     if sum(definition.sizes) != len(arrays):
         raise ProtocolError(f"a definition of {sum(definition.sizes)} bytes of arrays, but {len(arrays)} came")
-    attachments, at = [], 0
-    for size in definition.sizes:
-        attachments.append(arrays[at : at + size])
-        at += size
-    return _found(definition, attachments, resolve_handle)
+    return _found(definition, cut(arrays, definition.sizes), resolve_handle)
 
 
 def _found(
@@ -75,7 +71,7 @@ def _found(
 
     def record_class(key: str, _module: str, _qualname: str) -> type:
         if not isinstance(found := named(key), type):
-            raise ProtocolError("a record of something that is no class")
+            raise ProtocolError("a record of something that is not a class")
         return found
 
     args, keywords = decode_call(
@@ -90,11 +86,11 @@ def _found(
 
 
 def _found_in(module: types.ModuleType, qualname: str) -> Any:
-    """What a module has under this name; where pickles are off, what it defines."""
+    """Return the object of this name in a module; where pickles are off, only if the module defines it."""
     chosen_policy().check_name(module.__name__, qualname)
     found: Any = module
-    for place, name in enumerate(qualname.split(".")):
-        if place and not chosen_policy().pickles and not isinstance(found, type):
+    for depth, name in enumerate(qualname.split(".")):
+        if depth and not chosen_policy().pickles and not isinstance(found, type):
             break
         try:
             found = getattr(found, name)
@@ -111,12 +107,10 @@ def _found_in(module: types.ModuleType, qualname: str) -> Any:
 
 
 def import_checked(name: str, digest: str) -> types.ModuleType:
-    """Import a module, whose functions the peer will name; its file has this digest, if one is given.
+    """Import a module whose functions a peer names; if a digest is given, its file must have it.
 
-    Raises:
-        UnresolvedReference: it is another version here.
-        MisuseError: peers may not name what is in it. Nothing was imported.
-        ImportError: as of any import; whatever the module raises comes through, too.
+    Raise UnresolvedReference if it is of another version here; MisuseError, before importing it, if peers may not name
+    its contents. Errors of the import itself come through.
     """
     if not chosen_policy().pickles:
         _check_may_name(name)
@@ -138,10 +132,8 @@ def _compare(name: str, path: Path | None, digest: str) -> None:
 def _check_may_name(name: str) -> None:
     top = name.partition(".")[0]
     if top == "pscluster":
-        if name not in EVERYWHERE and not (chosen_policy().is_worker and name in ON_WORKERS):
-            raise MisuseError(
-                f"peers may not name what is in {name[:200]}, as pickles are off here: use it in a function of your own"
-            )
+        if not names_of_ours(name, on_worker=chosen_policy().is_worker):
+            raise not_nameable(f"what is in {name[:200]}")
         return
     place = _place_of(top)
     if top in sys.stdlib_module_names or top == MAIN or (place is not None and in_library(str(place))):
@@ -149,36 +141,21 @@ def _check_may_name(name: str) -> None:
     elif place is not None and not chosen_policy().owns(place):
         folders = ", ".join(map(str, chosen_policy().folders)) or "none"
         raise MisuseError(
-            f"the module {top} lies at {place}, outside of the folders whose functions peers may name here, which are "
+            f"the module {top} lies at {place}, outside the folders whose functions peers may name here, which are "
             f"{folders}: name its folder with --functions-from"
         )
 
 
 def _place_of(top: str) -> Path | None:
-    """The file or folder of a module that lies in no other; None if it is not found, which the import will say."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    if spec.origin is not None:
-        return Path(spec.origin)
-    return next((Path(place) for place in spec.submodule_search_locations or ()), None)
+    """Return the file or folder of a top-level module; None if there is none, which the import will report."""
+    with contextlib.suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(top)) is not None:
+            places = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or ()
+            return next(map(Path, places), None)
+    return None
 
 
 # Scripts
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs the very bytes that were compared, whatever is on disk by now."""
-
-    def __init__(self, name: str, path: str, source: bytes) -> None:
-        super().__init__(name, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> types.CodeType:  # noqa: ARG002  (the interface's)
-        return compile(self._source, self.path, "exec", dont_inherit=True)
 
 
 _scripts: dict[str, types.ModuleType] = {}
@@ -186,12 +163,10 @@ _loading = threading.RLock()
 
 
 def load_script(source_path: str, digest: str) -> types.ModuleType:
-    """The script with this digest as a module: from its path, this process' own script, or this role's folders.
+    """Return the script with this digest as a module: from its path, this process' own, or this role's folders.
 
-    Where pickles are off, from the folders that peers may name files of, only.
-
-    Raises:
-        UnresolvedReference: no such file is here, or it can't be loaded.
+    Where pickles are off, only from folders whose files peers may name. Raise UnresolvedReference if there is no such
+    file here, or it can't be loaded.
     """
     with _loading:
         module = _scripts.get(digest)
@@ -201,7 +176,7 @@ def load_script(source_path: str, digest: str) -> types.ModuleType:
 
 
 def loaded_scripts() -> list[types.ModuleType]:
-    """The scripts that were loaded here, the latest first."""
+    """Return the scripts loaded here, latest first."""
     with _loading:
         return list(_scripts.values())[::-1]
 
@@ -218,26 +193,27 @@ def _find(source_path: str, digest: str) -> Path:
                 return path
         except (OSError, ValueError):
             continue
-    tried = ", ".join(dict.fromkeys(str(path) for path in candidates)) or "no place: it lies in none of the own folders"
+    tried = ", ".join(dict.fromkeys(map(str, candidates))) or "no path: it lies in none of this role's folders"
     raise UnresolvedReference(
-        f"the script {source_path[:1000]} is not here, or is another version; looked at {tried}. Copy it, as it is "
-        "where the coordinator runs, into a folder that the role was given with --functions-from, or is started in"
+        f"the script {source_path[:1000]} is missing here, or of another version; looked at {tried}. Copy it unchanged "
+        "from the coordinator's machine into a folder that the role was given with --functions-from, or is started in"
     )
 
 
 def _load(path: Path, digest: str) -> types.ModuleType:
     name = f"_pscluster_script_{digest[:12]}"
+    module = types.ModuleType(name)
+    vars(module).update({"__file__": str(path), MODULE_MARK: MAIN})
     try:
-        loader = _Loader(name, str(path), path.read_bytes())
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        assert spec is not None, "the loader was given"
-        module = importlib.util.module_from_spec(spec)
-        # As when it is run: modules beside the script are found first.
+        source = path.read_bytes()
+        if hashlib.sha256(source).hexdigest() != digest:
+            raise OSError("it was changed")
+        code = compile(source, str(path), "exec", dont_inherit=True)
+        # As when the script is run, modules beside it are found first.
         if (folder := str(path.parent)) not in sys.path:
             sys.path.insert(0, folder)
-        vars(module)[MODULE_MARK] = MAIN
         sys.modules[name] = module
-        loader.exec_module(module)
+        exec(code, vars(module))  # noqa: S102  (a file of this role's own, with that digest)  # nosec B102
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
         reason = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Where functions come from: the files of their modules, the globals that they use, and handles among those."""
+"""Where functions come from: the files of their modules, the globals they use, and the handles among those."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import stat
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pscluster.core.handles import Handle
 
-_LOOK_AT = 1000
-"""Items of a container that are searched for handles. Whoever captures more has a data set, not variables."""
-
+MAX_ITEMS = 1000  # of a container that are searched. A larger one holds data, not variables
 _PACKAGES = frozenset(["site-packages", "dist-packages"])
 _READS = frozenset(["LOAD_GLOBAL", "LOAD_NAME"])
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -27,14 +25,14 @@ _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 @functools.lru_cache(maxsize=4096)
 def in_library(path: str) -> bool:
-    """Is this file installed, or Python's own, rather than the user's?"""
+    """Return whether a file is installed, or Python's own, rather than the user's."""
     folders = [os.path.join(os.path.realpath(sysconfig.get_paths()[key]), "") for key in _LIBRARIES]
     path = os.path.realpath(path)
     return path.startswith(tuple(folders)) or not _PACKAGES.isdisjoint(Path(path).parts)
 
 
 def is_library(module_name: str) -> bool:
-    """Is this module one that is installed (or built in), rather than the user's own source?"""
+    """Return whether a module is installed or built in, rather than the user's own source."""
     top = module_name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "pscluster":
         return True
@@ -43,13 +41,13 @@ def is_library(module_name: str) -> bool:
 
 
 def import_folders() -> list[str]:
-    """The folders that this process imports the user's modules from, in order."""
+    """Return the folders from which this process imports the user's modules, in order."""
     folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path)  # "" is the current one
     return [folder for folder in folders if not in_library(os.path.join(folder, "__init__.py"))]
 
 
 def source_of(module: types.ModuleType) -> Path | None:
-    """The module's source file, where it has one."""
+    """Return the module's source file, or None."""
     path = getattr(module, "__file__", None)
     if isinstance(path, str) and path.endswith(".py") and os.path.isfile(path):
         return Path(path).absolute()
@@ -57,10 +55,10 @@ def source_of(module: types.ModuleType) -> Path | None:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hex. Read again only when the file's time or size is another."""
+    """Return the SHA-256 of a file, in hex. The file is read again only if its time or size has changed."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a device may have no end
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a file")
     return _digest(path, status.st_mtime_ns, status.st_size)
 
 
@@ -71,7 +69,7 @@ def _digest(path: Path, _modified: int, _size: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def globals_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code, functions inside it included, looks up as globals."""
+    """Return the names that code, including the functions inside it, looks up as globals."""
     names = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -80,80 +78,87 @@ def globals_read(code: types.CodeType) -> frozenset[str]:
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that a function uses, as they are now."""
-    found = function.__globals__
-    return {name: found[name] for name in sorted(globals_read(function.__code__)) if name in found}
+    """Return the current values of the globals that a function uses."""
+    space = function.__globals__
+    return {name: space[name] for name in sorted(globals_read(function.__code__)) if name in space}
+
+
+ABSENT = object()  # no value
+
+
+def cells_of(function: types.FunctionType) -> list[Any]:
+    """Return the values that a function closes over, in order; `ABSENT` for those not yet assigned."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(ABSENT)
+    return values
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """The variables of enclosing functions that a function uses, those that are set."""
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    return found
+    """Return the variables of enclosing functions that a function uses, except those not yet assigned."""
+    cells = zip(function.__code__.co_freevars, cells_of(function), strict=True)
+    return {name: value for name, value in cells if value is not ABSENT}
 
 
 def holds_handle(value: Any, depth: int = 4) -> bool:
-    """Is this a handle, or plain data or an object of the user's that has one inside?"""
+    """Return whether a value is a handle, or plain data or an object of the user's that contains one."""
     if isinstance(value, Handle):
         return True
     if depth == 0 or isinstance(value, type | types.ModuleType | types.FunctionType):
         return False
-    return any(holds_handle(part, depth - 1) for part in _parts(value))
-
-
-def _parts(value: Any) -> Iterator[Any]:
+    items: Iterable[Any] = ()
     if isinstance(value, list | tuple | set | frozenset):
-        parts = iter(value)
+        items = value
     elif isinstance(value, dict):
-        parts = iter(value.values())
+        items = value.values()
     elif not is_library(type(value).__module__):
-        parts = iter(attributes_of(value).values())
-    else:
-        return iter(())
-    return iter(list(itertools.islice(parts, _LOOK_AT)))
+        items = attributes_of(value).values()
+    return any(holds_handle(item, depth - 1) for item in list(itertools.islice(items, MAX_ITEMS)))
 
 
 def attributes_of(obj: Any) -> dict[str, Any]:
-    """The attributes of an object's own; none if it hides them, as proxies do."""
+    """Return an object's own attributes; none if it hides them, as proxies do."""
     try:
-        found = object.__getattribute__(obj, "__dict__")
-    except Exception:  # slots; or a property of the user's
+        attributes = object.__getattribute__(obj, "__dict__")
+    except Exception:  # slots, or a property of the user's
         return {}
-    return found if isinstance(found, dict) else {}
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _users_module(name: str) -> types.ModuleType | None:
+    """Return an imported module of the user's. None for the script."""
+    return None if name == "__main__" or is_library(name) else sys.modules.get(name)
 
 
 def module_holds_handles(module_name: str) -> bool:
-    """Has a module of the user's a handle among its globals? A worker that imported it would not have it."""
-    module = sys.modules.get(module_name)
-    if module is None or module_name == "__main__" or is_library(module_name):
-        return False
-    return any(holds_handle(value) for value in list(vars(module).values()))
+    """Return whether a module of the user's has a handle among its globals. A worker that imports it lacks it."""
+    module = _users_module(module_name)
+    return module is not None and any(map(holds_handle, list(vars(module).values())))
 
 
-_sources: dict[str, str] = {}  # by module: its file's digest when something of it was sent first
+_sources: dict[str, str] = {}  # by module: its file's digest when something from it was first sent
 
 
 def was_edited(module_name: str) -> bool:
-    """Is a module of the user's another one than workers may have imported? Then what is here goes by value."""
-    module = sys.modules.get(module_name)
-    path = None if module is None or module_name == "__main__" or is_library(module_name) else source_of(module)
+    """Return whether a module of the user's differs from what workers may have imported: then it goes by value."""
+    module = _users_module(module_name)
+    path = None if module is None else source_of(module)
     if path is None:
         return False
     try:
         digest = digest_of(path)
-    except OSError:  # it is gone
+    except OSError:  # the file was removed
         return False
     return _sources.setdefault(module_name, digest) != digest
 
 
 def reached(function: Any) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
-    """What a function uses, itself or by the functions and classes of the user's that it reaches.
+    """Yield what a function uses, directly or through the functions and classes of the user's that it reaches.
 
-    Of a global its module, its name and its value; of all else, what they close over among it, the value alone.
+    For a global: its module, name and value. For anything else, such as closed-over values: (None, "", value).
     """
     yield None, "", function
     todo, seen = [function], set[int]()
@@ -162,28 +167,32 @@ def reached(function: Any) -> Iterator[tuple[types.ModuleType | None, str, Any]]
         if id(item) in seen:
             continue
         seen.add(id(item))
-        found = list(_used_by(item))
-        yield from found
-        todo += [value for _, _, value in found]
+        used = list(_used_by(item))
+        yield from used
+        todo += [value for _, _, value in used]
 
 
 def _used_by(item: Any) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
-    parts = [attributes_of(item).get("__wrapped__")]  # as `functools.wraps` leaves it
-    if isinstance(item, types.MethodType):
-        parts += [item.__func__, item.__self__]
-    elif isinstance(item, functools.partial):
-        parts += [item.func, *item.args, *item.keywords.values()]
-    elif isinstance(item, types.FunctionType):
+    parts = list(parts_of(item))
+    if isinstance(item, types.FunctionType):
         parts += closure_of(item).values()
         yield from _globals_used_by(item)
-    elif isinstance(item, type):
-        if not is_library(item.__module__):
-            parts += [*vars(item).values(), *item.__bases__]
-    elif isinstance(item, staticmethod | classmethod):
-        parts.append(item.__func__)
-    elif isinstance(item, property):
-        parts += [item.fget, item.fset]
+    elif isinstance(item, type) and not is_library(item.__module__):
+        parts += [*vars(item).values(), *item.__bases__]
     yield from ((None, "", part) for part in parts)
+
+
+def parts_of(item: Any) -> Iterator[Any]:
+    """Yield the parts of a method, a partial, a property or a decorator's wrapper."""
+    yield attributes_of(item).get("__wrapped__")  # as `functools.wraps` leaves it
+    if isinstance(item, types.MethodType):
+        yield from (item.__func__, item.__self__)
+    elif isinstance(item, functools.partial):
+        yield from (item.func, *item.args, *item.keywords.values())
+    elif isinstance(item, staticmethod | classmethod):
+        yield item.__func__
+    elif isinstance(item, property):
+        yield from (item.fget, item.fset)
 
 
 def _globals_used_by(function: types.FunctionType) -> Iterator[tuple[types.ModuleType | None, str, Any]]:
@@ -192,7 +201,7 @@ def _globals_used_by(function: types.FunctionType) -> Iterator[tuple[types.Modul
         return
     home = sys.modules.get(name)
     if home is not None and vars(home) is not function.__globals__:
-        home = None  # a notebook's, perhaps
+        home = None  # for example, a notebook's
     for name, value in globals_of(function).items():
         yield home, name, value
         if isinstance(value, types.ModuleType) and not is_library(value.__name__):
@@ -202,7 +211,7 @@ def _globals_used_by(function: types.FunctionType) -> Iterator[tuple[types.Modul
 
 
 def reaches_handle(function: Any) -> bool:
-    """Does the function reach a handle, or a module of the user's that has one among its globals?"""
+    """Return whether a function reaches a handle, or a module of the user's that has one among its globals."""
     homes = set[str]()
     for _, _, value in reached(function):
         if holds_handle(value):
@@ -212,9 +221,9 @@ def reaches_handle(function: Any) -> bool:
 
 
 def reaches_edited(function: Any) -> bool:
-    """Does the function reach another module than its own that was edited since something of it was sent?
+    """Return whether a function reaches a module, other than its own, that was edited since it was first sent from.
 
-    Of its own a reference has the digest, so that a worker that has imported another version refuses it.
+    A reference carries the digest of the function's own module: a worker that imported another version refuses it.
     """
     own = getattr(function, "__module__", "")
     homes = {_home_of(value) for _, _, value in reached(function)}
@@ -222,7 +231,6 @@ def reaches_edited(function: Any) -> bool:
 
 
 def _home_of(value: Any) -> str:
-    """The module of a function or class."""
     if isinstance(value, types.FunctionType):
         return str(value.__globals__.get("__name__", ""))
     return value.__module__ if isinstance(value, type) else ""

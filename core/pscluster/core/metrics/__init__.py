@@ -1,1 +1,1 @@
-"""A role's metrics: counted where the work is done, read over HTTP and as a trace."""
+"""A role's metrics: updated where the work is done, read over HTTP and as a trace."""

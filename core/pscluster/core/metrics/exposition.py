@@ -1,11 +1,11 @@
-"""Metrics over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever watches processes.
+"""Metrics over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for process supervisors.
 
-One small server a role. Each request has a connection of its own, which ends with its answer. A connection has
-`_SECONDS` in all, whatever it does or does not send; of more than `_CONNECTIONS` the one that has kept us waiting
-longest is closed for the new one. So who is slow, or comes in thousands, costs only itself.
+Each role has one small server. Each request has its own connection, which closes after the answer. A connection has
+`_SECONDS` in total, whatever it sends; if there are more than `_CONNECTIONS`, a new one closes the one whose request
+has been incomplete for longest. So clients that are slow, or come in thousands, harm only themselves.
 
-    open --the request is whole--> answered --> closed
-         --too long, or too many--------------> closed
+    open --the request is complete--> answered --> closed
+         --too slow, or too many-----------------> closed
 """
 
 from __future__ import annotations
@@ -34,45 +34,16 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0
 _CONNECTIONS = 32
-_LOOK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
 _HEALTH_PATHS = ("/healthz", "/readyz")
 _PATHS = ("/metrics", *_HEALTH_PATHS)
-
-
-class MetricsCollector:
-    """Reads a role's metrics when a collector asks for them."""
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
-
-    def collect(self) -> Iterator[Metric]:
-        """As prometheus_client wants them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        found = self._telemetry.snapshot()
-        for metric in self._telemetry.described():
-            name = f"pscluster_{self._telemetry.role}_{metric.name}"
-            value = found[metric.name]
-            if metric.kind == "histogram":
-                histogram = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-                for labels, leaf in _leaves(value, len(metric.labels)):
-                    buckets: Any = leaf["buckets"]
-                    histogram.add_metric(labels, list(buckets.items()), leaf["sum"])
-                yield histogram
-                continue
-            family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
-                name, metric.help, labels=metric.labels
-            )
-            for labels, leaf in _leaves(value, len(metric.labels)):
-                family.add_metric(labels, leaf)
-            yield family
 
 
 def _leaves(value: Value, levels: int, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not levels:
         yield labels, value
         return
-    assert isinstance(value, Mapping)  # one level a label
+    assert isinstance(value, Mapping)  # one level per label
     for label, inner in value.items():
         yield from _leaves(inner, levels - 1, (*labels, label))
 
@@ -93,17 +64,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "the process lives\n")
         elif path == "/readyz":
             why = self.server.telemetry.not_ready()
-            said = (
-                "not ready" if why and is_open else why or "ready"
-            )  # which tasks are missing is not told without a token
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{said}\n")
+            # The reason names tasks, so it is not shown without a token.
+            text = "not ready" if why and is_open else why or "ready"
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{text}\n")
         elif path == "/metrics":
             body, kind = self.server.exposition(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, body, kind)
         else:
             self._answer(HTTPStatus.NOT_FOUND, f"there is {', '.join(_PATHS)}\n")
 
-    do_HEAD = do_GET  # noqa: N815  (the base finds it by this name)
+    do_HEAD = do_GET  # noqa: N815  (the base looks it up by this name)
 
     def _answer(self, status: HTTPStatus, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
         data = body.encode() if isinstance(body, str) else body
@@ -123,22 +93,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class MetricsServer(HTTPServer):
-    """Serves the metrics of a role, on a thread of its own, from its making to `close`.
+    """Serves the metrics of a role, on its own thread, from construction to `close`.
 
-    Args:
-        telemetry: of the role.
-        host: a name or address of this machine.
-        port: 0: any free one.
-        token: which callers must show as `Authorization: Bearer TOKEN` where `host` is not loopback.
-        files: the certificate that the server shows; it asks for none. None: plain text.
-        open_health: /healthz and /readyz ask for no token.
-
-    Raises:
-        ConfigurationError: the host is none of this machine's, or the port is in use.
+    Port 0 is any free one. A `token` is required as `Authorization: Bearer TOKEN` if `host` is not loopback, except for
+    /healthz and /readyz with `open_health`. Without `files`, it is plain text; clients need no certificate. Raises
+    ConfigurationError if the host is not this machine's, or the port is in use.
     """
 
     request_queue_size = 128
-    timeout = 0  # of `handle_request`, which is called where there is a connection
+    timeout = 0  # of `handle_request`, which is called only when there is a connection
 
     def __init__(
         self,
@@ -154,11 +117,11 @@ class MetricsServer(HTTPServer):
         self.open_health = open_health
         self._visitors = Visitors(host, token)
         self._files = files
-        self._open: dict[socket.socket, float] = {}  # with when it came
-        self._waiting: dict[socket.socket, None] = {}  # those whose request is not whole
+        self._open: dict[socket.socket, float] = {}  # with their start
+        self._waiting: dict[socket.socket, None] = {}  # those whose request is incomplete
         self._registry: CollectorRegistry | None = None
         self._lock = threading.Lock()
-        self._asked = threading.Lock()
+        self._exposing = threading.Lock()
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -169,7 +132,7 @@ class MetricsServer(HTTPServer):
                 "free one), --metrics-host, or --metrics-port off"
             ) from None
         self.address = f"[{host}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
-        # Not `serve_forever`: its end takes as long as one of its looks around.
+        # Not `serve_forever`: ending it would take one of its poll intervals.
         self._over, self._ending = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -179,7 +142,7 @@ class MetricsServer(HTTPServer):
             selector.register(self, selectors.EVENT_READ)
             selector.register(self._over, selectors.EVENT_READ)
             while True:
-                ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS if self._open else None)]
+                ready = [key.fileobj for key, _ in selector.select(_CHECK_SECONDS if self._open else None)]
                 if self._over in ready:
                     return
                 if ready:
@@ -187,9 +150,9 @@ class MetricsServer(HTTPServer):
                 self._cut_late()
 
     def server_bind(self) -> None:
-        """Without the base's look-up of the host's full name, which may take seconds."""
+        """Bind without the base's lookup of the host's full name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.setblocking(False)  # to take a connection that has gone meanwhile is not to wait for the next
+        self.socket.setblocking(False)  # accepting a connection that is gone must not wait for the next one
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
@@ -205,62 +168,67 @@ class MetricsServer(HTTPServer):
                 _cut(connection)
 
     def tell(self) -> None:
-        """Log where it is. Not at its start: a role that can't be used is to say why, in one line."""
+        """Log the address. Not at construction: a role that fails to start should log only the reason."""
         logger.info("metrics on %s://%s/metrics", "http" if self._files is None else "https", self.address)
 
-    def _shaken(self, connection: socket.socket) -> socket.socket:
-        """The connection, encrypted where that is asked for. OSError if its client can't."""
-        if self._files is None:
-            return connection
-        connection.settimeout(_SECONDS)
-        with self._lock:
-            wrapped = self._files.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-            self._open[wrapped] = self._open.pop(connection, time.monotonic())
-            if connection in self._waiting:
-                del self._waiting[connection]
-                self._waiting[wrapped] = None
-        return wrapped
-
-    # What the handlers ask
+    # Called by the handlers
 
     def refusal(self, headers: Any) -> tuple[HTTPStatus, str] | None:
-        """How to answer who may not see this, if so."""
+        """Return the answer to a client that may not see this; None if it may."""
         if not self._visitors.is_known_host(headers.get("Host", "localhost")):
-            return HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1\n"
+            return HTTPStatus.FORBIDDEN, "use localhost or 127.0.0.1\n"
         if self._visitors.need_token and not self._visitors.have_token(str(headers.get("Authorization", ""))):
-            return HTTPStatus.UNAUTHORIZED, "show the cluster token: Authorization: Bearer TOKEN\n"
+            return HTTPStatus.UNAUTHORIZED, "send the cluster token: Authorization: Bearer TOKEN\n"
         return None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics as text, and its type: as the caller likes it. One at a time: a flood takes one core at most."""
-        # Not imported before somebody asks: it takes a role 50 ms of its start.
+        """Return the metrics as text of an accepted type, and that type. One call at a time, so at most one core."""
+        # Imported only here: it would add 50 ms to a role's start.
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
 
-        with self._asked:
+        with self._exposing:
             if self._registry is None:
                 self._registry = CollectorRegistry()
-                self._registry.register(MetricsCollector(self.telemetry))
+                self._registry.register(self)  # it calls `collect` for each exposition
             encode, kind = choose_encoder(accept)
             return encode(self._registry), kind
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as prometheus_client expects them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        kinds: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        kinds["histogram"] = HistogramMetricFamily
+        snapshot = self.telemetry.snapshot()
+        for metric in self.telemetry.described():
+            name = f"pscluster_{self.telemetry.role}_{metric.name}"
+            family = kinds[metric.kind](name, metric.help, labels=metric.labels)
+            for labels, leaf in _leaves(snapshot[metric.name], len(metric.labels)):
+                values = [list(leaf["buckets"].items()), leaf["sum"]] if metric.kind == "histogram" else [leaf]
+                family.add_metric(labels, *values)
+            yield family
 
     # Connections
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection. Where there are no descriptors left this is called again and again: slowly, then."""
         try:
-            return super().get_request()
+            connection, address = super().get_request()
         except OSError:
-            time.sleep(0.1)
+            time.sleep(0.1)  # with no descriptors left, this is called in a loop
             raise
+        if self._files is not None:  # the handshake runs on the connection's own thread
+            connection.settimeout(_SECONDS)
+            context = self._files.context()
+            connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own."""
         with self._lock:
             if len(self._open) >= _CONNECTIONS and (oldest := next(iter(self._waiting), None)) is not None:
                 _cut(oldest)
                 del self._waiting[oldest]
-            full = len(self._open) >= 2 * _CONNECTIONS  # those that were cut have not all noticed it yet
+            full = len(self._open) >= 2 * _CONNECTIONS  # the threads of cut connections have not all ended yet
             if not full:
                 self._open[request] = time.monotonic()
                 self._waiting[request] = None
@@ -272,13 +240,12 @@ class MetricsServer(HTTPServer):
         ).start()
 
     def heard(self, connection: socket.socket) -> None:
-        """Its request is whole."""
+        """Note that a connection's request is complete."""
         with self._lock:
             self._waiting.pop(connection, None)
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
-            request = self._shaken(request)
             if isinstance(request, ssl.SSLSocket):
                 request.do_handshake()
             self.finish_request(request, client_address)
@@ -295,16 +262,14 @@ class MetricsServer(HTTPServer):
             self.shutdown_request(request)
 
     def _cut_late(self) -> None:
-        """Now and then: cut off who takes too long."""
-        late = time.monotonic() - _SECONDS
         with self._lock:
             for connection, since in self._open.items():
-                if since <= late:
+                if since <= time.monotonic() - _SECONDS:
                     _cut(connection)
                     self._waiting.pop(connection, None)
 
 
 def _cut(connection: socket.socket) -> None:
-    """End it; its thread sees that, and closes it."""
+    """End a connection; its thread notices and closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

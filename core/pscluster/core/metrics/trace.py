@@ -1,9 +1,9 @@
-"""Remember the last functions and requests of a role, for `pscluster.coordinator.observability.timeline`.
+"""Records the last functions and requests of a role, for `pscluster.coordinator.observability.timeline`.
 
-Always on: a ring of tuples. Of functions shorter than `SHORT_SECONDS` every `EACH`-th is remembered, by its number, so
-that all roles remember the same ones, and those that run again; to remember all of them would cost a percent of what
-they cost themselves. Requests are all remembered: a function that has made one may still be a long one. So the ring of
-requests may be over before that of functions is, whose earlier ones then have none.
+Always on: a ring of tuples. Of functions shorter than `SHORT_SECONDS`, only reruns and every `EACH`-th are recorded, by
+number, so that all roles record the same ones; to record all of them would take a percent of their time. All requests
+are recorded, since a function that made one may turn out long. So the ring of requests may wrap before that of
+functions, and the earliest functions then lack their requests.
 
 Times are those of the process' `time.monotonic()`.
 """
@@ -17,15 +17,13 @@ from typing import NamedTuple
 from pscluster.v1 import node_pb2
 
 SHORT_SECONDS = 0.001
-EACH = 16
-"""A power of two: whoever runs functions, or hands them out, asks for the rest by `&`, without a call."""
-
+EACH = 16  # a power of two, so that the hot paths compute the remainder with `&`, without a call
 MAX_FUNCTIONS = 2048
 MAX_REQUESTS = 8192
 
 SESSION_HEADER = "pscluster-session"
-"""Names a stream of requests, or a single large one, to the server: the n-th request of a session is the same one on
-both sides, without a word of it in the message."""
+"""Identifies a stream of requests, or a single large one, to the server: both sides count a session's requests, so that
+the messages need no number."""
 
 
 class Run(NamedTuple):
@@ -33,17 +31,17 @@ class Run(NamedTuple):
 
     function: int
     attempt: int
-    received: float  # its message came
-    begin: float  # it had its turn
-    ready: float  # its arguments were there
+    received: float  # when its message came
+    begin: float  # when its turn came
+    ready: float  # when its arguments were decoded
     end: float
-    waited: float  # seconds of these, for data
+    waited: float  # seconds of this that it waited for data
     how: str  # "done", "failed" or "cancelled"
     thread: str
 
 
 class Asked(NamedTuple):
-    """A request to a server, by the function that made it."""
+    """A request to a server, with the function that made it."""
 
     function: int
     what: str  # "pull" or "push"
@@ -75,13 +73,12 @@ class Recording:
         self.served: deque[Served] = deque(maxlen=MAX_REQUESTS)
 
     def forget_functions(self) -> None:
-        """Drop what functions of an earlier job did: those of the next one have the same numbers."""
+        """Drop the functions of an earlier job: those of the next one have the same numbers."""
         self.runs.clear()
         self.asked.clear()
 
     def messages(self) -> Iterator[node_pb2.Recorded]:
-        """All of it."""
-        for run in self.runs.copy():  # at once: others add
+        for run in self.runs.copy():  # an atomic copy: other threads add
             yield node_pb2.Recorded(run=node_pb2.Recorded.Run(**run._asdict()))
         for asked in self.asked.copy():
             yield node_pb2.Recorded(asked=node_pb2.Recorded.Asked(**asked._asdict()))

@@ -1,4 +1,4 @@
-"""A gate that work passes through, and that can be closed and waited for."""
+"""A gate for work, which can be closed and drained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pscluster.core.errors import PsClusterError
 
 
 class Drain:
-    """Counts what is under way. Once closed, refuses what is new and tells when the rest has ended."""
+    """Counts running work. Once closed, it refuses new work and waits for the rest to end."""
 
     def __init__(self, refusal: Callable[[], PsClusterError]) -> None:
         self._refusal = refusal
@@ -19,7 +19,7 @@ class Drain:
         self._closed = False
 
     def __enter__(self) -> Self:
-        """Count the block as under way. Raises the refusal once closed."""
+        """Count the block as running work. Raise the refusal once closed."""
         with self._condition:
             if self._closed:
                 raise self._refusal()
@@ -33,7 +33,7 @@ class Drain:
                 self._condition.notify_all()
 
     def close(self, timeout: float) -> bool:
-        """Refuse what is new, wait for the rest. False if some of it still ran when the time was over."""
+        """Refuse new work and wait for the rest. Return False if some still runs after `timeout` seconds."""
         with self._condition:
             self._closed = True
             return self._condition.wait_for(lambda: self._under_way == 0, timeout)

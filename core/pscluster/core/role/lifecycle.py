@@ -1,9 +1,9 @@
-"""A role's process from its start to its end: its signals, and what it does when it is to stop.
+"""A role's process from start to end: its signals, and how it stops.
 
-States: STARTING -> SERVING -> DRAINING -> STOPPED. SIGTERM, Ctrl-C, the end of the job (with --until-done) and
-the death of the parent (with --exit-with-parent) all ask for the same stop: health says NOT_SERVING, the
-coordinator is told that the role leaves, the role drains (what runs ends or is given back), the server
-closes, the exit code is 0. A second signal ends the process at once.
+States: STARTING -> SERVING -> DRAINING -> STOPPED. SIGTERM, Ctrl-C, the end of the job (with --until-done) and the
+death of the parent (with --exit-with-parent) all request the same stop: health says NOT_SERVING, the coordinator learns
+that the role leaves, the role drains (running functions end or are given back), the server closes, and the exit code is
+0. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Set by whatever wants the role to stop; the first reason counts."""
+    """A request to stop the role; the first reason counts."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.reason = ""
 
     def ask(self, reason: str) -> None:
-        """Ask for the stop."""
         if not self.event.is_set():
             self.reason = reason
             self.event.set()
 
     def on_signals(self) -> None:
-        """Let SIGTERM and SIGINT ask; a second one ends the process at once. Main thread only."""
+        """Stop on SIGTERM and SIGINT; a second one ends the process at once. Main thread only."""
 
         def handle(number: int, _frame: object) -> None:
             if self.event.is_set():
@@ -48,7 +47,7 @@ class StopRequest:
 
 
 def on_parents_death(tell: Callable[[], None]) -> None:
-    """Call `tell`, on a thread, when standard input, a pipe that only the parent holds, reaches its end."""
+    """Call `tell` from a thread once standard input, a pipe that only the parent holds, reaches its end."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -59,15 +58,9 @@ def on_parents_death(tell: Callable[[], None]) -> None:
 
 
 def run_role(
-    role_name: str,
-    index: int,
-    options: RoleOptions,
-    serve: Callable[[StopRequest], Callable[[], None]],
+    role_name: str, index: int, options: RoleOptions, serve: Callable[[StopRequest], Callable[[], None]]
 ) -> None:
-    """The main of a ps or worker process: serve, wait for the stop, drain.
-
-    `serve` starts the role and returns what drains and closes it.
-    """
+    """Run a ps or worker process until its stop. `serve` starts it and returns a function that drains and closes it."""
     configure_logging(f"{role_name}/{index}", options.log_level, options.log_format)
     tune_allocator()
     stop = StopRequest()
@@ -75,7 +68,7 @@ def run_role(
     if options.exit_with_parent:
         on_parents_death(lambda: stop.ask("the parent process is gone"))
     close = serve(stop)
-    # Awake now and then: a signal that the kernel gave to another thread does not wake a thread that waits on a lock.
+    # Wake up regularly: a signal that the kernel gave to another thread does not wake one that waits on a lock.
     while not stop.event.wait(1.0):
         pass
     logger.info("stopping: %s", stop.reason)
@@ -88,6 +81,6 @@ def run_role(
         logger.exception("failed to stop cleanly")
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # whoever read it may be gone
+            with contextlib.suppress(Exception):  # its reader may have ended
                 stream.flush()
         os._exit(code)  # a user's own threads (a data loader's) must not keep a stopped role alive

@@ -1,4 +1,4 @@
-"""Where a role listens, which its security allows, and why it can't."""
+"""Where a role listens, whether its security allows that, and why it can't."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import grpc
 from pscluster.core.cluster.spec import is_on_this_machine, parse_address, split_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.role.options import RoleOptions
-from pscluster.core.security.tls import (
-    TLS_VARIABLE,
-    Tls,
-    check_no_tls,
-)
+from pscluster.core.security.tls import TLS_VARIABLE, Tls, check_no_tls
 from pscluster.core.transport.tcp.server import listen
 from pscluster.core.transport.unix_sockets import data_path, path_of
 from pscluster.core.transport.unix_sockets import listen as listen_at
 
 
 def listen_address(own: str | None, options: RoleOptions) -> str:
-    """Where to listen: --bind, or the own address (every interface where that is not of this machine)."""
+    """Return where to listen: --bind, or the task's own address (every interface if that is not on this machine)."""
     if options.bind is not None:
         parse_address(options.bind)
         address = options.bind
@@ -47,7 +43,7 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
 
 
 def listen_for_data(address: str, options: RoleOptions) -> socket.socket:
-    """Listen for the data plane of a role with this address. PsClusterError, saying why, if that can't be."""
+    """Listen for the data plane of a role with this address. Raise PsClusterError with the reason if it can't."""
     if (path := path_of(address)) is not None:
         try:
             return listen_at(data_path(path))
@@ -63,7 +59,7 @@ def listen_for_data(address: str, options: RoleOptions) -> socket.socket:
 
 
 def bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
-    """Let a server listen, and return its port. PsClusterError, saying why, if that can't be."""
+    """Let a server listen, and return its port. Raise PsClusterError with the reason if it can't."""
     credentials = None if tls is None else tls.server_credentials()
     try:
         if credentials is not None:

@@ -7,11 +7,10 @@ States of a role, decided by `Attachment`, which is pure:
                           HELD(job) --attach(job)------> HELD(job)  the same coordinator, on a new connection
                           HELD(job) --attach(other)----> refused, naming the holder, unless it takes over
 
-                          FREE, for longer than it waits for its coordinator --> FREE, and its state is dropped
+                          FREE, for `--coordinator-timeout` seconds ---> FREE, and its state is dropped
 
-A role keeps what it holds of a job after a detachment, until another job attaches or the job is ended: a dead
-coordinator's state is not thrown away before somebody else wants the place; or before the time that it was told to
-wait (`--coordinator-timeout`) is over.
+After a detachment a role keeps the state of the job, in case its coordinator comes back, until another job attaches,
+the job is ended, or `--coordinator-timeout` has passed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNLISTED = 100  # so many workers that it does not list a coordinator is told of
+_MAX_UNLISTED = 100  # workers reported to a coordinator that does not list them
 
 
 @dataclass(slots=True)
@@ -45,16 +44,18 @@ class Attachment:
     job: int = 0
     holder: str = ""
     number: int = 0  # of the last attachment
-    _open: set[int] = field(default_factory=set)  # those of this job whose streams have not ended
+    _open: set[int] = field(default_factory=set)  # attachments of this job whose streams have not ended
 
     @property
     def held(self) -> bool:
-        """Does a coordinator have the role? As long as any stream of its job is open: of two attempts to attach, the
-        one that was given up may come last, and end."""
+        """Return whether a coordinator holds the role: while any stream of its job is open.
+
+        Of two attempts to attach, the abandoned one may arrive last, and end.
+        """
         return bool(self._open)
 
     def attach(self, job: int, coordinator: str, take_over: bool = False) -> bool:
-        """A coordinator takes the role. True if it brings another job. BusyError while another one holds it."""
+        """Give the role to a coordinator. Return whether its job is new. BusyError while another job holds the role."""
         if self.held and job != self.job and not take_over:
             raise BusyError(
                 f"{self.role} works for {self.holder}; end that job, take it over with take_over=True, or give this "
@@ -69,15 +70,15 @@ class Attachment:
         return fresh
 
     def detach(self, number: int) -> None:
-        """The stream of that attachment ended."""
+        """Note that the stream of an attachment has ended."""
         self._open.discard(number)
 
     def is_left(self, job: int, last: int | None = None) -> bool:
-        """Is this job's state here, without its coordinator? And has nobody attached since the `last` attachment?"""
+        """Return whether the role has this job's state, but no coordinator, and none since the attachment `last`."""
         return bool(job) and self.job == job and not self.held and last in (None, self.number)
 
     def end(self, job: int) -> None:
-        """The job is over. StaleError if the role is held for another one."""
+        """End the job. Raise StaleError if the role serves another one."""
         if self.job and job != self.job:
             raise StaleError(f"{self.role} serves another job")
         self.job, self.holder = 0, ""
@@ -85,56 +86,50 @@ class Attachment:
 
 
 class Role:
-    """What a role does when things happen to it. The base does nothing.
+    """A role's reactions to events. The base class does nothing.
 
-    Called one at a time, under the node's lock: keep it short.
-
-    Attributes:
-        kept_job: of which it holds something at its start; 0: none.
+    The methods are called one at a time, under the node's lock unless noted: keep them short.
     """
 
-    kept_job = 0
+    kept_job = 0  # id of the job whose state the role has at its start; 0: none
 
-    def greet(self, request: node_pb2.HelloRequest) -> None:
-        """Somebody says hello. Raises a refusal if the two can't work together. Not under the node's lock."""
+    def check_hello(self, request: node_pb2.HelloRequest) -> None:
+        """Check a hello. Raise a refusal if the two processes can't work together. Not under the node's lock."""
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
-        """A coordinator wants the role. Raises a refusal if it can't have it, or asks for what makes no sense.
+        """Check a request to attach. Raise a refusal if the coordinator can't have the role, or the request is invalid.
 
-        The last moment to refuse: nothing has changed yet, and whoever has the role keeps it.
+        The last moment to refuse: nothing has changed yet, and the current coordinator keeps the role.
         """
 
     def job_began(self, request: node_pb2.AttachRequest) -> None:
-        """A coordinator brought another job: drop what is left of the one before, unless it is of one lineage."""
+        """Begin another job: drop the state of the previous one, unless it has the same job id."""
 
     def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
-        """A coordinator took the role. The incarnation to work under, 0 if the role needs none."""
+        """Take a new coordinator. Return the incarnation to work under, 0 if the role needs none."""
         return 0
 
-    def keep(self) -> None:
-        """The coordinator is to be told that it has the role: what it is told has to hold. May block, and refuse.
-
-        Not under the node's lock.
-        """
+    def persist(self) -> None:
+        """Save what the coordinator is about to be told. May block, and refuse. Not under the node's lock."""
 
     def job_ended(self) -> None:
-        """The job is over: drop its state."""
+        """End the job: drop its state."""
 
-    def introduce(self, reply: node_pb2.HelloReply) -> None:
-        """Fill in what whoever dials the role is to know. Not under the node's lock."""
+    def fill_hello(self, reply: node_pb2.HelloReply) -> None:
+        """Fill in the role's part of a hello. Not under the node's lock."""
 
-    def account(self, event: node_pb2.AttachEvent) -> None:
-        """Fill in what the coordinator that has taken the role is to know."""
+    def fill_attached(self, event: node_pb2.AttachEvent) -> None:
+        """Fill in the role's part of the event that tells a coordinator that it is attached."""
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
-        """Fill in what the role has to say of itself."""
+        """Fill in the role's part of its status."""
 
     def recorded(self) -> Iterable[node_pb2.Recorded]:
-        """What it remembers of the last functions and requests. Not under the node's lock."""
+        """Return records of the last functions and requests. Not under the node's lock."""
         return ()
 
     def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
-        """Fill in so many of what is used most. Not under the node's lock."""
+        """Fill in the `busiest` most used items. Not under the node's lock."""
 
 
 @dataclass
@@ -143,19 +138,19 @@ class _Streams:
     open: set[threading.Event] = field(default_factory=set)
 
     def wake(self) -> None:
-        for each in self.open:
-            each.set()
+        for stream in self.open:
+            stream.set()
 
 
 @dataclass
 class _Workers:
-    """Those that the coordinator lists which has the role, and who else has asked."""
+    """The workers that the role's coordinator lists, and others that have said hello."""
 
-    listed: frozenset[int] = frozenset()  # none: it has not said
+    listed: frozenset[int] = frozenset()  # empty: unspecified
     unlisted: dict[int, node_pb2.Identity] = field(default_factory=dict)
 
     def is_new(self, asker: node_pb2.Identity) -> bool:
-        """Note one that is not listed. Is it the first time that it asks, and to be told of?"""
+        """Record an unlisted worker. Return whether it is new, and the coordinator must learn of it."""
         if asker.index in self.unlisted or len(self.unlisted) == _MAX_UNLISTED:
             return False
         self.unlisted[asker.index] = asker
@@ -187,11 +182,10 @@ class NodeService:
             self._wait_for_coordinator(role.kept_job, 0)
 
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
-        """The handshake."""
         check_version(request.identity, self.identity)
-        self._role.greet(request)
+        self._role.check_hello(request)
         reply = node_pb2.HelloReply(identity=self.identity, data_port=self.data_port, address=self.address)
-        self._role.introduce(reply)
+        self._role.fill_hello(reply)
         with self._lock:
             if self._attachment.held:
                 reply.holder = self._attachment.holder
@@ -199,7 +193,7 @@ class NodeService:
         return reply
 
     def _tell_unlisted(self, asker: node_pb2.Identity, reply: node_pb2.HelloReply) -> None:
-        """Under the lock: tell a worker that the coordinator does not list it, and the coordinator of the worker."""
+        """Tell a worker that the coordinator does not list it, and tell the coordinator. Requires the lock."""
         workers = self._workers
         if asker.role == "worker" and workers.listed and asker.index not in workers.listed:
             reply.workers.extend(sorted(workers.listed))
@@ -207,14 +201,13 @@ class NodeService:
                 self._streams.wake()
 
     def not_ready(self) -> str:
-        """Why it does nothing for a coordinator now, in words; "": it does."""
+        """Return why the role does not work for a coordinator now; "" if it does."""
         with self._lock:
             if self._streams.leaving:
                 return "it is stopping"
             return "" if self._attachment.held else "it waits for a coordinator"
 
     def status(self, request: node_pb2.StatusRequest, _context: grpc.ServicerContext) -> node_pb2.StatusReply:
-        """How this task does."""
         reply = node_pb2.StatusReply(identity=self.identity, uptime_seconds=time.monotonic() - self._started)
         reply.metrics_address = self.metrics_address
         reply.memory_bytes = resident_bytes()
@@ -240,17 +233,17 @@ class NodeService:
             self._role.admit(request)
             if self._attachment.attach(request.job, request.coordinator.name, request.take_over):
                 self._role.job_began(request)
-                self._streams.wake()  # those of a coordinator whose job is taken over
+                self._streams.wake()  # streams of a coordinator whose job is taken over
             number = self._attachment.number
             self._workers = _Workers(frozenset(request.workers))
-            told = 0  # of workers that the coordinator does not list
+            told = 0  # number of unlisted workers reported so far
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
             event.data_port, event.address = self.data_port, self.address
             try:
                 event.incarnation = self._role.attached(request)
-                self._role.account(event)
+                self._role.fill_attached(event)
             except BaseException:
-                self._attachment.detach(number)  # who was not let in must not hold the role
+                self._attachment.detach(number)  # a coordinator that was refused must not hold the role
                 raise
             self._streams.open.add(over)
             reach("node.attach.before")
@@ -260,7 +253,7 @@ class NodeService:
             over.set()
         logger.info("working for %s", request.coordinator.name)
         try:
-            self._role.keep()
+            self._role.persist()
             yield event
             reach("node.attach.after")
             unlisted: list[node_pb2.Identity] = []
@@ -295,7 +288,7 @@ class NodeService:
             timer.start()
 
     def _give_up(self, job: int, last: int) -> None:
-        """Drop the job unless its coordinator has come back since that attachment, or has ended it."""
+        """Drop the job, unless its coordinator has come back since the attachment `last`, or has ended it."""
         with self._lock:
             if not self._attachment.is_left(job, last) or self._streams.leaving:
                 return
@@ -305,7 +298,7 @@ class NodeService:
         self._on_job_end()
 
     def end_job(self, request: node_pb2.EndJobRequest, _context: grpc.ServicerContext) -> node_pb2.EndJobReply:
-        """The coordinator's script has ended."""
+        """End the job, since the coordinator's script has ended."""
         reach("node.end.before")
         with self._lock:
             self._attachment.end(request.job)
@@ -316,14 +309,13 @@ class NodeService:
         return node_pb2.EndJobReply()
 
     def leave(self) -> None:
-        """Tell the attached coordinator that this role is about to stop."""
+        """Tell the attached coordinator that this role will stop."""
         with self._lock:
             self._streams.leaving = True
             self._streams.wake()
 
 
 def _check(request: node_pb2.AttachRequest) -> None:
-    """ProtocolError if the numbers contradict each other, or are more than a job has."""
     check_name(request.job_name, "a job's name")
     check_count(len(request.workers), MAX_COUNT, "workers")
     check_count(len(request.ps_addresses), MAX_COUNT, "parameter servers")
@@ -331,4 +323,4 @@ def _check(request: node_pb2.AttachRequest) -> None:
     if len(request.finished_starts) != len(request.finished_stops):
         raise ProtocolError("intervals of functions need as many stops as starts")
     if not 0 <= request.ps_timeout < threading.TIMEOUT_MAX:
-        raise ProtocolError(f"ps_timeout is {request.ps_timeout} s: it is from 0 on, and no longer than waits are")
+        raise ProtocolError(f"ps_timeout is {request.ps_timeout} s; give one from 0 to {threading.TIMEOUT_MAX:g} s")

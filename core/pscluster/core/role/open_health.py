@@ -1,9 +1,9 @@
-"""Health checks for whoever asks (--open-health): for probes that can't show a token, such as an orchestrator's.
+"""Health checks for all callers (--open-health): for probes that can't prove a token, such as an orchestrator's.
 
-The check of gRPC's health service is opened, and nothing else: not its `Watch`, whose calls last. An unauthenticated
-check gets one of a few places, and `_SECONDS` to bring its request. A connection holds at most `_PER_CONNECTION` of
-them. Where all are taken, the check that has waited longest on the connection that holds most makes room: a probe sends
-its request at once, and whoever opens calls and sends nothing keeps nobody out, on however many connections.
+Only `Check` of gRPC's health service is open, not its `Watch`, whose calls last. An unauthenticated check gets one of a
+few places, of which a connection holds at most `_PER_CONNECTION`, and `_SECONDS` to send its request. If all places are
+taken, the oldest check of the connection that holds most gives way: a probe sends its request at once, so calls that
+send nothing keep no probe out, on however many connections.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.security.access import of_the_first
+from pscluster.core.transport.methods import Handler, guarded
 from pscluster.core.transport.watchdog import StallWatchdog
 
 PATH = "/grpc.health.v1.Health/Check"
@@ -29,29 +29,28 @@ _SECONDS = 3.0
 
 
 class OpenHealth:
-    """Makes the check's handler one that asks for no token."""
+    """Opens the health check's handler to callers without a token."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[grpc.ServicerContext, str] = {}  # each call's connection; the longest first
+        self._waiting: dict[grpc.ServicerContext, str] = {}  # each call's connection; longest wait first
         self._watchdog = StallWatchdog(_SECONDS)
 
-    def handler(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """Of the health service's own, or of what already looks at certificates before it (`RoleInterceptor`)."""
-        check = handler.stream_unary or of_the_first(handler.unary_unary, PATH, self._watchdog)
+    def handler(self, handler: Any) -> Handler:
+        """Return an open handler of the health check, or of one that checks certificates (`RoleInterceptor`)."""
+        check: Any = guarded(handler, PATH, lambda requests, _context: requests, self._watchdog).stream_unary
 
         def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             with self._place(context), self._watchdog.with_call(context):
                 return check(requests, context)
 
-        made: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
-            call, handler.request_deserializer, handler.response_serializer
-        )
+        make = grpc.stream_unary_rpc_method_handler
+        made: Handler = make(call, handler.request_deserializer, handler.response_serializer)
         return made
 
     @contextmanager
     def _place(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Hold a place while the call runs; refuse it (RESOURCE_EXHAUSTED) where its connection holds enough."""
+        """Hold a place while the call runs; refuse it (RESOURCE_EXHAUSTED) if its connection holds enough."""
         connection, ousted = context.peer(), None
         with self._lock:
             held = Counter(self._waiting.values())

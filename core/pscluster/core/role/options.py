@@ -1,4 +1,4 @@
-"""How a role serves: its options, from the command line and the environment, and its task in TF_CONFIG."""
+"""A role's options, from the command line and the environment, and its task in TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +16,7 @@ import click
 
 from pscluster.core.cluster.spec import Task, TFConfig, is_on_this_machine
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.functions.policy import (
-    add_pickle_options,
-    asked_for,
-    choose,
-    chosen_policy,
-    find_modules,
-    policy_of,
-)
+from pscluster.core.functions.policy import add_pickle_options, choose, chosen_policy, policy_of
 from pscluster.core.role.open_health import OPEN_HEALTH_VARIABLE
 from pscluster.core.role.process import log_options
 from pscluster.core.security.tls import (
@@ -71,16 +65,14 @@ class RoleOptions:
     dashboard: bool = False
     dashboard_address: str | None = None
 
-    def with_credentials(self, token: str | None, tls: Tls | None) -> RoleOptions:
-        """The same with others."""
-        return replace(self, token=token, tls=tls)
-
 
 METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
 METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
+DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
 
 
 def _port_or_off(text: str, what: str) -> int | None:
+    """Return the port, 0 for any free one; None for "off". Raise ConfigurationError for any other text."""
     if text == "off":
         return None
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
@@ -88,44 +80,35 @@ def _port_or_off(text: str, what: str) -> int | None:
     return int(text)
 
 
-def metrics_port_of(text: str) -> int | None:
-    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
-    return _port_or_off(text, "the port for metrics")
+metrics_port_of = functools.partial(_port_or_off, what="the port for metrics")
+data_port_of = functools.partial(_port_or_off, what="the data port")
 
 
-metrics_port_option = click.option(
-    "--metrics-port",
-    metavar="PORT|off",
-    callback=lambda _context, _option, value: metrics_port_of(value),
-    envvar=METRICS_PORT_VARIABLE,
-    default="0",
-    show_default="0: any free one, which the log names",
-    help=f"Port that serves /metrics, /healthz and /readyz, or off. Or ${METRICS_PORT_VARIABLE}.",
-)
+def _port_option(
+    flag: str, variable: str, port_of: Callable[[str], int | None], shown: str, text: str
+) -> Callable[[Any], Any]:
+    return click.option(
+        flag,
+        metavar="PORT|off",
+        callback=lambda _context, _option, value: port_of(value),
+        envvar=variable,
+        default="0",
+        show_default=f"0: any free one{shown}",
+        help=f"{text} Or ${variable}.",
+    )
 
 
-DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
-
-
-def data_port_of(text: str) -> int | None:
-    """The port that the text names, 0 for any free one; None for "off". ConfigurationError if it names neither."""
-    return _port_or_off(text, "the data port")
-
-
-data_port_option = click.option(
+data_port_option = _port_option(
     "--data-port",
-    metavar="PORT|off",
-    callback=lambda _context, _option, value: data_port_of(value),
-    envvar=DATA_PORT_VARIABLE,
-    default="0",
-    show_default="0: any free one",
-    help="Second port, faster than gRPC for functions, reads and updates; clients that cannot reach it use gRPC. "
-    f"Or ${DATA_PORT_VARIABLE}.",
+    DATA_PORT_VARIABLE,
+    data_port_of,
+    "",
+    "Second port, faster than gRPC for functions, reads and updates; clients that cannot reach it use gRPC.",
 )
 
 
 def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coordinator") -> RoleOptions:
-    """What the environment says, for this role. ConfigurationError if that can't be used."""
+    """Return the options in the environment, for this role. Raise ConfigurationError if they are invalid."""
     return RoleOptions(
         token=load_token(None, environ),
         tls=load_tls(role, environ=environ),
@@ -151,8 +134,8 @@ insecure_option = click.option(
 
 
 def create_tls_folder(folder: Path | None) -> None:
-    """Make certificates for all roles of the cluster in TF_CONFIG, unless there are some; the first to do so wins."""
-    from pscluster.core.security.certificates import hosts_of, make_certificates  # imports what only certificates need
+    """Create certificates for all roles of the cluster in TF_CONFIG, unless there are some; the first process wins."""
+    from pscluster.core.security.certificates import hosts_of, make_certificates  # slow to import
 
     path = folder or Path(os.environ.get(TLS_VARIABLE, ""))
     if path == Path():
@@ -161,49 +144,40 @@ def create_tls_folder(folder: Path | None) -> None:
 
 
 def with_user_token(options: RoleOptions, addresses: Iterable[str]) -> RoleOptions:
-    """The options of a process that was given no token: with that of its user, if all of these are of this machine."""
+    """Return the options with the user's token if none was given, and all addresses are on this machine."""
     token = token_for(options.token, addresses, options.tls, insecure=options.insecure, create=True)
     return replace(options, token=token)
 
 
 def choose_serialization(address: str, options: RoleOptions, *, is_worker: bool = False) -> None:
-    """Decide what this process takes from its peers. ConfigurationError if it was told nonsense."""
+    """Choose how this process deserializes its peers' messages. Raise ConfigurationError for invalid options."""
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
     if not known and not (options.insecure and is_on_this_machine(address)):
         exposed = f"this role listens on {address} without a token, where anyone could send one"
-    found = policy_of(
-        asked_for(options.allow_pickle),
-        exposed,
-        options.functions_from,
-        data_from=options.data_from,
-        is_worker=is_worker,
-    )
-    choose(found)
-    if not found.pickles:
-        find_modules(found)
+    asked, folders, data = options.allow_pickle, options.functions_from, options.data_from
+    policy = policy_of(asked, exposed, folders, data_from=data, is_worker=is_worker)
+    choose(policy)
+    if not policy.pickles:  # the folders come last in the search path
+        sys.path.extend(str(folder) for folder in policy.folders if str(folder) not in sys.path)
 
 
 def log_serialization() -> None:
-    """Log it, once the role serves."""
-    found = chosen_policy()
-    if not found.pickles:
-        places = ", ".join(map(str, (*found.folders, *found.packages))) or "nowhere"
-        logger.info("%s; functions are taken from %s", found.why, places)
+    """Log the choice, once the role serves."""
+    policy = chosen_policy()
+    if not policy.pickles:
+        places = ", ".join(map(str, (*policy.folders, *policy.packages))) or "nowhere"
+        logger.info("%s; functions are taken from %s", policy.why, places)
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Click options that all roles share; the command receives one `RoleOptions`."""
+    """Add the options that all roles share; the command receives them as one `RoleOptions`."""
     decorators: list[Callable[..., Any]] = [
         click.option("--bind", metavar="HOST:PORT|unix:PATH", help="Where to listen. Default: the task's own address."),
         click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the cluster token."),
         click.option("--create-token", is_flag=True, help="Create the token file first if it is missing."),
         tls_option,
-        click.option(
-            "--create-tls",
-            is_flag=True,
-            help="Create the --tls folder, for all roles, if it is missing.",
-        ),
+        click.option("--create-tls", is_flag=True, help="Create the --tls folder, for all roles, if it is missing."),
         click.option(
             "--tls-server-only",
             is_flag=True,
@@ -231,12 +205,15 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Seconds to keep a job's state after its coordinator died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
         ),
         click.option(
-            "--grace",
-            default=GRACE_SECONDS,
-            show_default=True,
-            help="Seconds for running work to finish on a stop.",
+            "--grace", default=GRACE_SECONDS, show_default=True, help="Seconds for running work to finish on a stop."
         ),
-        metrics_port_option,
+        _port_option(
+            "--metrics-port",
+            METRICS_PORT_VARIABLE,
+            metrics_port_of,
+            ", which the log names",
+            "Port that serves /metrics, /healthz and /readyz, or off.",
+        ),
         click.option(
             "--metrics-host",
             envvar=METRICS_HOST_VARIABLE,
@@ -247,7 +224,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
         log_options(),
     ]
 
-    @functools.wraps(command)  # also hands on the options that the command has of its own
+    @functools.wraps(command)  # also keeps the command's own options
     def receive(
         *args: Any,
         token_file: Path | None,
@@ -258,7 +235,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
         insecure: bool,
         open_health: bool,
         **options: Any,
-    ) -> None:  # the rest of the options and arguments is the command's own
+    ) -> None:  # the remaining options and arguments are the command's own
         names = RoleOptions.__dataclass_fields__
         mine = {name: options.pop(name) for name in list(options) if name in names}
         if create_token:
@@ -286,7 +263,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def own_task(role: str) -> tuple[TFConfig, int]:
-    """TF_CONFIG and this task's index in it. ConfigurationError if it is not of that role."""
+    """Return TF_CONFIG and this task's index in it. Raise ConfigurationError if the task has another role."""
     config = TFConfig.from_environ()
     if config.task is None:
         raise ConfigurationError(
@@ -297,7 +274,7 @@ def own_task(role: str) -> tuple[TFConfig, int]:
 
 
 def expect_type(task: Task, job: str) -> None:
-    """ConfigurationError if the task is not one of that job."""
+    """Raise ConfigurationError if the task does not belong to that job."""
     if task.type != job:
         command = "coordinator" if job == "chief" else job
         raise ConfigurationError(

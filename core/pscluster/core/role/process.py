@@ -1,4 +1,4 @@
-"""What every process of ours needs: the allocator, the log, errors that end it in one line."""
+"""Setup of every process of ours: the allocator, the log, and errors that end it in one line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from pscluster.core.sanitize import shown, shown_json
 
 
 def tune_allocator() -> None:
-    """Tell glibc not to give pages back: fresh pages cost ten times a warm copy (2 against 20 GB/s, measured).
+    """Tell glibc to keep freed pages: fresh pages cost ten times a warm copy (2 against 20 GB/s, measured).
 
-    To be called before threads start. Elsewhere than on glibc it does nothing. The price: resident memory
-    stays at its high-water mark.
+    Call it before threads start. It has no effect without glibc. The price: resident memory stays at its peak.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -38,7 +37,6 @@ LOG_FORMAT_VARIABLE = "PSCLUSTER_LOG_FORMAT"
 
 
 def log_options(level: str = "INFO", of: str = "Log to standard error from this level on.") -> Callable[[Any], Any]:
-    """Click options of the log, with this level unless it is said or in the environment."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command = click.option(
@@ -62,13 +60,7 @@ def log_options(level: str = "INFO", of: str = "Log to standard error from this 
 
 
 def configure_logging(who: str, level: str, form: str = "text") -> None:
-    """Log to stderr, a line an event. For processes of ours, never for a library user's.
-
-    Args:
-        who: who speaks, such as "ps/0".
-        level: logging's name of one.
-        form: "text", for people; or "json": an object a line, with what `bind_log` has bound.
-    """
+    """Log to stderr, one line per event, of the process `who`, such as "ps/0". Never for a library user's process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(who) if form == "json" else _TextFormatter(who))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -78,18 +70,18 @@ _bound: dict[str, str | int] = {}
 
 
 def bind_log(**values: str | int) -> None:
-    """Have this in every line of the log from now on, where lines have room for it: which process this is."""
+    """Add these values, which identify the process, to every JSON line of the log from now on."""
     _bound.update(values)
 
 
 class _TextFormatter(logging.Formatter):
-    """The time, who speaks, the level, the message on one line; behind it the traceback of an exception, as usual."""
+    """Time, process, level and message on one line, followed by the traceback of an exception."""
 
     def __init__(self, who: str) -> None:
         super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
-        # What others have named must not look like a line of ours.
+        # Names that peers have chosen must not look like a line of ours.
         record.message = shown(" | ".join(record.message.splitlines()))
         return super().formatMessage(record)
 
@@ -98,7 +90,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """An object a line: time in UTC, level, who, what is bound, the message, and a traceback where there is one."""
+    """An object per line: time in UTC, level, process, bound values, message, and the traceback, if there is one."""
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -135,6 +127,6 @@ def main_of(command: click.Command) -> None:
 
 
 def complain(error: Exception, code: int) -> int:
-    """Show an error in one line; the exit code, as given."""
+    """Print an error in one line, and return the exit code."""
     print(f"pscluster: {shown(' | '.join(str(error).splitlines()))}", file=sys.stderr)
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,13 +22,10 @@ from pscluster.core.role.open_health import OpenHealth
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.process import bind_log
 from pscluster.core.security.access import RoleInterceptor
-from pscluster.core.security.authenticator import AuthenticationInterceptor, Authenticator, NoTokenInterceptor, Refused
+from pscluster.core.security.authenticator import AuthenticationInterceptor, Authenticator, NoTokenInterceptor
 from pscluster.core.security.connection_reaper import ConnectionReaper
 from pscluster.core.security.http_access import CertificateFiles, check_place
-from pscluster.core.security.tls import (
-    CERTIFICATE,
-    KEY,
-)
+from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.admission import Admission, AdmissionInterceptor
 from pscluster.core.transport.channels import NODE_SERVICE, SERVER_OPTIONS
 from pscluster.core.transport.methods import OnAccepted, generic_handler
@@ -39,14 +36,13 @@ from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 4096  # one for every open stream; they are made when needed
+_MAX_THREADS = 4096  # one for every open stream, created on demand
 
 
 def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer | None:
-    """Serve the metrics of a role from now on, unless that is turned off.
+    """Begin to serve the metrics of a role, unless turned off.
 
-    Raises:
-        ConfigurationError: the port is in use, or the host is not loopback and there is no token, or no certificate.
+    Raise ConfigurationError if the port is in use, or the host is off loopback without a token or a certificate.
     """
     host, port = options.metrics_host, options.metrics_port
     if port is None:
@@ -67,7 +63,7 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
-    """The standard health check, whose callers count as authenticated like all others."""
+    """The standard health check, which marks its callers as authenticated, like all methods."""
 
     def __init__(self, on_accepted: OnAccepted) -> None:
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=ThreadPoolExecutor(1))
@@ -85,9 +81,9 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
 class RoleServer:
     """The gRPC server of a role: its own services, the node service and the standard health check.
 
-    With `telemetry`, its metrics are served, too. Its own services are served on a data plane besides, for those who
-    know it by its own address: where it listens, unless `own` says otherwise. `admission` bounds the messages that are
-    coming, and `data_message_bytes` one of them on the data plane.
+    With `telemetry`, it serves the role's metrics, too. The role's own services are also served on a data plane, for
+    clients that dial the role by its own address: the listening one, unless `own` is given. `admission` bounds the
+    memory for arriving messages, and `data_message_bytes` the size of one on the data plane.
     """
 
     def __init__(
@@ -106,15 +102,17 @@ class RoleServer:
         self._serving = False
         self._metrics: MetricsServer | None = None
         raise_descriptor_limit()
+        self._reaper = ConnectionReaper(connections())
         bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
-        # With --open-health anyone may ask: that authenticates nobody.
-        self._health = _Health((lambda _peer: None) if options.open_health else self._mark_authenticated)
+        accepted = self._reaper.mark_authenticated
+        # With --open-health anyone may check: that does not authenticate.
+        self._health = _Health((lambda _peer: None) if options.open_health else accepted)
         interceptors: list[grpc.ServerInterceptor] = []
         self._authenticator = Authenticator(options.token, identity) if options.token else None
         if self._authenticator is not None:
             open_health = OpenHealth() if options.open_health else None
-            interceptors.append(AuthenticationInterceptor(self._authenticator, open_health, self._refused))
+            interceptors.append(AuthenticationInterceptor(self._authenticator, open_health, self._reaper.refused))
         else:
             interceptors.append(NoTokenInterceptor())
         self._roles: RoleInterceptor | None = None
@@ -126,8 +124,9 @@ class RoleServer:
         if admission is not None:
             gates.append(AdmissionInterceptor(admission))  # unauthenticated calls are refused before they are counted
         largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc")
         self._server = grpc.server(
-            ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc"),
+            self._threads,
             interceptors=gates,
             options=list(
                 {
@@ -139,21 +138,20 @@ class RoleServer:
             ),
         )
         for descriptor, servicer in ((NODE_SERVICE, self.node), *services.values()):
-            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, self._mark_authenticated),))
+            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, accepted),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         path = path_of(address)
         self._socket = None if path is None else SocketLock(path, 0.0 if options.share_port else None)
         try:
-            self.port = bind(self._server, address, options.tls)
+            self.port = self._reaper.port = bind(self._server, address, options.tls)
             if path is not None:
                 make_private(path)
         except BaseException:
             if self._socket is not None:
                 self._socket.close()
             raise
-        self._reaper = ConnectionReaper(self.port, connections())
         if self._authenticator is not None:
             self._authenticator.start()
         local = is_on_this_machine(address)
@@ -171,59 +169,29 @@ class RoleServer:
                 address,
             )
         if telemetry is not None:
-            telemetry.ask_readiness(self._not_ready)
-            telemetry.ask_refusals(lambda: self._reaper.refusals.total)
+            telemetry.why_not_ready = self._not_ready
+            telemetry.refusals = lambda: self._reaper.refusals.total
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._data: DataServer | None = None
         if services and options.data_port is not None and supported():
-            self._data = self._serve_data(
-                address,
-                options,
-                services.values(),
-                interceptors,
+            # A connection is authenticated as a whole.
+            rest = [gate for gate in interceptors if not isinstance(gate, AuthenticationInterceptor)]
+            self._data = DataServer(
+                listen_for_data(address, options),
+                [generic_handler(descriptor, servicer) for descriptor, servicer in services.values()],
+                rest,
                 self._authenticator,
-                admission,
-                data_message_bytes,
-                self._refused,
+                admission=admission,
+                message_bytes=data_message_bytes,
+                tls=options.tls,
+                refused=self._reaper.refused,
             )
+            self._data.start()
             listens = address if path is not None else f"{split_address(address)[0]}:{self.port}"
             self.node.data_port, self.node.address = self._data.port, own or listens
         self._server.start()
         self._reaper.start()
-
-    @staticmethod
-    def _serve_data(
-        address: str,
-        options: RoleOptions,
-        services: Iterable[tuple[ServiceDescriptor, object]],
-        interceptors: Sequence[grpc.ServerInterceptor],
-        authenticator: Authenticator | None,
-        admission: Admission | None,
-        message_bytes: int,
-        refused: Refused,
-    ) -> DataServer:
-        handlers = [generic_handler(descriptor, servicer) for descriptor, servicer in services]
-        # A connection is authenticated as a whole.
-        rest = [each for each in interceptors if not isinstance(each, AuthenticationInterceptor)]
-        server = DataServer(
-            listen_for_data(address, options),
-            handlers,
-            rest,
-            authenticator,
-            admission=admission,
-            message_bytes=message_bytes,
-            tls=options.tls,
-            refused=refused,
-        )
-        server.start()
-        return server
-
-    def _mark_authenticated(self, peer: str) -> None:
-        self._reaper.mark_authenticated(peer)
-
-    def _refused(self, peer: str, *, unknown_session: bool = False, is_large: bool = False) -> bool:
-        return self._reaper.refused(peer, unknown_session=unknown_session, is_large=is_large)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
@@ -233,14 +201,14 @@ class RoleServer:
             self._health.set(name, status)
 
     def ready(self) -> None:
-        """From now on health checks say SERVING."""
+        """Let health checks say SERVING from now on."""
         self._serving = True
         if self._metrics is not None:
             self._metrics.tell()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leave(self) -> None:
-        """Health says NOT_SERVING and the coordinator is told; calls are still answered."""
+        """Let health checks say NOT_SERVING and tell the coordinator; calls are still answered."""
         self._health.enter_graceful_shutdown()
         self.node.leave()
 
@@ -254,6 +222,7 @@ class RoleServer:
         if self._data is not None:
             self._data.stop(grace)
         stopped.wait()
+        self._threads.shutdown(wait=False)  # gRPC leaves them to the garbage collector
         if self._socket is not None:
             self._socket.close()
         if self._metrics is not None:

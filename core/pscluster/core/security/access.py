@@ -1,37 +1,32 @@
 """Who may call what, where callers show a certificate (mutual TLS): one table for all services.
 
-A certificate names its role in a URI among its names, `pscluster://role/worker`. The coordinator's opens all methods;
-the others' open what stands here, and a method that does not stand here is the coordinator's only. The token, if there
-is one, is asked for besides: by itself it does not tell roles apart.
+A certificate names its role in a URI, such as `pscluster://role/worker`, among its alternative names. The coordinator
+may call every method; the other roles may call those listed here. The token, if there is one, is required as well: by
+itself it does not distinguish roles.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 
-from pscluster.core.errors import AuthenticationError, NotPermittedError, ProtocolError
+from pscluster.core.errors import AuthenticationError, NotPermittedError
 from pscluster.core.security.revocation import why_refused
 from pscluster.core.security.tls import Tls
-from pscluster.core.security.tokens import LOOK_SECONDS
-from pscluster.core.transport.methods import abort
-from pscluster.core.transport.watchdog import StallWatchdog
+from pscluster.core.security.tokens import CHECK_SECONDS
+from pscluster.core.transport.methods import Handler, Lookup, abort, guarded
 
 logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
 ROLES = ("ps", "worker", COORDINATOR, "tool")
-"""A tool looks and changes nothing: `pscluster status`, `pscluster health`."""
+"""A tool only reads: `pscluster status`, `pscluster health`."""
 
 ROLE_URI = "pscluster://role/"
-
-REQUEST_SECONDS = 30.0
-"""So long a call may take to bring its one request."""
 
 _ALL = frozenset(ROLES)
 _WORKER = frozenset({"worker"})
@@ -41,7 +36,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "/grpc.health.v1.Health/Watch": _ALL,
     "/pscluster.v1.Node/Hello": _ALL,
     "/pscluster.v1.Node/Status": _ALL,
-    # Reads and updates; what a request creates is the coordinator's, see `check_coordinator`.
+    # Reads and updates; only the coordinator may create variables or put metadata, see `check_coordinator`.
     "/pscluster.v1.ParameterServer/Session": _WORKER,
     "/pscluster.v1.ParameterServer/Pull": _WORKER,
     "/pscluster.v1.ParameterServer/Push": _WORKER,
@@ -50,12 +45,12 @@ CALLERS: dict[str, frozenset[str]] = {
 
 
 def may_call(role: str, path: str) -> bool:
-    """Does a certificate of this role open the method?"""
+    """Return whether a certificate of this role opens the method."""
     return role == COORDINATOR or role in CALLERS.get(path, frozenset())
 
 
 def roles_of(context: grpc.ServicerContext) -> list[str] | None:
-    """What the caller's certificate says that it is; None if callers need none."""
+    """Return the roles in the caller's certificate; None if callers need none."""
     shown: Any = context.auth_context()  # bytes, whatever the stubs say
     if "x509_pem_cert" not in shown:
         return None
@@ -64,7 +59,7 @@ def roles_of(context: grpc.ServicerContext) -> list[str] | None:
 
 
 def check_coordinator(context: grpc.ServicerContext, what: str) -> None:
-    """NotPermittedError if the caller has shown a certificate that is not a coordinator's."""
+    """Raise NotPermittedError if the caller has shown a certificate that is not a coordinator's."""
     roles = roles_of(context)
     if roles is not None and COORDINATOR not in roles:
         raise _refusal(roles, what)
@@ -82,46 +77,44 @@ def _refusal(roles: list[str], what: str) -> NotPermittedError:
 
 
 class RoleInterceptor(grpc.ServerInterceptor):
-    """Refuses every call that the caller's certificate does not open. For servers that ask for one.
+    """Refuses every call that the caller's certificate does not open. For servers that require certificates.
 
-    With `tls`, certificates that were revoked open nothing, and calls that are open end once theirs is.
+    With `tls`, revoked certificates open nothing, and open calls end when theirs is revoked.
     """
 
-    def __init__(self, watchdog: StallWatchdog | None = None, tls: Tls | None = None) -> None:
-        self._watchdog = watchdog or StallWatchdog(REQUEST_SECONDS)
+    def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
         self._lock = threading.Lock()
-        self._open: dict[grpc.ServicerContext, bytes] = {}  # and the caller's certificate
+        self._open: dict[grpc.ServicerContext, bytes] = {}  # with the caller's certificate
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Look at what was revoked now and then, until `stop`."""
+        """Begin to check for revoked certificates, until `stop`."""
         threading.Thread(target=self._watch, name="revocation", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
         self._over.set()
 
     def _watch(self) -> None:
         seen = frozenset[str]()
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(CHECK_SECONDS):
             assert self._tls is not None
-            self._tls.look_again()
+            self._tls.refresh()
             if self._tls.revoked == seen:
                 continue
             seen = self._tls.revoked
             with self._lock:
-                ended = [each for each, pem in self._open.items() if why_refused(pem, seen, resumed=False)]
-            for each in ended:
-                each.cancel()
+                ended = [call for call, pem in self._open.items() if why_refused(pem, seen, resumed=False)]
+            for call in ended:
+                call.cancel()
             if ended:
                 logger.info("ended %d open calls whose certificates were revoked", len(ended))
 
     def _begin(self, context: grpc.ServicerContext) -> None:
-        """AuthenticationError if the caller's certificate is refused."""
+        """Record an open call. Raise AuthenticationError if its certificate is refused."""
         if self._tls is None:
             return
-        self._tls.look_again()
+        self._tls.refresh()
         shown: Any = context.auth_context()  # bytes, whatever the stubs say
         (pem,) = shown["x509_pem_cert"]
         with self._lock:
@@ -136,55 +129,20 @@ class RoleInterceptor(grpc.ServerInterceptor):
         with self._lock:
             self._open.pop(context, None)
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler, which looks at the certificate first: there is none to see before it is called.
-
-        Whatever the method, it is one for a stream of requests, of which nothing is read before it is asked for: of a
-        call that is refused nothing but its head is, and no thread waits for the rest.
-        """
-        handler: Any = continuation(details)
+    def intercept_service(self, continuation: Lookup, details: grpc.HandlerCallDetails) -> Handler | None:
+        handler = continuation(details)
         if handler is None:
             return None
-        shape = {False: "unary", True: "stream"}
-        behaviour = getattr(handler, f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}")
-        if not handler.request_streaming:
-            behaviour = of_the_first(behaviour, details.method, self._watchdog)
-        make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
-        guarded: grpc.RpcMethodHandler[Any, Any] = make(
-            self._guarded(behaviour, details.method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
-        return guarded
 
-    def _guarded(self, behaviour: Callable[..., Any], path: str) -> Callable[..., Any]:
-        @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
-        def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
+        # The certificate is known only in the call.
+        def check(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             try:
                 self._begin(context)
             except AuthenticationError as error:
                 abort(context, error)
             roles = roles_of(context) or []
-            if not any(may_call(role, path) for role in roles):
-                abort(context, _refusal(roles, path))
-            return behaviour(requests, context, *rest)
+            if not any(may_call(role, details.method) for role in roles):
+                abort(context, _refusal(roles, details.method))
+            return requests
 
-        return call
-
-
-def of_the_first(behaviour: Callable[..., Any], path: str, watchdog: StallWatchdog) -> Callable[..., Any]:
-    """The behaviour of a method that takes one request, for a stream of them."""
-
-    @functools.wraps(behaviour)
-    def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
-        with watchdog.with_call(context):
-            request = next(requests, None)
-        if request is None:
-            abort(context, ProtocolError(f"a call to {path} without a request"))
-        return behaviour(request, context, *rest)
-
-    return call
+        return guarded(handler, details.method, check)

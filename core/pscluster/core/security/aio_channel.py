@@ -1,12 +1,11 @@
-"""The same as `channel`, for the coordinator's event loop: the states are there."""
+"""`channel` for the coordinator's event loop; see there for the states."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any, Self
 
 import grpc
@@ -16,22 +15,21 @@ from pscluster.core.security.channel import (
     HANDSHAKE_SECONDS,
     OPEN_SECONDS,
     SessionHolder,
-    proof_of,
+    is_proved,
     seconds_left,
     unproven,
 )
 from pscluster.core.security.handshake import ClientSession, Secret
-from pscluster.core.transport.grpc_streams import StreamEndedError
+from pscluster.core.transport.base import StreamEndedError
 from pscluster.v1 import authentication_pb2
 
 
 class AuthenticatedAioChannel:
-    """What is used of a grpc.aio.Channel, with calls that are authenticated by a token."""
+    """The used part of a grpc.aio.Channel, with calls that are authenticated by a token."""
 
     def __init__(
         self, channel: grpc.aio.Channel, secret: Secret, address: str, task: tuple[str, int] | None = None
     ) -> None:
-        """Nothing is dialled yet; see `AuthenticatedChannel`."""
         self._plain = channel
         self._holder = SessionHolder(secret, address, task)
         self._shake_hands: Any = channel.stream_unary(
@@ -39,7 +37,7 @@ class AuthenticatedAioChannel:
         )
 
     async def session(self, timeout: float | None = None) -> ClientSession:
-        """That of this channel; by a handshake where there is none. grpc.RpcError if that fails."""
+        """Return the channel's session, after a handshake if there is none. grpc.RpcError if that fails."""
         if (session := self._holder.session) is not None:
             return session
         request = self._holder.request()
@@ -52,7 +50,7 @@ class AuthenticatedAioChannel:
         return self._holder.accept(request, reply)
 
     async def open(self, path: str, method: Any, metadata: Any, timeout: float | None) -> Any:
-        """Start a call whose server has proved itself. grpc.RpcError if it has not."""
+        """Start a call, and return it once the server has proved itself. grpc.RpcError if it does not."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for again in (True, False):
             session = await self.session(seconds_left(deadline))
@@ -60,12 +58,8 @@ class AuthenticatedAioChannel:
             call = method(metadata=(*(metadata or ()), (CALL_METADATA, header)), timeout=seconds_left(deadline))
             try:
                 async with asyncio.timeout(OPEN_SECONDS):
-                    initial = await call.initial_metadata()
-                    proof = proof_of(initial)
-                    if proof is not None and hmac.compare_digest(proof.encode(), expected.encode()):
+                    if is_proved(await call.initial_metadata(), expected):
                         return call
-                    if len(tuple(initial or ())):  # else it is a status alone, which is there as well
-                        raise unproven()
                     end = StreamEndedError(
                         await call.code(), await call.details() or "", tuple(await call.trailing_metadata() or ())
                     )
@@ -84,28 +78,27 @@ class AuthenticatedAioChannel:
                 del end, call, failure
         raise AssertionError("the second try ends it")
 
-    def _method(self, path: str, serialize: Any, parse: Any, *, streaming: tuple[bool, bool]) -> _Method:
-        inner = self._plain.stream_stream(path, request_serializer=serialize, response_deserializer=parse)
-        return _Method(self, path, inner, streaming)
+    def _method(
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, *, shape: str
+    ) -> Callable[..., Any]:
+        takes, gives = shape.split("_")
+        inner = self._plain.stream_stream(
+            path, request_serializer=request_serializer, response_deserializer=response_deserializer
+        )
 
-    def unary_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, streaming=(False, False))
+        def begin(requests: Any = None, *, timeout: float | None = None, metadata: Any = None) -> Any:
+            given = requests if takes == "stream" else _only(requests)
+            call = _Call(functools.partial(self.open, path, inner, metadata, timeout), given)
+            return call if gives == "stream" else call.result()
 
-    def unary_stream(self, method: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, streaming=(False, True))
+        return begin
 
-    def stream_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, streaming=(True, False))
-
-    def stream_stream(self, method: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, streaming=(True, True))
+    unary_unary = functools.partialmethod(_method, shape="unary_unary")
+    unary_stream = functools.partialmethod(_method, shape="unary_stream")
+    stream_unary = functools.partialmethod(_method, shape="stream_unary")
+    stream_stream = functools.partialmethod(_method, shape="stream_stream")
 
     async def close(self, grace: float | None = None) -> None:
-        """As grpc's."""
         await self._plain.close(grace)
 
     async def __aenter__(self) -> Self:
@@ -115,37 +108,15 @@ class AuthenticatedAioChannel:
         await self.close()
 
 
-class _Method:
-    """A method, by whether it takes and gives streams."""
-
-    def __init__(self, channel: AuthenticatedAioChannel, path: str, inner: Any, streaming: tuple[bool, bool]) -> None:
-        self._channel, self._path, self._inner = channel, path, inner
-        self._takes_stream, self._gives_stream = streaming
-
-    def __call__(self, requests: Any = None, *, timeout: float | None = None, metadata: Any = None) -> Any:
-        given = requests if self._takes_stream else _only(requests)
-        call = _Call(self._channel, self._path, self._inner, given, timeout, metadata)
-        return call if self._gives_stream else call.result()
-
-
 async def _only(request: Any) -> AsyncIterator[Any]:
     yield request
 
 
 class _Call:
-    """A call that is opened, and whose requests are sent, by the first read."""
+    """A call that the first read opens, and whose requests it sends."""
 
-    def __init__(
-        self,
-        channel: AuthenticatedAioChannel,
-        path: str,
-        inner: Any,
-        requests: AsyncIterable[Any],
-        timeout: float | None,
-        metadata: Any,
-    ) -> None:
-        self._open = functools.partial(channel.open, path, inner, metadata, timeout)
-        self._requests = requests
+    def __init__(self, opened: Callable[[], Awaitable[Any]], requests: AsyncIterable[Any]) -> None:
+        self._open, self._requests = opened, requests
         self._call: Any = None
         self._cancelled = False
 
@@ -159,14 +130,14 @@ class _Call:
                     await call.write(request)
                 await call.done_writing()
             except asyncio.InvalidStateError:
-                pass  # the call has ended, as its status tells
+                pass  # the call has ended; its status says why
             except BaseException:
                 call.cancel()
                 raise
         return self._call
 
     async def read(self) -> Any:
-        """The next message, or grpc.aio.EOF; grpc.RpcError if the call failed."""
+        """Return the next message, or grpc.aio.EOF. grpc.RpcError if the call failed."""
         try:
             return await (await self._begin()).read()
         except asyncio.CancelledError:
@@ -174,7 +145,6 @@ class _Call:
             raise
 
     async def result(self) -> Any:
-        """The only message."""
         message = await self.read()
         call = self._call
         if message is grpc.aio.EOF:
@@ -185,6 +155,5 @@ class _Call:
         return message
 
     def cancel(self) -> bool:
-        """End it."""
         self._cancelled = True
         return self._call is None or bool(self._call.cancel())

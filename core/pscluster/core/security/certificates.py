@@ -1,14 +1,15 @@
 """Certificates for development and for clusters without a CA of their own: `pscluster certs`.
 
-    ca.crt, ca.key                          the CA; its key is needed to renew, and by no role
-    ROLE/tls.crt, ROLE/tls.key, ROLE/ca.crt what a process of that role is given: see `tls`
+    ca.crt, ca.key                          the CA; only renewal needs its key, no role does
+    ROLE/tls.crt, ROLE/tls.key, ROLE/ca.crt the files of that role's processes: see `tls`
 
-Keys are ECDSA on P-256, which every TLS library has and a handshake hardly feels. All files are their owner's only.
-What is made is put in its place at once, as a whole; what is there stays, unless it is to be renewed.
+Keys are ECDSA on P-256, which every TLS library supports and which costs a handshake little. Only the owner can read
+the files. New files appear atomically; existing ones stay, unless they are being renewed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import ipaddress
@@ -38,7 +39,7 @@ _EARLIER = datetime.timedelta(minutes=5)  # clocks differ
 
 
 def hosts_of(cluster: ClusterSpec) -> dict[str, set[str]]:
-    """By role, the hosts that a cluster's tasks are reached by."""
+    """Return, by role, the hosts of a cluster's tasks."""
     return {
         role: {
             split_address(address)[0]
@@ -53,16 +54,14 @@ def hosts_of(cluster: ClusterSpec) -> dict[str, set[str]]:
 def make_certificates(
     folder: Path, hosts: Iterable[str] = (), by_role: Mapping[str, Iterable[str]] | None = None, days: float = DAYS
 ) -> bool:
-    """A CA, and a certificate and a key for each role.
+    """Create a CA, and a certificate and a key for each role, in a new folder. False if there are some, which stay.
+
+    Of several concurrent calls, one creates them.
 
     Args:
-        folder: what is made; its parent has to exist.
         hosts: names and IP addresses by which all roles are reached, beside localhost.
-        by_role: more of them, of one role only.
-        days: for which the roles' certificates are good; the CA's is for ten years at least.
-
-    Returns:
-        Whether they were made: False if there are some, which stay. Of several that make them at once, one does.
+        by_role: more of them, for one role each.
+        days: validity of the roles' certificates; the CA's is at least ten years.
 
     Raises:
         ConfigurationError: the files can't be written, or a host is neither a name nor an address.
@@ -92,7 +91,7 @@ def make_certificates(
                 _write(draft / role / AUTHORITIES, _pem(authority))
                 _write(draft / role / KEY, _key_pem(own))
                 _write(draft / role / CERTIFICATE, _pem(_issue(role, own.public_key(), names, days, authority, key)))
-            draft.rename(folder)  # onto nothing, or an empty folder; fails where another was quicker
+            draft.rename(folder)  # over nothing or an empty folder; fails if another process was quicker
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and (folder / AUTHORITIES).exists():
                 return False
@@ -101,22 +100,16 @@ def make_certificates(
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ConfigurationError(
-            f"can't make the certificates' folder {folder}: {error.strerror}; name one that is not there yet, in a "
+            f"can't make the certificates' folder {folder}: {error.strerror}; name one that does not exist yet, in a "
             "folder you may write to"
         ) from error
     return True
 
 
 def renew_certificates(folder: Path, hosts: Iterable[str] = (), days: float = DAYS) -> None:
-    """New certificates of the same CA for the same keys and hosts, and these hosts. Roles take them up as they run.
+    """Issue new certificates of the same CA for the same keys and hosts, and more hosts. Running roles reload them.
 
-    Args:
-        folder: what `make_certificates` made.
-        hosts: as there.
-        days: as there.
-
-    Raises:
-        ConfigurationError: there are none, or they can't be written.
+    Raise ConfigurationError if `make_certificates` has made none there, or they can't be written.
     """
     try:
         authority = x509.load_pem_x509_certificate((folder / AUTHORITIES).read_bytes())
@@ -132,7 +125,7 @@ def renew_certificates(folder: Path, hosts: Iterable[str] = (), days: float = DA
             assert isinstance(public, ec.EllipticCurvePublicKey)
             draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             _write(draft, _pem(_issue(role, public, [*known, *hosts], days, authority, key)))
-            draft.replace(path)  # at once: a role that looks just now finds the one or the other
+            draft.replace(path)  # atomic: a role that checks just now finds one or the other
     except OSError as error:
         raise ConfigurationError(
             f"can't renew the certificates in {folder}: {error.filename}: {error.strerror}; name the folder that "
@@ -200,10 +193,8 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _name(host: str) -> x509.GeneralName:
-    try:
+    with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        pass
     try:
         split_address(f"{host}:1")
         return x509.DNSName(host.lower())

@@ -1,22 +1,23 @@
-"""The client's side over gRPC: channels on which every call proves itself, and sends nothing before the server has.
+"""The client's side over gRPC: both sides prove themselves in every call, the server before the client sends a request.
 
-A channel connects again by itself, whoever listens there by then. So each call, of whatever kind, is opened as a
-stream: its head carries the proof of the channel's session, the server's initial metadata the answer to that, and only
-then the request is sent. It costs a round trip a call; what is called often has a stream, or the data plane.
+A channel reconnects by itself, to whatever process listens there by then. So each call, of any arity, is opened as a
+stream: its head carries the proof of the channel's session, the server's initial metadata answers it, and only then is
+the request sent. That costs a round trip per call; frequent calls use a stream, or the data plane.
 
     none    --a call--> handshake --the server proves itself--> session; the call is opened
-                                  --it does not--> UNAVAILABLE: whoever it is, it is not the role
-                                  --it refuses--> its own status, unless somebody there has proved itself before
+                                  --it does not--> UNAVAILABLE: it is not the role
+                                  --it refuses--> its own status, unless the role has proved itself before
     session --a call--> opened --the server's answer is right--> the request is sent
-                               --it knows no such session--> none, and the call is opened once more
-                               --no answer, or another one--> UNAVAILABLE; the call is cancelled
+                               --it does not know the session--> none, and the call is opened once more
+                               --no answer, or a wrong one--> UNAVAILABLE; the call is cancelled
 
-What is not proved is not believed, a status neither: of those that end a call before the server has proved itself only
-gRPC's own count, as it makes them itself where nobody is there.
+Nothing unproved is trusted, not even a status: of those that end a call before the server has proved itself, only the
+ones count that gRPC itself produces when no server is there.
 """
 
 from __future__ import annotations
 
+import functools
 import hmac
 import threading
 import time
@@ -36,20 +37,13 @@ from pscluster.core.security.authenticator import (
     UNKNOWN_SESSION,
 )
 from pscluster.core.security.handshake import UNPROVEN, ClientSession, Secret, accept_reply, make_request
-from pscluster.core.transport.grpc_streams import (
-    DirectStream,
-    Metadata,
-    QueuedStream,
-    Stream,
-    StreamEndedError,
-    open_raw_stream,
-)
+from pscluster.core.transport.base import Metadata, StreamEndedError
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.v1 import authentication_pb2
 
 HANDSHAKE_SECONDS = 30.0
 OPEN_SECONDS = 60.0
-"""How long a server may take to prove itself: one whose user's code holds Python's lock for long is not dead."""
+"""Time for a server to prove itself: one whose user code holds the GIL for long is not dead."""
 
 _watchdog = StallWatchdog(OPEN_SECONDS)
 _opening = threading.local()
@@ -57,7 +51,7 @@ _opening = threading.local()
 
 @contextmanager
 def telling(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Tell of each call that this thread opens in the block, before its server has proved itself: to cancel it."""
+    """Pass each call that this thread opens in the block to `tell`, before its server has proved itself."""
     _opening.tell = tell
     try:
         yield
@@ -66,39 +60,28 @@ def telling(tell: Callable[[Any], None]) -> Iterator[None]:
 
 
 class SessionHolder:
-    """The session of one channel, and what a call of it needs. Any thread."""
+    """The session of one channel, and the rules for its calls. Thread-safe."""
 
     def __init__(self, secret: Secret, address: str, task: tuple[str, int] | None = None) -> None:
         self._secret, self._address, self._task = secret, address, task
-        self._session: ClientSession | None = None
-        self._proved = False  # has anybody there ever proved to know the token?
-
-    @property
-    def session(self) -> ClientSession | None:
-        """None: a handshake is due."""
-        return self._session
-
-    def forget(self, session: ClientSession) -> None:
-        """The server does not know it any more."""
-        if self._session is session:
-            self._session = None
+        self.session: ClientSession | None = None  # None: a handshake is due
+        self._proved = False  # whether a server there has ever proved that it knows the token
 
     def request(self) -> authentication_pb2.HandshakeRequest:
-        """What a handshake begins with."""
         return make_request(self._secret, self._address)
 
     def accept(
         self, request: authentication_pb2.HandshakeRequest, reply: authentication_pb2.HandshakeReply | None
     ) -> ClientSession:
-        """Take the server's reply. StreamEndedError if it proves nothing, there is none, or it is another task's."""
-        if not isinstance(reply, authentication_pb2.HandshakeReply):  # grpc.aio has a value of its own for none
+        """Take the server's reply. Raise StreamEndedError if it is missing, proves nothing, or is another task's."""
+        if not isinstance(reply, authentication_pb2.HandshakeReply):  # grpc.aio has a special value for none
             raise unproven()
         try:
             session = accept_reply(self._secret, request, reply)
         except UnavailableError:
             raise unproven() from None
         if self._task is not None and self._task != (reply.role, reply.index):
-            if self._proved:  # somebody who passes on what is meant for another role
+            if self._proved:  # a relay to another role
                 raise unproven()
             role, index = self._task
             raise StreamEndedError(
@@ -107,59 +90,60 @@ class SessionHolder:
                 "cluster in TF_CONFIG on both",
                 ((KIND_METADATA, "error"),),
             )
-        self._session, self._proved = session, True
+        self.session, self._proved = session, True
         return session
 
     def refused(self, code: grpc.StatusCode, details: str, trailing: Any) -> StreamEndedError:
-        """Return what to make of a handshake that failed, of which nothing is proved.
-
-        Where the role has proved itself before, whoever answers otherwise now is not the role.
-        """
+        """Return the error for a handshake that failed with this status, which is unproved."""
         if code in _OF_TRANSPORT:
             return StreamEndedError(code, details)
         if code not in _OF_REFUSALS:
             return unproven()
-        if self._proved:
+        if self._proved:  # by the role: then this refusal does not come from it
             return StreamEndedError(grpc.StatusCode.UNAVAILABLE, details)
         return StreamEndedError(code, details, tuple(trailing or ()))
 
     def ended(self, session: ClientSession, end: StreamEndedError, *, again: bool) -> StreamEndedError | None:
-        """Return what to make of a call that ended without a proof; None: it is worth another handshake."""
+        """Return the error for a call that ended without a proof; None if another handshake may help."""
         if end.code() in _OF_TRANSPORT:
             return StreamEndedError(end.code(), end.details())
-        self.forget(session)
+        if self.session is session:
+            self.session = None
         if end.code() is not grpc.StatusCode.UNAUTHENTICATED:
             return unproven()
-        if is_unknown(end.trailing_metadata()) and again:
+        if again and (SESSION_METADATA, UNKNOWN_SESSION) in (end.trailing_metadata() or ()):
             return None
         return StreamEndedError(grpc.StatusCode.UNAVAILABLE, end.details())
 
 
 def unproven() -> StreamEndedError:
-    """Nobody who knows the token is there: as if nobody were."""
+    """Return the error for a server that does not prove that it knows the token: as if none were there."""
     return StreamEndedError(grpc.StatusCode.UNAVAILABLE, UNPROVEN)
 
 
 _OF_TRANSPORT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-"""What gRPC itself ends calls with, and what is believed of anybody."""
+"""Statuses with which gRPC itself ends calls: they need no proof."""
 
 _OF_REFUSALS = frozenset(
     {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT}
 )
 
 
-def proof_of(metadata: Any) -> str | None:
-    """What the server's initial metadata answers; None if nothing."""
-    return next((str(value) for key, value in metadata or () if key == PROOF_METADATA), None)
+def is_proved(initial: Any, expected: str) -> bool:
+    """Return whether the server's initial metadata holds the expected proof.
 
-
-def is_unknown(trailing: Any) -> bool:
-    """Does the server not know the session?"""
-    return any(key == SESSION_METADATA and value == UNKNOWN_SESSION for key, value in trailing or ())
+    False: there is no initial metadata, but only a status. StreamEndedError: the metadata is another server's.
+    """
+    given = [str(value) for key, value in initial or () if key == PROOF_METADATA]
+    if given and hmac.compare_digest(given[0].encode(), expected.encode()):
+        return True
+    if len(tuple(initial or ())):
+        raise unproven()
+    return False
 
 
 class _Gate:
-    """Requests that wait until the server has proved itself; grpc's own thread reads them."""
+    """Holds requests back until the server has proved itself; grpc's own thread reads them."""
 
     def __init__(self, requests: Iterable[Any]) -> None:
         self._requests = requests
@@ -167,7 +151,6 @@ class _Gate:
         self._open = False
 
     def decide(self, *, is_open: bool) -> None:
-        """Let them pass, or none of them."""
         self._open = is_open
         self._decided.set()
 
@@ -178,16 +161,11 @@ class _Gate:
 
 
 class AuthenticatedChannel(grpc.Channel):
-    """A channel to one address, whose calls are authenticated by a token."""
+    """A channel to one address, and to `task` if given, whose calls are authenticated by a token."""
 
     def __init__(
         self, channel: grpc.Channel, secret: Secret, address: str, task: tuple[str, int] | None = None
     ) -> None:
-        """Nothing is dialled yet.
-
-        Args:
-            task: the role and index that are to be there; None: any.
-        """
         self._plain = channel
         self._holder = SessionHolder(secret, address, task)
         self._shake_hands: Any = channel.stream_unary(
@@ -195,11 +173,9 @@ class AuthenticatedChannel(grpc.Channel):
         )
 
     def session(self, timeout: float | None = None, *, wait_for_ready: bool = False) -> ClientSession:
-        """That of this channel; by a handshake where there is none. grpc.RpcError if that fails.
+        """Return the channel's session, after a handshake if there is none. grpc.RpcError if that fails.
 
-        Args:
-            timeout: in seconds; the handshake's own limit is less, unless it waits for somebody to be there.
-            wait_for_ready: as of grpc's calls.
+        The handshake has a lower limit than `timeout`, unless it waits for a server, as grpc's calls do.
         """
         if (session := self._holder.session) is not None:
             return session
@@ -228,11 +204,9 @@ class AuthenticatedChannel(grpc.Channel):
         *,
         wait_for_ready: bool = False,
     ) -> Any:
-        """Start a call whose server has proved itself. grpc.RpcError if it has not.
+        """Start a call, and return it once the server has proved itself. grpc.RpcError if it does not.
 
-        Args:
-            start: is given all metadata and the seconds that are left, and starts the call, of which nothing may be
-                sent yet.
+        `start` is given all metadata and the remaining seconds, and must not send a request yet.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for again in (True, False):
@@ -244,71 +218,40 @@ class AuthenticatedChannel(grpc.Channel):
                 tell(call)
             try:
                 with _watchdog.with_call(opening):
-                    initial = call.initial_metadata()
-                    proof = proof_of(initial)
-                    if proof is not None and hmac.compare_digest(proof.encode(), expected.encode()):
+                    if is_proved(call.initial_metadata(), expected):
                         return call
-                    if initial:  # else it is a status alone, which is there as well
-                        raise unproven()
-                    end = _end_of(call)
+                    end = StreamEndedError(call.code(), call.details() or "", call.trailing_metadata() or ())
                 if opening.late:
                     raise unproven()
             except BaseException:
-                (call.close if isinstance(call, DirectStream) else call.cancel)()
+                call.cancel()
                 raise
             failure = self._holder.ended(session, end, again=again)
             try:
                 if failure is not None:
                     raise failure
             finally:
-                # The error and this frame would hold each other, and the call with what it was to send.
+                # The error and this frame would hold each other, and the call with its requests.
                 del end, call, opening, failure
         raise AssertionError("the second try ends it")
 
-    def open_stream(self, path: str, metadata: Metadata) -> Stream:
-        """A stream of raw bytes for a method by its path."""
-        stream: DirectStream | QueuedStream = self.open(
-            path, lambda whole, _left: open_raw_stream(self._plain, path, whole), metadata
-        )
-        return stream
+    def _method(
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, *, shape: str, **_: Any
+    ) -> _Method:
+        return _Method(self, self._plain, path, request_serializer, response_deserializer, shape)
 
-    def _method(self, path: str, serialize: Any, parse: Any, kind: type[_Method]) -> Any:
-        return kind(self, self._plain, path, serialize, parse)
-
-    def unary_unary(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, *_: Any, **__: Any
-    ) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, _UnaryUnary)
-
-    def unary_stream(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, *_: Any, **__: Any
-    ) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, _UnaryStream)
-
-    def stream_unary(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, *_: Any, **__: Any
-    ) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, _StreamUnary)
-
-    def stream_stream(
-        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, *_: Any, **__: Any
-    ) -> Any:
-        """As grpc's."""
-        return self._method(method, request_serializer, response_deserializer, _StreamStream)
+    unary_unary = functools.partialmethod(_method, shape="unary_unary")
+    unary_stream = functools.partialmethod(_method, shape="unary_stream")
+    stream_unary = functools.partialmethod(_method, shape="stream_unary")
+    stream_stream = functools.partialmethod(_method, shape="stream_stream")
 
     def subscribe(self, callback: Any, try_to_connect: Any = False) -> None:
-        """As grpc's."""
         self._plain.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        """As grpc's."""
         self._plain.unsubscribe(callback)
 
     def close(self) -> None:
-        """As grpc's."""
         self._plain.close()
 
     def __enter__(self) -> Self:
@@ -326,40 +269,47 @@ class _Opening:
         self.late = False
 
     def cancel(self) -> bool:
-        """The server has had its time."""
+        """Cancel the call: the server took too long."""
         self.late = True
         self._call.cancel()
         return True
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Seconds; 0 behind it."""
+    """Return the seconds until the deadline, 0 after it; None without one."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _end_of(call: Any) -> StreamEndedError:
-    if isinstance(call, (DirectStream, QueuedStream)):
-        return call.end_of()
-    return StreamEndedError(call.code(), call.details() or "", call.trailing_metadata() or ())
 
 
 class _Method:
     """A method of any arity, on such a channel."""
 
-    _streams = False
-
-    def __init__(self, channel: AuthenticatedChannel, plain: grpc.Channel, path: str, serialize: Any, parse: Any):
+    def __init__(
+        self, channel: AuthenticatedChannel, plain: grpc.Channel, path: str, serialize: Any, parse: Any, shape: str
+    ) -> None:
         self._channel, self._path = channel, path
-        make = plain.stream_stream if self._streams else plain.stream_unary
-        self._call: Any = make(path, request_serializer=serialize, response_deserializer=parse)
+        self._takes, self._gives = shape.split("_")
+        make = plain.stream_stream if self._gives == "stream" else plain.stream_unary
+        call: Any = make(path, request_serializer=serialize, response_deserializer=parse)
+        self._begin = call if self._gives == "stream" else call.future
 
-    def _open(self, requests: Iterable[Any], timeout: float | None, metadata: Any, more: dict[str, Any]) -> Any:
+    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
+        call = self.future(request, timeout, metadata, **more)
+        if self._gives == "stream":
+            return call
+        try:
+            return call.result()
+        except BaseException:
+            call.cancel()  # Ctrl-C: else the sending thread would wait for ever
+            raise
+
+    def future(self, request: Any, timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
+        """Start the call, as grpc's `future` does, and return it once the server has proved itself."""
+        requests = request if self._takes == "stream" else (request,)
         gates: list[_Gate] = []
 
         def start(whole: Metadata, left: float | None) -> Any:
             gates.append(_Gate(requests))
-            begin = self._call if self._streams else self._call.future
-            return begin(iter(gates[-1]), timeout=left, metadata=whole, **more)
+            return self._begin(iter(gates[-1]), timeout=left, metadata=whole, **more)
 
         is_open = False
         try:
@@ -370,39 +320,3 @@ class _Method:
             for gate in gates:
                 gate.decide(is_open=is_open and gate is gates[-1])
         return call
-
-    def _result(self, requests: Iterable[Any], timeout: float | None, metadata: Any, more: dict[str, Any]) -> Any:
-        call = self._open(requests, timeout, metadata, more)
-        try:
-            return call.result()
-        except BaseException:
-            call.cancel()  # Ctrl-C: else the thread that sends would wait for ever
-            raise
-
-
-class _UnaryUnary(_Method):
-    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
-        return self._result((request,), timeout, metadata, more)
-
-
-class _StreamUnary(_Method):
-    def __call__(self, requests: Iterable[Any], timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
-        return self._result(requests, timeout, metadata, more)
-
-    def future(self, requests: Iterable[Any], timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
-        """As grpc's, once the server has proved itself."""
-        return self._open(requests, timeout, metadata, more)
-
-
-class _UnaryStream(_Method):
-    _streams = True
-
-    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
-        return self._open((request,), timeout, metadata, more)
-
-
-class _StreamStream(_Method):
-    _streams = True
-
-    def __call__(self, requests: Iterable[Any], timeout: float | None = None, metadata: Any = None, **more: Any) -> Any:
-        return self._open(requests, timeout, metadata, more)

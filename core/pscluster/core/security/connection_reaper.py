@@ -1,13 +1,13 @@
 """Closes unauthenticated connections when there are many.
 
-gRPC counts connections, but can't tell one that is used from one that only sits there: as many as there may be, held
-open by a caller without a token, would keep everybody else out. So, when half of the places are taken, connections on
-which no call was ever accepted are closed as soon as they are a second old. Whoever belongs here comes again by itself.
+gRPC limits the number of connections, but can't distinguish used from idle ones: a caller without a token could open
+all of them and lock everyone else out. So, when half of the places are taken, connections on which no call was ever
+accepted are closed once they are a second old. Legitimate clients reconnect by themselves.
 
-Connections whose calls are refused again and again are closed, too: `security.refusals` says when. What was refused is
-logged once a minute.
+Connections whose calls are refused again and again are closed, too: `security.refusals` says when. The log reports
+refusals once a minute.
 
-Linux only: elsewhere descriptors can't be listed, and the count is all there is.
+Linux only: elsewhere descriptors can't be listed, and only gRPC's limit applies.
 """
 
 from __future__ import annotations
@@ -25,43 +25,38 @@ from pscluster.core.security.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 
 _CLOSE_SECONDS = 0.1
-"""Between looks while calls are held: to find a socket all descriptors are listed."""
+"""Between checks while calls are held: finding a socket takes a list of all descriptors."""
 
-_LOOKS_TO_FORGET = 10
-"""So often, where there is no crowd, those who have left are forgotten."""
+_CHECKS_TO_FORGET = 10
+"""Checks after which closed connections are forgotten while few are open."""
 
 _DESCRIPTORS = "/proc/self/fd"
 
 
 class ConnectionReaper:
-    """Closes connections of one port that are unauthenticated, or whose calls are refused again and again.
+    """Closes connections to a port that takes `places`: unauthenticated ones, and those that are refused repeatedly."""
 
-    Args:
-        port: where the role listens.
-        places: how many connections it takes.
-    """
-
-    def __init__(self, port: int, places: int) -> None:
-        self._port = port
+    def __init__(self, places: int) -> None:
+        self.port = 0  # set once the role listens
         self._crowd = max(1, places // 2)
         self._known: set[str] = set()
-        self._unauthenticated: set[str] = set()  # at the last look
+        self._unauthenticated: set[str] = set()  # at the last check
         self._closed = 0
-        self._looks = 0
+        self._checks = 0
         self._over = threading.Event()
         self._refused = threading.Event()  # a call is held: connections may have to be closed soon
         self._lists_descriptors = os.path.isdir(_DESCRIPTORS)
         self.refusals = Refusals(self._lists_descriptors, time.monotonic())
 
     def start(self) -> None:
-        """Look now and then, until `stop`."""
+        """Begin to check, until `stop`."""
         threading.Thread(target=self._watch, name="connection-reaper", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more. Connections with held calls are closed: nobody waits for those to end."""
+        """Stop checking, and close connections with held calls, which would never end."""
         self._over.set()
         self._refused.set()
         self._shut(self.refusals.close())
@@ -81,24 +76,23 @@ class ConnectionReaper:
         return answered
 
     def _watch(self) -> None:
-        next_look = time.monotonic() + LOOK_SECONDS
+        next_check = time.monotonic() + CHECK_SECONDS
         while not self._over.is_set():
-            if self._refused.wait(max(0.0, next_look - time.monotonic())):
+            if self._refused.wait(max(0.0, next_check - time.monotonic())):
                 self._over.wait(_CLOSE_SECONDS)
                 self._refused.clear()
             try:
                 self._shut(self.refusals.due(time.monotonic()))
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + LOOK_SECONDS
+                if time.monotonic() >= next_check:
+                    next_check = time.monotonic() + CHECK_SECONDS
                     if report := self.refusals.report(time.monotonic()):
                         logger.warning("%s", report)
                     if self._lists_descriptors:
-                        self.look()
+                        self.check()
             except Exception:
                 logger.exception("can't inspect connections; trying again")
 
     def _shut(self, peers: set[str]) -> None:
-        """Close these connections."""
         if not peers:
             return
         present = set[str]()
@@ -109,10 +103,10 @@ class ConnectionReaper:
                     connection.shutdown(socket.SHUT_RDWR)
         self.refusals.forget_absent(present)
 
-    def look(self) -> int:
-        """Close what was unauthenticated at the last look, if connections are many. Return how many were closed."""
+    def check(self) -> int:
+        """Close connections unauthenticated since the last check, if there are many. Return how many it closed."""
         before = set(self._known)
-        self._looks += 1
+        self._checks += 1
         if len(os.listdir(_DESCRIPTORS)) <= self._crowd:
             if self._closed:
                 logger.warning(
@@ -120,7 +114,7 @@ class ConnectionReaper:
                 )
                 self._closed = 0
             self._unauthenticated.clear()
-            if before and self._looks % _LOOKS_TO_FORGET == 0:
+            if before and self._checks % _CHECKS_TO_FORGET == 0:
                 self._known -= before - {peer for peer, _ in self._connections()}
             return 0
         closed, here, unauthenticated = 0, set[str](), set[str]()
@@ -132,32 +126,32 @@ class ConnectionReaper:
                 unauthenticated.add(peer)
                 continue
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # gRPC finds its end, and closes it
+                connection.shutdown(socket.SHUT_RDWR)  # gRPC notices, and closes it
                 closed += 1
         if closed and not self._closed:
             logger.warning("more than %d connections are open: closing unauthenticated ones", self._crowd)
         self._closed += closed
         self._unauthenticated = unauthenticated
-        self._known -= before - here  # who was authenticated meanwhile may have come after we looked
+        self._known -= before - here  # not those authenticated meanwhile, which may have connected after the listing
         return closed
 
     def _connections(self) -> Iterator[tuple[str, socket.socket]]:
-        """Yield the peers of this port, and a socket of each that is ours to close."""
+        """Yield the peers of this port, each with a duplicate of its socket."""
         for name in os.listdir(_DESCRIPTORS):
             try:
                 if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     continue
-                # Of a descriptor that is closed and taken again meanwhile, all that follows is of the new one.
+                # If the descriptor is closed and reused meanwhile, all that follows refers to the new one.
                 with _socket_of(os.dup(int(name))) as connection:
                     internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                    if internet and connection.getsockname()[1] == self._port:
+                    if internet and connection.getsockname()[1] == self.port:
                         yield _peer_of(connection), connection
-            except OSError:  # closed meanwhile, or nobody's
+            except OSError:  # closed meanwhile, or not connected
                 continue
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Return the socket of a descriptor that is ours, which is closed if it is not a socket's."""
+    """Return the socket of a descriptor that we own; close the descriptor if it is not a socket's."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError:

@@ -1,20 +1,20 @@
 """How two processes prove to each other that they know the cluster token. Pure: no connections, no clock.
 
-`proto/pscluster/v1/authentication.proto` has the scheme byte by byte, with a test vector, and what it does not promise.
-The form is that of TLS 1.3 with a pre-shared key (RFC 8446, 2.2), without a key exchange: a nonce of each side and what
-both know of the connection make the keys, one a direction.
+`proto/pscluster/v1/authentication.proto` specifies the scheme byte by byte, with a test vector and its limits. The form
+is that of TLS 1.3 with a pre-shared key (RFC 8446, 2.2), without a key exchange: a nonce of each side and what both
+know of the connection determine the keys, one per direction.
 
 A session of the server:
 
-    --a request whose proof is right--> opened --a call with a proof, or the data plane's--> used
-    opened, for `PENDING_SECONDS` ----> gone
-    used, no call open, for `IDLE_SECONDS` ----> gone
-    any --its token is accepted no more----> gone, and its open calls are ended by who holds them
+    --a request with a valid proof--> opened --a call with a proof, or the data plane's--> used
+    opened, for `PENDING_SECONDS` ----> dropped
+    used, no call open, for `IDLE_SECONDS` ----> dropped
+    any --its token is no longer accepted----> dropped, and the owner of its open calls ends them
 
-A request that comes again, a copy of what somebody read on its way, gets the answer of the first and makes nothing, and
-is refused once the session is used: of what it opens there is only one session, and on the data plane one connection.
-Sessions that are opened and never used are few; a new one takes the place of the oldest. So somebody without a token
-makes the server compute one HMAC for a request, and remember nothing.
+A repeated request, such as a recorded one, gets the first one's answer and creates nothing, and is refused once the
+session is used: it opens only one session, and on the data plane one connection. The number of sessions that were
+opened and never used is bounded; a new one replaces the oldest. So a request without a token makes the server compute
+one HMAC, and remember nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,32 +34,31 @@ VERSION = 1
 NONCE_BYTES = 32
 SESSION_BYTES = 16
 MAX_ADDRESS = 512
-"""Characters of the address that a client says it has dialled."""
+"""Maximum length, in characters, of the address that a client says it has dialled."""
 
 MAX_PENDING = 1024
 MAX_SESSIONS = 8192
 PENDING_SECONDS = 60.0
 IDLE_SECONDS = 300.0
 WINDOW = 4096
-"""How far behind the highest counter that has come another one may be."""
+"""How far below the highest counter received another one may be."""
 
 _NAME = b"pscluster/1"
 _SCHEME = "Pscluster1"
-_PROOF_DIGITS = 64
+_HEADER = re.compile(rf"{_SCHEME} ([!-~]{{{2 * SESSION_BYTES}}}) ([0-9]{{1,18}}) ([!-~]{{64}})")
 
 
 def fields(*parts: bytes) -> bytes:
-    """Join byte strings so that no two lists of them give the same: each behind its length."""
+    """Join byte strings unambiguously: each after its length."""
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
 def mac(key: bytes, message: bytes) -> bytes:
-    """Return HMAC-SHA-256."""
     return hmac.digest(key, message, "sha256")
 
 
 def _derive(secret: bytes, salt: bytes, label: bytes) -> bytes:
-    from cryptography.hazmat.primitives.hashes import SHA256  # imported where there is a token: it takes a while
+    from cryptography.hazmat.primitives.hashes import SHA256  # slow to import, and needed only with a token
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     return HKDF(SHA256(), 32, salt or None, _NAME + b" " + label).derive(secret)
@@ -66,38 +66,30 @@ def _derive(secret: bytes, salt: bytes, label: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """One token, as it is proved.
-
-    Attributes:
-        token_id: tells the tokens of a file apart, and nothing else of them.
-    """
+    """A token, and what is derived from it to prove it."""
 
     token: bytes = field(repr=False)
-    token_id: bytes
+    token_id: bytes  # distinguishes the tokens of a file, and reveals nothing else about them
     request_key: bytes = field(repr=False)
 
     @classmethod
     def of(cls, token: str) -> Secret:
-        """Derive what does not depend on a handshake."""
         known = token.encode()
         return cls(known, mac(known, _NAME + b" token id")[:8], _derive(known, b"", b"request"))
 
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys of a session, one a direction, and the proofs that are made with them."""
+    """The keys of a session, one per direction, and the proofs made with them."""
 
     client: bytes = field(repr=False)
     server: bytes = field(repr=False)
 
     @classmethod
     def of(
-        cls,
-        token: bytes,
-        request: authentication_pb2.HandshakeRequest,
-        reply: authentication_pb2.HandshakeReply,
+        cls, token: bytes, request: authentication_pb2.HandshakeRequest, reply: authentication_pb2.HandshakeReply
     ) -> SessionKeys:
-        """Derive them from the token and the whole handshake."""
+        """Derive the keys from the token and the whole handshake."""
         transcript = fields(
             _NAME,
             reply.role.encode(),
@@ -112,26 +104,24 @@ class SessionKeys:
         return cls(_derive(token, salt, b"client"), _derive(token, salt, b"server"))
 
     def handshake_proof(self) -> bytes:
-        """The server's, in its reply."""
+        """Return the server's proof in its reply."""
         return mac(self.server, b"handshake")
 
     def call_proof(self, path: str, counter: int) -> str:
-        """The client's, of a call."""
         return mac(self.client, fields(b"call", path.encode(), b"%d" % counter)).hex()
 
     def answer_proof(self, path: str, counter: int) -> str:
-        """The server's, of the same call."""
+        """Return the server's proof of the same call."""
         return mac(self.server, fields(b"answer", path.encode(), b"%d" % counter)).hex()
 
     def data_proof(self) -> bytes:
-        """The client's, of a connection of the data plane."""
+        """Return the client's proof on a data-plane connection."""
         return mac(self.client, b"data")
 
 
 def make_request(
     secret: Secret, address: str, client_nonce: bytes | None = None
 ) -> authentication_pb2.HandshakeRequest:
-    """What a client begins with."""
     nonce = secrets.token_bytes(NONCE_BYTES) if client_nonce is None else client_nonce
     request = authentication_pb2.HandshakeRequest(
         version=VERSION, client_nonce=nonce, address=address[:MAX_ADDRESS], token_id=secret.token_id
@@ -146,15 +136,9 @@ def _request_proof(secret: Secret, request: authentication_pb2.HandshakeRequest)
 
 
 def accept_reply(
-    secret: Secret,
-    request: authentication_pb2.HandshakeRequest,
-    reply: authentication_pb2.HandshakeReply,
+    secret: Secret, request: authentication_pb2.HandshakeRequest, reply: authentication_pb2.HandshakeReply
 ) -> ClientSession:
-    """Return the client's session, once the server has proved that it knows the token.
-
-    Raises:
-        UnavailableError: it has not: whoever it is, it is not the role that is looked for.
-    """
+    """Return the client's session. Raise UnavailableError if the server has not proved that it knows the token."""
     keys = SessionKeys.of(secret.token, request, reply)
     right = len(reply.server_nonce) == NONCE_BYTES and len(reply.session) == SESSION_BYTES
     if not (right and hmac.compare_digest(reply.server_proof, keys.handshake_proof())):
@@ -166,33 +150,28 @@ UNPROVEN = "what answers there has not proved that it knows the cluster token: a
 
 
 class ClientSession:
-    """A session as the client has it. Any thread may ask it for proofs."""
+    """A client's side of a session. Any thread may request proofs."""
 
     def __init__(self, keys: SessionKeys, name: str) -> None:
-        self._keys, self._name = keys, name
+        self.keys, self._name = keys, name
         self._counters = itertools.count(1)
 
-    @property
-    def keys(self) -> SessionKeys:
-        """Its keys."""
-        return self._keys
-
     def next_call(self, path: str) -> tuple[str, str]:
-        """Return the header of a new call, and what the server has to answer."""
+        """Return the header of a new call, and the proof that the server must answer."""
         counter = next(self._counters)
-        header = f"{_SCHEME} {self._name} {counter} {self._keys.call_proof(path, counter)}"
-        return header, self._keys.answer_proof(path, counter)
+        header = f"{_SCHEME} {self._name} {counter} {self.keys.call_proof(path, counter)}"
+        return header, self.keys.answer_proof(path, counter)
 
 
 class CounterWindow:
-    """Which counters of a session have come: each is good once, if it is not too far behind the highest."""
+    """The counters received in a session: each is valid once, unless it is too far below the highest."""
 
     def __init__(self) -> None:
         self._highest = 0
-        self._seen = 1  # bit n: highest - n has come; 0 is never good
+        self._seen = 1  # bit n: highest - n was received; 0 is never valid
 
     def take(self, counter: int) -> bool:
-        """Is it good? It is not, from then on."""
+        """Return whether the counter is valid, and invalidate it."""
         ahead = counter - self._highest
         if ahead > 0:
             self._seen = (self._seen << ahead if ahead < WINDOW else 0) & ((1 << WINDOW) - 1) | 1
@@ -207,7 +186,7 @@ class CounterWindow:
 
 @dataclass(slots=True, eq=False)
 class ServerSession:
-    """A session as the server has it; guarded by the owner's lock."""
+    """A server's side of a session; guarded by the owner's lock."""
 
     name: str
     token_id: bytes
@@ -222,7 +201,7 @@ class ServerSession:
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """What a call says of itself."""
+    """The header of a call."""
 
     session: str
     counter: int
@@ -230,26 +209,20 @@ class CallHeader:
 
     @classmethod
     def parse(cls, text: str) -> CallHeader | None:
-        """None: it is none."""
-        scheme, *rest = text.split(" ")
-        if scheme != _SCHEME or len(rest) != 3:
+        if (match := _HEADER.fullmatch(text)) is None:
             return None
-        session, digits, proof = rest
-        if len(session) != 2 * SESSION_BYTES or len(proof) != _PROOF_DIGITS or not text.isascii():
-            return None
-        if not (digits.isdecimal() and len(digits) <= 18):
-            return None
-        return cls(session, int(digits), proof)
+        session, counter, proof = match.groups()
+        return cls(session, int(counter), proof)
 
 
 class SessionTable:
-    """The sessions of a server: who has shown that it knows a token. Guarded by its owner's lock."""
+    """The sessions of a server, whose clients know a token. Guarded by its owner's lock."""
 
     def __init__(self, role: str, index: int, boot_id: int) -> None:
         self._role, self._index, self._boot_id = role, index, boot_id
         self._by_name: dict[str, ServerSession] = {}
         self._by_nonce: dict[bytes, ServerSession] = {}
-        self._pending: dict[str, ServerSession] = {}  # the oldest first
+        self._pending: dict[str, ServerSession] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -257,20 +230,15 @@ class SessionTable:
     def open(
         self, secrets_: Iterable[Secret], request: authentication_pb2.HandshakeRequest, now: float
     ) -> ServerSession:
-        """Answer a client that has proved that it knows one of these tokens.
-
-        Raises:
-            AuthenticationError: it has not.
-            ProtocolError: what came is no request of this version.
-        """
+        """Answer a client. AuthenticationError if it proves none of the secrets, ProtocolError if malformed."""
         if request.version != VERSION:
             raise ProtocolError(f"a handshake of version {request.version}, this role speaks {VERSION}")
         if len(request.client_nonce) != NONCE_BYTES or len(request.address) > MAX_ADDRESS:
             raise ProtocolError(
                 f"a handshake with a nonce of {len(request.client_nonce)} bytes and an address of "
-                f"{len(request.address)} characters; it has {NONCE_BYTES}, and {MAX_ADDRESS} at most"
+                f"{len(request.address)} characters; they have {NONCE_BYTES}, and at most {MAX_ADDRESS}"
             )
-        secret = next((each for each in secrets_ if each.token_id == request.token_id), None)
+        secret = next((known for known in secrets_ if known.token_id == request.token_id), None)
         if secret is None or not hmac.compare_digest(request.request_proof, _request_proof(secret, request)):
             raise AuthenticationError("another token")
         if (known := self._by_nonce.get(request.client_nonce)) is not None:
@@ -291,15 +259,15 @@ class SessionTable:
         if len(self._pending) >= MAX_PENDING:
             self.drop(next(iter(self._pending.values())))
         if len(self._by_name) >= MAX_SESSIONS:
-            idle = (each for each in self._by_name.values() if not each.open_calls)
-            if (longest := min(idle, key=lambda each: each.last_use, default=None)) is None:
+            idle = (session for session in self._by_name.values() if not session.open_calls)
+            if (longest := min(idle, key=lambda session: session.last_use, default=None)) is None:
                 raise AuthenticationError(f"there are {MAX_SESSIONS:,} sessions with open calls, the limit")
             self.drop(longest)
         self._by_name[session.name] = self._by_nonce[session.client_nonce] = self._pending[session.name] = session
         return session
 
     def admit(self, header: CallHeader, path: str, now: float) -> ServerSession | None:
-        """The session of a call whose proof is right and new; None: it is not, or there is no such session."""
+        """Return the session of a call, or None if there is none or the call's proof is wrong or reused."""
         session = self._by_name.get(header.session)
         if session is None or not hmac.compare_digest(header.proof, session.keys.call_proof(path, header.counter)):
             return None
@@ -309,29 +277,25 @@ class SessionTable:
         return session
 
     def knows(self, name: str) -> bool:
-        """Is there a session of this name?"""
         return name in self._by_name
 
     def use(self, session: ServerSession, now: float) -> None:
-        """Its client has proved itself."""
+        """Note that the session's client has proved itself."""
         session.used, session.last_use = True, now
         self._pending.pop(session.name, None)
 
     def drop(self, session: ServerSession) -> None:
-        """Forget it."""
-        for known, key in ((self._by_name, session.name), (self._pending, session.name)):
-            known.pop(key, None)
+        self._by_name.pop(session.name, None)
+        self._pending.pop(session.name, None)
         self._by_nonce.pop(session.client_nonce, None)
 
     def expire(self, now: float) -> None:
-        """Forget those that nobody used for long."""
         for session in list(self._by_name.values()):
             limit = IDLE_SECONDS if session.used else PENDING_SECONDS
             if not session.open_calls and now - session.last_use > limit:
                 self.drop(session)
 
     def drop_tokens(self, accepted: frozenset[bytes]) -> None:
-        """Forget the sessions of tokens, by their ids, that are accepted no more."""
         for session in list(self._by_name.values()):
             if session.token_id not in accepted:
                 self.drop(session)

@@ -1,18 +1,18 @@
-"""Decides what becomes of refused calls, so that unauthenticated callers cost a role little.
+"""Decides what happens to refused calls, so that unauthenticated callers cost a role little.
 
-No I/O; `ConnectionReaper` does what is due.
+No I/O; `ConnectionReaper` acts on the decisions.
 
-A refused call is answered as long as its address, and all addresses together, have not had many: a bucket each that
-fills again with time. Beyond that, and always where its head is large, it is held: it gets no answer, and its
-connection is closed a second later, or at the next look if it holds many. So whoever calls in a loop has to wait.
-Nobody who may call is ever held for what others at the same address do, but for one thing: a call of a session that a
-restarted role does not know has to be answered, or its client would never begin another. The first few of each
-connection always are.
+Refused calls are answered while the token bucket of their address, and that of all addresses, is not empty. Otherwise,
+and always if its head is large, a call is held: it gets no answer, and its connection is closed a second later, or at
+the next check if it holds many. So a caller in a loop has to wait. A legitimate caller is never held for what others at
+the same address do, with one exception: a call of a session that a restarted role does not know must be answered, or
+its client would never begin another. So the first few of each connection always are.
 
     connection:  quiet --refused, bucket empty--> held since t --t + 1 s, or many held--> due (closed)
                    ^------------a call of it is accepted--------|
 
-Counts may be read at any time. What is remembered is bounded: connections until they are due, and so many addresses.
+Counts may be read at any time. Memory is bounded: connections are remembered until they are due, and addresses are
+limited in number.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from collections import Counter, OrderedDict
 from ipaddress import ip_address
 
 BURST, PER_SECOND = 512, 16.0
-"""So many refusals of one address are answered at once, and as many a second later on."""
+"""Refusals of one address that are answered at once, and per second after that."""
 
 ALL_BURST, ALL_PER_SECOND = 2048, 128.0
-"""Of all addresses together."""
+"""The same for all addresses together."""
 
 HOLD_SECONDS = 1.0
 MAX_HELD = 32
-"""Of one connection; then it is closed at the next look."""
+"""Held calls of one connection, above which it is closed at the next check."""
 
 UNKNOWN_SESSIONS = 4
-"""Answers on one connection that tell that its session is unknown, even while nothing else is answered."""
+"""Answers on one connection that its session is unknown, even while no other call is answered."""
 
 REPORT_SECONDS = 60.0
 _MAX_ADDRESSES = 1024
@@ -41,11 +41,11 @@ _NAMED = 5  # addresses in one line of the log
 
 
 OTHER_USER = "unix:another user"
-"""The name of a connection over a Unix socket by somebody else's process; it is not answered in any case."""
+"""The name of a connection over a Unix socket by another user's process; it is never answered."""
 
 
 def address_of(peer: str) -> str:
-    """Return whose a connection is, of the name that gRPC or the data plane gives it; an IPv6 network counts as one."""
+    """Return a connection's address, from its name in gRPC or the data plane; an IPv6 network counts as one address."""
     _, _, rest = peer.partition(":")
     host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
     try:
@@ -79,19 +79,14 @@ class _Bucket:
 
 
 class Refusals:
-    """Of one role. Thread-safe.
-
-    Args:
-        can_close: connections can be found and closed here; else every refused call is answered.
-        now: a monotonic clock's time.
-    """
+    """The refused calls of one role; all are answered unless connections can be found and closed here. Thread-safe."""
 
     def __init__(self, can_close: bool, now: float) -> None:
         self._can_close = can_close
         self._lock = threading.Lock()
         self._all = _Bucket(ALL_BURST, ALL_PER_SECOND, now)
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()  # the address that was refused last is last
-        self._held: dict[str, tuple[float, int]] = {}  # by connection: since when, and how many calls
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()  # the address refused last is last
+        self._held: dict[str, tuple[float, int]] = {}  # by connection: since when, and number of calls
         self._unknown: Counter[str] = Counter()
         self._unreported: Counter[str] = Counter()
         self._next_report = now
@@ -99,13 +94,13 @@ class Refusals:
 
     @property
     def pending(self) -> bool:
-        """Is something remembered of a connection? Read without the lock, by every call that is accepted."""
+        """Return whether any connection is remembered. Called without the lock, for every accepted call."""
         return bool(self._held or self._unknown)
 
     def refused(self, peer: str, now: float, *, unknown_session: bool = False, is_large: bool = False) -> bool:
-        """Note a refused call; is it to be answered? Else it is held until its connection is closed.
+        """Count a refused call. Return whether to answer it; otherwise it is held until its connection is closed.
 
-        One whose head is larger than any of ours never is: it costs as much as hundreds.
+        A call whose head is larger than any of ours is never answered: it costs as much as hundreds.
         """
         address = address_of(peer)
         with self._lock:
@@ -134,30 +129,30 @@ class Refusals:
         return bucket.take(now) and self._all.take(now)
 
     def accepted(self, peer: str) -> None:
-        """A call of this connection was accepted: it is not closed for what was refused before."""
+        """Forget the refusals of a connection, since a call of it was accepted."""
         with self._lock:
             self._held.pop(peer, None)
             self._unknown.pop(peer, None)
 
     def due(self, now: float) -> set[str]:
-        """Return the connections that are to be closed now, and forget them."""
+        """Return the connections to close now, and forget them."""
         with self._lock:
-            found = {
+            due = {
                 peer for peer, (since, count) in self._held.items() if count > MAX_HELD or now >= since + HOLD_SECONDS
             }
-            for peer in found:
+            for peer in due:
                 del self._held[peer]
                 self._unknown.pop(peer, None)
-            return found
+            return due
 
     def forget_absent(self, present: set[str]) -> None:
-        """Forget connections that have gone; those of `present` are still there."""
+        """Forget closed connections, all but those in `present`."""
         with self._lock:
             for peer in self._unknown.keys() - present:
                 del self._unknown[peer]
 
     def close(self) -> set[str]:
-        """Hold no more calls; return the connections that hold some."""
+        """Stop holding calls. Return the connections with held calls."""
         with self._lock:
             self._can_close = False
             held = set(self._held)
@@ -165,14 +160,14 @@ class Refusals:
             return held
 
     def report(self, now: float) -> str:
-        """Return what to log of what was refused since the last report; "" if nothing, or if that was just now."""
+        """Return a log line about the refusals since the last report; "" if there are none, or it was just now."""
         with self._lock:
             if not self._unreported or now < self._next_report:
                 return ""
             self._next_report = now + REPORT_SECONDS
-            found, self._unreported = self._unreported, Counter()
-        named = found.most_common(_NAMED)
+            refused, self._unreported = self._unreported, Counter()
+        named = refused.most_common(_NAMED)
         places = ", ".join(f"{count:,} from {address}" for address, count in named)
-        if rest := sum(found.values()) - sum(count for _, count in named):
-            places += f", {rest:,} from {len(found) - len(named):,} other addresses"
-        return f"refused {sum(found.values()):,} calls without a valid proof of the cluster token: {places}"
+        if rest := refused.total() - sum(count for _, count in named):
+            places += f", {rest:,} from {len(refused) - len(named):,} other addresses"
+        return f"refused {refused.total():,} calls without a valid proof of the cluster token: {places}"

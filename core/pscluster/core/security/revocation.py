@@ -1,9 +1,8 @@
-"""Certificates that are refused though their CA has signed them: those of a list, and expired ones of resumed sessions.
+"""Certificates that are refused though their CA has signed them: listed ones, and expired ones of resumed sessions.
 
-The list is a file of text beside the certificates. A line names one thing: the serial number of a certificate, in
-hexadecimal digits as OpenSSL prints it, or the SHA-256 fingerprint of a certificate or of a public key (its
-SubjectPublicKeyInfo in DER, which a renewed certificate keeps), 64 of them. Colons, case, and what stands behind a # do
-not count.
+The list is a text file beside the certificates. Each line holds either the serial number of a certificate, in
+hexadecimal digits as OpenSSL prints it, or the SHA-256 fingerprint, 64 digits, of a certificate or of a public key (its
+SubjectPublicKeyInfo in DER, which a renewed certificate keeps). Colons, case, and comments after a # are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MAX_SERIAL_DIGITS = 40  # RFC 5280: 20 bytes
 
 
 def parse_revoked(text: str, source: str) -> frozenset[str]:
-    """Return what a list names. ConfigurationError, with the line, if one names nothing."""
+    """Return the entries of a list. Raise ConfigurationError for an invalid line."""
     found = set()
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].replace(":", "").strip().lower().removeprefix("serial=")
@@ -40,21 +39,16 @@ def parse_revoked(text: str, source: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A certificate that a caller has shown.
+    """A certificate that a caller has shown."""
 
-    Attributes:
-        names: by which a list may name it.
-        ends: when it expires.
-    """
-
-    names: frozenset[str]
+    names: frozenset[str]  # serial number and fingerprints
     ends: datetime.datetime
 
 
 @functools.lru_cache(maxsize=1024)
 def read_shown(pem: bytes) -> Shown:
     """Read a certificate that TLS has accepted."""
-    from cryptography import x509  # only where there is TLS: it takes a while to import
+    from cryptography import x509  # slow to import, and needed only with TLS
     from cryptography.hazmat.primitives import hashes, serialization
 
     certificate = x509.load_pem_x509_certificate(pem)
@@ -70,17 +64,13 @@ def read_shown(pem: bytes) -> Shown:
 
 
 def why_refused(pem: bytes, revoked: frozenset[str], *, resumed: bool) -> str | None:
-    """Return why a caller with this certificate is refused; None if it is not.
-
-    Args:
-        resumed: does its connection go on with a TLS session of before? Then nobody has looked at the date.
-    """
+    """Return why a caller with this certificate is refused, if it is; in a `resumed` session TLS checks no date."""
     shown = read_shown(pem)
     if revoked & shown.names:
         return "the caller's certificate was revoked: give this process another key and certificate"
     if resumed and shown.ends < datetime.datetime.now(datetime.UTC):
         return (
-            f"the caller's certificate expired at {shown.ends:%Y-%m-%d %H:%M} UTC, and its TLS session is of before: "
+            f"the caller's certificate expired at {shown.ends:%Y-%m-%d %H:%M} UTC, after its TLS session began: "
             "`pscluster certs DIR --renew` makes new ones for the same CA"
         )
     return None

@@ -1,16 +1,14 @@
 """TLS: the certificate, the key and the CA of a process, from the files of a folder.
 
     tls.crt, tls.key    the certificate, with the chain to its CA if there is one, and its key
-    ca.crt              the CAs of those who are dialled and of those who call
-    revoked.txt         certificates and keys of callers that are refused all the same, if there are any: see revocation
+    ca.crt              the CAs of the processes that are dialled, and of callers
+    revoked.txt         optional: certificates and keys of callers that are refused all the same; see revocation
 
-These are the names that Kubernetes gives them, and `pscluster certs` makes such a folder for each role. Where there is
-a `ca.crt`, whoever calls has to show a certificate, too (mutual TLS), which names its role: `access` says what that
-opens.
+Kubernetes uses these names, and `pscluster certs` makes such a folder for each role. If there is a `ca.crt`, callers
+must show a certificate, too (mutual TLS), which names their role: `access` says what each may call.
 
-Renewed files are taken up while the process runs: by a server at the next connection that is made to it, by a client at
-the next that it makes. Connections that there are stay. Files that can't be used are an error in the log, and those of
-before stay.
+Renewed files are loaded while the process runs, at the next connection that a server accepts or a client makes. Open
+connections stay. Unusable files are logged as an error, and the current ones kept.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import os
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +30,7 @@ import grpc
 from pscluster.core.cluster.spec import is_on_this_machine, split_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.security.revocation import REVOKED, parse_revoked
-from pscluster.core.security.tokens import LOOK_SECONDS, stamp, user_token
+from pscluster.core.security.tokens import FileChanges, user_token
 from pscluster.core.transport.unix_sockets import check_address, path_of
 
 logger = logging.getLogger(__name__)
@@ -44,7 +41,7 @@ INSECURE_VARIABLE = "PSCLUSTER_INSECURE"
 CERTIFICATE, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
 _PROBE_SECONDS = 2.0
 _MEND = "`pscluster certs DIR` makes certificates"
-_UNTRUSTED = frozenset({2, 18, 19, 20, 21})  # OpenSSL's numbers of what it says where a certificate's CA is not known
+_UNTRUSTED = frozenset({2, 18, 19, 20, 21})  # OpenSSL's error numbers for a certificate whose CA is unknown
 _NOT_YET, _EXPIRED = 9, 10
 _CLOSED = "it closed the connection"
 _OTHER_NAME = frozenset({62, 64})
@@ -60,54 +57,37 @@ class _Files:
 
 
 class Tls:
-    """What a process shows, and whom it believes. Any thread."""
+    """A process's certificate, and the CAs that it trusts. Thread-safe."""
 
     def __init__(self, folder: Path, *, server_only: bool = False) -> None:
-        """Reads and checks the files.
-
-        Args:
-            folder: where they are.
-            server_only: ask callers for no certificate.
-
-        Raises:
-            ConfigurationError: they can't be used; the message says which, and why.
-        """
+        """Read and check the files: ConfigurationError if unusable. With `server_only`, callers need no certificate."""
         self.folder = folder
-        self.generation = 0
-        """Rises when the files were read anew."""
+        self.generation = 0  # rises when the files were reloaded
         self._server_only = server_only
         self._lock = threading.Lock()
-        self._stamps = _stamps(folder)
+        self._changes = FileChanges([folder / name for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)])
         self._files = _read(folder)
         self._contexts: dict[bool, tuple[_Files, ssl.SSLContext]] = {}
-        self._next_look = time.monotonic() + LOOK_SECONDS
 
     @property
     def is_mutual(self) -> bool:
-        """Do callers have to show a certificate?"""
         return self._files.authorities is not None and not self._server_only
 
     @property
     def revoked(self) -> frozenset[str]:
-        """Of the certificates of callers those that are refused."""
         return self._files.revoked
 
-    def look_again(self) -> int:
-        """Take up renewed files; the generation of those that count now."""
+    def refresh(self) -> int:
+        """Load renewed files. Return the generation of the current ones."""
         with self._lock:
-            if time.monotonic() < self._next_look:
+            if not self._changes.found():
                 return self.generation
-            self._next_look = time.monotonic() + LOOK_SECONDS
-            stamps = _stamps(self.folder)
-            if stamps == self._stamps:
-                return self.generation
-            self._stamps = stamps
             try:
                 files = _read(self.folder)
                 if self.is_mutual and files.authorities is None:
-                    raise ConfigurationError(f"{self.folder} holds no {AUTHORITIES} any more; put it back")
+                    raise ConfigurationError(f"{self.folder} no longer holds {AUTHORITIES}; put it back")
                 if self._files.certificate is not None and files.certificate is None:
-                    raise ConfigurationError(f"{self.folder} holds no {CERTIFICATE} any more; put it back")
+                    raise ConfigurationError(f"{self.folder} no longer holds {CERTIFICATE}; put it back")
             except ConfigurationError as error:
                 logger.error("keeping the current certificates: %s", error)
             else:
@@ -120,13 +100,12 @@ class Tls:
             return self.generation
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is about to be made."""
-        self.look_again()
+        self.refresh()
         files = self._files
         return grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server. ConfigurationError if there is no certificate to show."""
+        """Return credentials for a server. Raise ConfigurationError if there is no certificate to show."""
         if self._files.certificate is None:
             raise ConfigurationError(
                 f"{self.folder} holds no {CERTIFICATE} and {KEY}, and this role needs them to serve; {_MEND}"
@@ -135,25 +114,23 @@ class Tls:
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal last
-            if (now := self.look_again()) == last:
+            if (now := self.refresh()) == last:
                 return None
             last = now
             return self._configuration()
 
-        fetcher: Any = renewed  # None, which the stubs do not know, means: as before
+        fetcher: Any = renewed  # it may return None for no change, which the stubs do not know
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), fetcher, require_client_authentication=self.is_mutual
         )
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """For a connection that is about to be made, as gRPC's credentials are: a new one for renewed files.
+        """Return the context for a new data-plane connection, a new one for renewed files.
 
-        Of TLS 1.3 alone, and without session tickets: who connects shows its certificate.
-
-        Raises:
-            OSError: OpenSSL does not take what gRPC takes, such as a key that is too short.
+        TLS 1.3 only, and without session tickets: every client shows its certificate. Raises OSError if OpenSSL rejects
+        files that gRPC accepts, such as a key that is too short.
         """
-        self.look_again()
+        self.refresh()
         with self._lock:
             files, known = self._files, self._contexts.get(server)
             if known is None or known[0] is not files:
@@ -169,13 +146,12 @@ class Tls:
         )
 
     def why_not(self, address: str) -> str | None:
-        """What keeps the two sides from trusting each other, and the mend; None if nothing does, or nobody answers.
+        """Return why the two sides do not trust each other, and the remedy; None if they do, or no server answers.
 
-        gRPC does not say it: on one side it sees a connection that was closed. So this dials anew, as a client that
-        tells what it sees.
+        gRPC does not report it: one side only sees a closed connection. So this dials again, and sees the TLS error.
         """
-        self.look_again()
-        # A server that stops just now closes connections, too: only one that does it twice has refused us.
+        self.refresh()
+        # A server that is stopping closes connections, too: only one that does so twice has refused us.
         if (why := self._why_not(address)) == _CLOSED:
             why = self._why_not(address)
         return self._why_refused() if why == _CLOSED else why
@@ -186,12 +162,12 @@ class Tls:
             authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
             context = ssl.create_default_context(cadata=authorities)
             if files.certificate is not None and files.key is not None:
-                # From the folder itself: a key is copied nowhere. One that asks for a password, str(), is an error.
+                # From the folder itself, so that no key is copied. The password str() makes an encrypted key an error.
                 context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password=str)
             context.set_alpn_protocols(["h2"])
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC sees it
             with _connected(address) as plain, context.wrap_socket(plain, server_hostname=host) as connection:
-                shaken = True  # in TLS 1.3 it is only now that the other side looks at our certificate
+                shaken = True  # in TLS 1.3 the other side checks our certificate only now
                 return None if connection.recv(1) else _CLOSED
         except ssl.SSLCertVerificationError as error:
             return self._why_untrusted(error, host)
@@ -220,7 +196,7 @@ class Tls:
     def _why_refused(self) -> str:
         if self._files.certificate is None or self._files.ends is None:
             return f"it asks for a certificate, but {self.folder} holds no {CERTIFICATE} and {KEY}; {_MEND}"
-        if self._files.ends < _now():
+        if self._files.ends < datetime.datetime.now(datetime.UTC):
             return (
                 f"it refused our certificate {self.folder / CERTIFICATE}, which expired at "
                 f"{self._files.ends:%Y-%m-%d %H:%M} UTC; `pscluster certs DIR --renew` makes new ones for the same CA"
@@ -232,11 +208,11 @@ class Tls:
 
 
 def why_not_plain(address: str) -> str | None:
-    """For a process without certificates: a sentence if TLS is spoken at that address."""
+    """Return why a process without certificates can't connect, if the server at that address speaks TLS."""
     if path_of(address) is not None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, and nothing believed
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, and nothing trusted
     context.set_alpn_protocols(["h2"])
     try:
         with _connected(address) as plain, context.wrap_socket(plain):
@@ -249,16 +225,10 @@ def why_not_plain(address: str) -> str | None:
 def load_tls(
     role: str, folder: Path | None = None, *, server_only: bool = False, environ: Mapping[str, str] = os.environ
 ) -> Tls | None:
-    """The TLS of this process, or None where none is set.
+    """Return the TLS files of this process, None if none are configured. Raise ConfigurationError if they are unusable.
 
-    Args:
-        role: what it is: "ps", "worker", "coordinator" or "tool". If the folder has a folder of that name instead of a
-            certificate, that is meant, so that all the roles of a machine may be told the same.
-        folder: default: what PSCLUSTER_TLS names.
-        server_only: ask callers for no certificate; PSCLUSTER_TLS_SERVER_ONLY=1 says so, too.
-
-    Raises:
-        ConfigurationError: the files can't be used.
+    If the folder has a subfolder named as the role instead of a certificate, that is used, so that all roles of a
+    machine can be given the same folder.
     """
     if folder is None and environ.get(TLS_VARIABLE):
         folder = Path(environ[TLS_VARIABLE])
@@ -276,7 +246,7 @@ def load_tls(
 
 
 def is_set(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Is this variable, which is 1 or 0, set to 1? ConfigurationError if it is anything else."""
+    """Return whether this variable is 1. Raise ConfigurationError unless it is 1, 0 or empty."""
     value = environ.get(variable, "0")
     if value not in ("", "0", "1"):
         raise ConfigurationError(f"{variable} is {value!r}, but it is 1 or 0; set it to 1 or leave it out")
@@ -286,15 +256,9 @@ def is_set(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
 def token_for(
     token: str | None, addresses: Iterable[str], tls: Tls | None, *, insecure: bool, create: bool
 ) -> str | None:
-    """Return the token for these addresses: where none was given, and all are of this machine, the user's own.
+    """Return the token for these addresses: if none was given and all are on this machine, the user's own.
 
-    Not where certificates say who may call, and not with --insecure.
-
-    Args:
-        create: make the user's token if there is none.
-
-    Raises:
-        ConfigurationError: that of the user is unusable.
+    But none with mutual TLS, whose certificates say who may call, or with --insecure. See `user_token`.
     """
     if token is not None or insecure or (tls is not None and tls.is_mutual):
         return token
@@ -304,9 +268,9 @@ def token_for(
 
 
 def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, *, insecure: bool) -> None:
-    """ConfigurationError if what is sent, under a token, could be read and changed on the way.
+    """Raise ConfigurationError if calls, under a token, could be read and changed on the way.
 
-    Also if a Unix socket can't be trusted, or is to be dialled with certificates.
+    Also if a Unix socket is unsafe, or if there are certificates for it.
     """
     check_no_tls(address, tls)
     check_address(address)
@@ -318,7 +282,7 @@ def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, 
 
 
 def check_no_tls(address: str, tls: Tls | None) -> None:
-    """ConfigurationError if there are certificates for a Unix socket, where nobody could look at them."""
+    """Raise ConfigurationError if there are certificates for a Unix socket, where they have no use."""
     if tls is not None and path_of(address) is not None:
         raise ConfigurationError(
             f"certificates are for TCP, but {address} is a Unix socket, which its folder guards: leave out --tls and "
@@ -329,7 +293,7 @@ def check_no_tls(address: str, tls: Tls | None) -> None:
 def _context(files: _Files, *, server: bool, asks: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does: who is in ca.crt is believed
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does: every certificate in ca.crt is trusted
     if server:
         context.num_tickets = 0
     if files.certificate is not None and files.key is not None:
@@ -347,7 +311,7 @@ def _context(files: _Files, *, server: bool, asks: bool) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[str]:
-    """A path at which OpenSSL finds the very bytes that were checked: a key is copied to no disk."""
+    """Yield a path from which OpenSSL reads exactly the bytes that were checked, without a copy of the key on disk."""
     with open(os.memfd_create("tls"), "wb") as file:
         file.write(data)
         file.flush()
@@ -358,18 +322,9 @@ def _connected(address: str) -> socket.socket:
     return socket.create_connection(split_address(address), timeout=_PROBE_SECONDS)
 
 
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
-def _stamps(folder: Path) -> list[object]:
-    """Differ when a file was written anew."""
-    return [stamp(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)]
-
-
 def _read(folder: Path) -> _Files:
-    """What is in the folder, checked: gRPC takes anything, and fails every connection afterwards."""
-    from cryptography import x509  # only where there is TLS: it takes longer to import than a health check takes
+    """Read and check the folder: gRPC takes anything, and fails every connection afterwards."""
+    from cryptography import x509  # only with TLS: the import takes longer than a health check
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -378,7 +333,7 @@ def _read(folder: Path) -> _Files:
         there, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
         raise ConfigurationError(f"{folder} holds {there}, but no {missing}; {_MEND}")
     if certificate is None and authorities is None:
-        what = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is no folder"
+        what = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is not a folder"
         raise ConfigurationError(f"the TLS folder {folder} {what}; {_MEND}")
     ends = None
     try:
@@ -393,7 +348,7 @@ def _read(folder: Path) -> _Files:
             if private.public_key() != leaf.public_key():
                 raise ConfigurationError(f"{folder / KEY} is not the key of {folder / CERTIFICATE}; {_MEND}")
             ends = leaf.not_valid_after_utc
-            if ends < _now():
+            if ends < datetime.datetime.now(datetime.UTC):
                 raise ConfigurationError(
                     f"the certificate {folder / CERTIFICATE} expired at {ends:%Y-%m-%d %H:%M} UTC; "
                     "`pscluster certs DIR --renew` makes new ones for the same CA"

@@ -1,11 +1,12 @@
-"""The cluster token: a secret that every caller must know, where one is set. It is proved, and never sent.
+"""The cluster token: a secret that every caller must know, if one is set. It is proved, and never sent.
 
-Looked for in this order: the option, the file named by PSCLUSTER_TOKEN_FILE, the value of PSCLUSTER_TOKEN. Where there
-is none, and all is on loopback, that of the user: a file that the first role makes, and that no other user can read.
+It comes from, in this order: the option, the file named by PSCLUSTER_TOKEN_FILE, the value of PSCLUSTER_TOKEN. If none
+is set, and everything is on loopback, the user's own is used: a file that the first role creates, and that no other
+user can read.
 
-A file may hold several, one a line: a role proves the first and accepts all, and looks at the file again while it runs.
-So a token is changed without a stop of the job: the new one is added to every role's file, then put first and the roles
-started again one by one, then the old one is removed.
+A file may hold several tokens, one per line: a role proves the first and accepts all, and reloads the file while it
+runs. So a token can be changed without stopping the job: add the new one to every role's file, then put it first and
+restart the roles one by one, then remove the old one.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ TOKEN_FILE_VARIABLE = "PSCLUSTER_TOKEN_FILE"  # noqa: S105  # nosec B105
 MIN_BITS = 128
 _MIN_DISTINCT = 8
 
-LOOK_SECONDS = 1.0
-"""So often, at most, a token file is looked at again."""
+CHECK_SECONDS = 1.0
+"""Minimum time between checks of a token file."""
 
 
 def new_token() -> str:
-    """A fresh token of 256 random bits."""
+    """Return a new token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 def create_token_file(path: Path) -> None:
-    """Write a fresh token to `path`, readable by its owner only, unless there is one; the first writer wins."""
+    """Write a new token to `path`, readable by its owner only, unless there is one; the first writer wins."""
     if path.exists():
         return
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -52,9 +53,8 @@ def create_token_file(path: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(new_token() + "\n")
         try:
-            os.link(draft, path)  # fails where the file exists by now, and never shows half a token
-        except FileExistsError:
-            pass
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)  # fails if the file exists by now, and never exposes half a token
         finally:
             draft.unlink()
     except OSError as error:
@@ -64,10 +64,10 @@ def create_token_file(path: Path) -> None:
 
 
 def strength(token: str) -> float:
-    """Return how many bits a token of this form has at most, were its characters drawn at random.
+    """Return an upper bound of a token's entropy in bits, as if its characters were drawn at random.
 
-    Of what repeats only the first counts, and of few different characters no more than they are. It tells a random
-    token from a lazy one, not a random one from one that somebody made up.
+    A repeated unit counts once, and an alphabet of few distinct characters for no more than these. This distinguishes
+    random tokens from lazy ones, not from invented ones.
     """
     unit = token[: (token + token).find(token, 1)] if token else ""
     kinds = set(unit)
@@ -75,76 +75,82 @@ def strength(token: str) -> float:
         alphabet = 16
     else:
         classes = (string.ascii_lowercase, string.ascii_uppercase, string.digits, string.punctuation + " ")
-        alphabet = sum(len(each) for each in classes if kinds & set(each))
+        alphabet = sum(len(characters) for characters in classes if kinds & set(characters))
     if len(kinds) < _MIN_DISTINCT:
         alphabet = len(kinds)
     return len(unit) * math.log2(max(alphabet, 1))
 
 
 class Token(str):
-    """The token to prove, and those to accept."""
+    """The token to prove, and all accepted ones."""
 
-    __slots__ = ("_file", "_known", "_next_look", "_stamp")
+    __slots__ = ("_changes", "_file", "accepted")
 
-    _known: frozenset[str]
+    accepted: frozenset[str]  # as last loaded
     _file: Path | None
-    _stamp: object
-    _next_look: float
+    _changes: FileChanges
 
     @staticmethod
     def of(tokens: Sequence[str], file: Path | None = None) -> Token:
-        """The first is proved. The file they are from is looked at again."""
+        """Make a token of several: the first is proved, all are accepted; their file is reloaded when it changes."""
         token = Token(tokens[0])
-        token._known = frozenset(tokens)
-        token._file, token._stamp = file, None if file is None else stamp(file)
-        token._next_look = time.monotonic() + LOOK_SECONDS
+        token.accepted = frozenset(tokens)
+        token._file, token._changes = file, FileChanges([] if file is None else [file])
         return token
 
     def accepts(self, given: bytes) -> bool:
-        """Is this one of them? Compared in a time that does not tell how much of it is right."""
-        self.look_again()
-        return sum(hmac.compare_digest(given, known.encode()) for known in self._known) > 0  # all, whichever fits
+        """Return whether this is an accepted token, in a time that does not reveal how much of it is right."""
+        self.refresh()
+        return sum(hmac.compare_digest(given, known.encode()) for known in self.accepted) > 0  # compares with all
 
-    @property
-    def accepted(self) -> frozenset[str]:
-        """Those that are accepted, as they were found last."""
-        return self._known
-
-    def look_again(self) -> bool:
-        """Take up a changed file, at most once in `LOOK_SECONDS`; has what is accepted changed?"""
-        if self._file is None or time.monotonic() < self._next_look:
+    def refresh(self) -> bool:
+        """Reload a changed file, at most once in `CHECK_SECONDS`. Return whether the accepted tokens have changed."""
+        if self._file is None or not self._changes.found():
             return False
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        now = stamp(self._file)
-        if now == self._stamp:
-            return False
-        self._stamp, before = now, self._known
+        before = self.accepted
         try:
-            self._known = load_token(self._file)._known  # type: ignore[union-attr]  # a file that is named has one
+            self.accepted = load_token(self._file).accepted  # type: ignore[union-attr]  # never None for a named file
         except ConfigurationError as error:
             logger.error("keeping the current tokens: %s", error)
         else:
-            logger.info("reloaded %s: it holds %d tokens", self._file, len(self._known))
-        return self._known != before
+            logger.info("reloaded %s: it holds %d tokens", self._file, len(self.accepted))
+        return self.accepted != before
 
 
-def stamp(file: Path) -> object:
-    """Differs when the file was written anew; None if it is not there."""
+class FileChanges:
+    """Notices that files were rewritten, checking at most once in `CHECK_SECONDS`. Guarded by its owner's lock."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._stamps = list(map(_stamp, files))
+        self._next_check = time.monotonic() + CHECK_SECONDS
+
+    def found(self) -> bool:
+        """Return whether a file was rewritten since the last check."""
+        if time.monotonic() < self._next_check:
+            return False
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        before, self._stamps = self._stamps, list(map(_stamp, self._files))
+        return self._stamps != before
+
+
+def _stamp(file: Path) -> object:
+    """Return a value that differs once the file is rewritten; None if there is no file."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-_hidden: list[str] = []  # the value of PSCLUSTER_TOKEN, once this process has taken it out of its environment
+_hidden: list[str] = []  # the value of PSCLUSTER_TOKEN, once removed from this process's environment
 
 
 def hide_token() -> None:
-    """Take PSCLUSTER_TOKEN out of this process' environment, for a role, whose user functions run in it.
+    """Remove PSCLUSTER_TOKEN from the environment of a role's process, in which user functions run.
 
-    They and the processes that they start do not inherit the token by accident; `load_token` goes on to find it. On
-    Linux what `/proc/PID/environ` shows is overwritten, too.
+    So they and the processes that they start do not inherit the token by accident; `load_token` still finds it. On
+    Linux the copy in `/proc/PID/environ` is overwritten, too.
     """
     value = os.environ.get(TOKEN_VARIABLE)
     if value is None:
@@ -160,7 +166,7 @@ def hide_token() -> None:
 
 
 def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ) -> Token | None:
-    """The cluster token, or None where none is set. ConfigurationError if it is there but unusable."""
+    """Return the cluster token, or None if none is set. Raise ConfigurationError if it is unusable."""
     if token_file is None and environ.get(TOKEN_FILE_VARIABLE):
         token_file = Path(environ[TOKEN_FILE_VARIABLE])
     if token_file is not None:
@@ -182,7 +188,7 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
     for token in found:
         if not token.isascii() or not token.isprintable():
             raise ConfigurationError(
-                f"the cluster token in {source} is no printable ASCII text: `pscluster token` makes one"
+                f"the cluster token in {source} is not printable ASCII text: `pscluster token` makes one"
             )
         if (bits := strength(token)) < MIN_BITS:
             raise ConfigurationError(
@@ -195,17 +201,17 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
 
 
 def _warn_of_readers(file: Path) -> None:
-    """Say once a process that others could read the token."""
+    """Warn, once per process, if others could read the token."""
     try:
-        found = file.stat()
+        mode = file.stat().st_mode
     except OSError:
         return
-    if found.st_mode & (modes.S_IRWXG | modes.S_IRWXO) and file not in _warned:
+    if mode & (modes.S_IRWXG | modes.S_IRWXO) and file not in _warned:
         _warned.add(file)
         logger.warning(
             "other users can read the token file %s (mode %04o): `chmod 600` it, and change the token if they may have",
             file,
-            modes.S_IMODE(found.st_mode),
+            modes.S_IMODE(mode),
         )
 
 
@@ -213,7 +219,7 @@ _warned: set[Path] = set()
 
 
 def user_token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the user's own token is; None where the user has no home."""
+    """Return the path of the user's own token; None if the user has no home."""
     if environ.get("XDG_CONFIG_HOME"):
         return Path(environ["XDG_CONFIG_HOME"]) / "pscluster" / "token"
     try:
@@ -223,16 +229,10 @@ def user_token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_token(environ: Mapping[str, str] = os.environ, *, create: bool) -> Token | None:
-    """The user's own token, for roles on loopback that were given none.
+    """Return the user's own token, for roles on loopback that were given none, after creating it if asked to.
 
-    Args:
-        create: make it if there is none.
-
-    Returns:
-        None where there is none; also, if it was to be made, where it can't be, which is logged.
-
-    Raises:
-        ConfigurationError: it is there, and unusable; or others could have read or changed it.
+    None if there is none; also if it can't be created, which is logged. Raise ConfigurationError if it is unusable, or
+    other users could have read or changed it.
     """
     file = user_token_file(environ)
     if file is None:
@@ -246,12 +246,12 @@ def user_token(environ: Mapping[str, str] = os.environ, *, create: bool) -> Toke
             return None
         logger.info("made a token for the roles of this user: %s", file)
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    if found.st_uid != os.geteuid() or found.st_mode & (modes.S_IRWXG | modes.S_IRWXO):
+    if status.st_uid != os.geteuid() or status.st_mode & (modes.S_IRWXG | modes.S_IRWXO):
         raise ConfigurationError(
-            f"other users can read or change the token file {file} (mode {modes.S_IMODE(found.st_mode):04o}, owner "
-            f"{found.st_uid}): remove it, and the next role makes another"
+            f"other users can read or change the token file {file} (mode {modes.S_IMODE(status.st_mode):04o}, owner "
+            f"{status.st_uid}): remove it, and the next role makes another"
         )
     return load_token(file, {})

@@ -1,85 +1,67 @@
-"""Bounds what a server holds of messages that are still coming, over all of its calls together.
+"""Bounds the memory that a server's calls hold together for messages that are still arriving.
 
-gRPC keeps what has come of a message until all of it is there, and says nothing of it meanwhile: a call that waits for
-a message may hold as much as a message may have. So over gRPC each call that waits counts as one whole message; on the
-data plane, where a message's size comes first, a call counts for that many bytes, and for none between messages.
+gRPC buffers a message until it is complete, and reports nothing meanwhile: a call that waits for a message may hold as
+much as the largest message. So over gRPC each waiting call counts as one message of that size. On the data plane a
+message's size comes first: a call counts for that size, and for nothing between messages.
 
-    (not counted) --a message is waited for--> WAITING --it has come, or the call has ended--> (not counted)
-                                               WAITING --the others need the room------------> CUT OFF
+    (not counted) --waits for a message--> WAITING --received, or the call has ended--> (not counted)
+                                           WAITING --others need the room-------------> CUT OFF
 
-Whoever comes is never kept waiting: where there is no room, the calls that have waited longest are cut off. A call with
-half a message that does not go on is soon among them. A client that was merely idle calls again when it needs to; what
-was in flight is repeated, and updates are applied once.
+A new call never waits for room: the calls that have waited longest are cut off instead, soon including any that stalled
+amid a message. A client that was merely idle calls again when it needs to; what was in flight is repeated, and updates
+are applied once.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from pscluster.core.security.access import REQUEST_SECONDS, of_the_first
-from pscluster.core.transport.watchdog import StallWatchdog
-
-
-class Call(Protocol):
-    """What is needed of a call's context."""
-
-    def cancel(self) -> bool:
-        """End it; who waits for its messages is told by an exception."""
-        ...
+from pscluster.core.transport.base import Cancellable
+from pscluster.core.transport.methods import Handler, Lookup, guarded
 
 
 class Waiting:
-    """A call that waits for a message of so many bytes."""
+    """A call that waits for a message of `size` bytes."""
 
     __slots__ = ("call", "size")
 
-    def __init__(self, call: Call, size: int) -> None:
+    def __init__(self, call: Cancellable, size: int) -> None:
         self.call, self.size = call, size
 
 
 class Admission:
-    """Room for messages that are coming. Thread-safe.
-
-    Args:
-        room: how many bytes there are for them now.
-        message_bytes: what a message over gRPC may have.
-
-    Attributes:
-        used: bytes that are counted now.
-        cut_off: how many calls were.
-    """
+    """Room for arriving messages. Thread-safe."""
 
     def __init__(self, room: Callable[[], int], message_bytes: int) -> None:
-        self.message_bytes = message_bytes
-        self.used = self.cut_off = 0
-        self._room = room
+        self.message_bytes = message_bytes  # of the largest message over gRPC
+        self.used = self.cut_off = 0  # bytes counted now, and calls cut off so far
+        self._room = room  # returns the bytes available now
         self._lock = threading.Lock()
-        self._waiting: dict[Waiting, None] = {}  # the longest first
+        self._waiting: dict[Waiting, None] = {}  # longest wait first
 
-    def enter(self, call: Call, size: int) -> Waiting:
-        """A message of so many bytes is waited for. Others may be cut off for it."""
-        mine = Waiting(call, size)
+    def enter(self, call: Cancellable, size: int) -> Waiting:
+        """Count a call that waits for a message of `size` bytes, and cut off others for it if necessary."""
+        waiting = Waiting(call, size)
         with self._lock:
-            self._waiting[mine] = None
+            self._waiting[waiting] = None
             self.used += size
-        self.shrink(mine)
-        return mine
+        self.shrink(waiting)
+        return waiting
 
-    def leave(self, mine: Waiting) -> None:
-        """It has come, or will not."""
+    def leave(self, waiting: Waiting) -> None:
+        """Stop counting a call whose message was received, or will not be."""
         with self._lock:
-            if mine in self._waiting:
-                del self._waiting[mine]
-                self.used -= mine.size
+            if waiting in self._waiting:
+                del self._waiting[waiting]
+                self.used -= waiting.size
 
     def shrink(self, newest: Waiting | None = None) -> None:
-        """Cut calls off, those that have waited longest first, until the rest fit; but not the newest."""
-        late: list[Waiting] = []
+        """Cut off calls, longest wait first, until the rest fit; never the newest."""
+        ended: list[Waiting] = []
         with self._lock:
             room = self._room()
             while self.used > room and self._waiting:
@@ -88,13 +70,13 @@ class Admission:
                     break
                 del self._waiting[first]
                 self.used -= first.size
-                late.append(first)
-            self.cut_off += len(late)
-        for each in late:
-            each.call.cancel()
+                ended.append(first)
+            self.cut_off += len(ended)
+        for waiting in ended:
+            waiting.call.cancel()
 
-    def admitted(self, requests: Iterator[Any], call: Call) -> Iterator[Any]:
-        """The same messages, over gRPC, counted while each is waited for."""
+    def admitted(self, requests: Iterator[Any], call: Cancellable) -> Iterator[Any]:
+        """Yield the messages of a gRPC call, counting the call while it waits for each."""
         while True:
             waiting = self.enter(call, self.message_bytes)
             try:
@@ -110,39 +92,11 @@ _END = object()
 
 
 class AdmissionInterceptor(grpc.ServerInterceptor):
-    """Counts the calls of a gRPC server.
-
-    Of a method that takes one request, too, nothing is read before it is counted: so it becomes one for a stream.
-    """
+    """Counts the calls of a gRPC server, each before its request is read."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._watchdog = StallWatchdog(REQUEST_SECONDS)
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler, whose requests are counted."""
-        handler: Any = continuation(details)
-        if handler is None:
-            return None
-        shape = {False: "unary", True: "stream"}
-        behaviour = getattr(handler, f"{shape[handler.request_streaming]}_{shape[handler.response_streaming]}")
-        make = getattr(grpc, f"stream_{shape[handler.response_streaming]}_rpc_method_handler")
-        counted: grpc.RpcMethodHandler[Any, Any] = make(
-            self._counted(
-                behaviour if handler.request_streaming else of_the_first(behaviour, details.method, self._watchdog)
-            ),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
-        return counted
-
-    def _counted(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(behaviour)  # also keeps what grpc's health check notes on its method
-        def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
-            return behaviour(self._admission.admitted(requests, context), context, *rest)
-
-        return call
+    def intercept_service(self, continuation: Lookup, details: grpc.HandlerCallDetails) -> Handler | None:
+        handler = continuation(details)
+        return None if handler is None else guarded(handler, details.method, self._admission.admitted)

@@ -1,4 +1,4 @@
-"""Dialling: channel options, the handshake, and waiting for peers with a line that names who is missing."""
+"""Dialling: channel options, the handshake, and waiting for peers while the log names the missing ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pscluster.core.security.aio_channel import AuthenticatedAioChannel
 from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.handshake import Secret
 from pscluster.core.security.tls import Tls, check_plain, why_not_plain
-from pscluster.core.transport.grpc_streams import Metadata, Stream, open_raw_stream
 from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.retry import until
 from pscluster.core.transport.unix_sockets import connect, path_of, why_unsafe
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_BYTES = MAX_MESSAGE_BYTES // 2
-"""Of one function's arguments or result, what travels beside the message not counted; several may share one."""
+"""Maximum of one function's arguments or result, attachments not counted; a message may carry several."""
 
 NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["Node"]
 
@@ -40,24 +40,24 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # also how long one attempt may take, on a busy machine
     ("grpc.max_reconnect_backoff_ms", 200),
-    # One that comes back under another address of the same name, as containers do, too; grpc's own limit is 30 s.
+    # So is one that comes back under another address of the same name, as containers do; grpc's own limit is 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Lenient, and matched by the servers': a process that holds the GIL for seconds is not dead.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Every channel its own connection: bulk must not delay control.
+    # A connection for every channel: bulk must not delay control.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # Nobody of ours compresses: a reply that is small on the way and large here is refused.
+    # We never compress: refuse a reply that is small on the wire and large in memory.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose machine is gone says no goodbye: without this it would hold the role for hours.
+    # A peer whose machine is down does not close its connections: without this it would hold the role for hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -66,32 +66,32 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 HELLO_SECONDS = 5.0
-_REMIND_SECONDS = 10.0  # how often somebody who waits is told for whom, and what is seen of them
+_REMIND_SECONDS = 10.0  # between warnings that say which peers are missing, and why
 _AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A task of the cluster and where it listens."""
+    """A task of the cluster, and where it listens."""
 
     role: str
     index: int
     address: str
     tls: Tls | None = field(default=None, compare=False, repr=False)  # how it is dialled
-    token: str | None = field(default=None, compare=False, repr=False)  # what both sides know
+    token: str | None = field(default=None, compare=False, repr=False)  # the shared secret
     why_gone: Callable[[], str] = field(default=str, compare=False, repr=False)
-    """Why it makes no sense to wait for it: whoever runs it will not start it again. Empty: it may come."""
+    """Returns why waiting is pointless, since its supervisor will not restart it; empty if it may come."""
 
     @property
     def task(self) -> str:
-        """Its name, such as "worker 2"."""
+        """Return its name, such as "worker 2"."""
         return f"{self.role} {self.index}"
 
     def __str__(self) -> str:
         return f"{self.task} at {self.address}"
 
     def check_plain(self, *, insecure: bool) -> None:
-        """ConfigurationError if what is secret would be sent there as anyone on the path can read it."""
+        """Raise ConfigurationError if secrets would be sent there in plain text over a network."""
         check_plain(self, self.address, self.token, self.tls, insecure=insecure)
 
 
@@ -102,10 +102,9 @@ def open_channel(
     more: Sequence[tuple[str, int]] = (),
     task: tuple[str, int] | None = None,
 ) -> grpc.Channel:
-    """A channel of its own connection to the address; nothing is dialled before the first call.
+    """Return a channel with its own connection to the address; the first call dials.
 
-    With a token, every call of it is authenticated, and the server is, too, before anything is sent to it; it has to be
-    this task, a role and its index, if one is given.
+    With a token, the server is authenticated before anything is sent to it, and must be `task`, if that is given.
     """
     options = [*CHANNEL_OPTIONS, *more]
     if tls is None:
@@ -116,7 +115,7 @@ def open_channel(
 
 
 def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel | AuthenticatedAioChannel:
-    """The same for the loop."""
+    """Return a channel to the peer for the event loop."""
     if peer.tls is None:
         channel = grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
     else:
@@ -127,36 +126,22 @@ def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel | AuthenticatedAioCh
 
 
 def open_peer_channel(peer: PeerAddress, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
-    """The same for threads."""
+    """Return a channel to the peer for threads."""
     return open_channel(peer.address, peer.tls, peer.token, more, (peer.role, peer.index))
 
 
-def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> Stream:
-    """A stream of raw bytes for a method by its path, authenticated as the channel's calls are."""
-    if isinstance(channel, AuthenticatedChannel):
-        return channel.open_stream(path, metadata)
-    return open_raw_stream(channel, path, metadata)
-
-
 def why_untrusted(peer: PeerAddress) -> AuthenticationError | None:
-    """Why the two sides can't come to trust each other, where it is that for which a peer can't be reached."""
+    """Return the error of certificates that keep a peer from being reached, if they are the cause."""
     why = why_not_plain(peer.address) if peer.tls is None else peer.tls.why_not(peer.address)
     return None if why is None else AuthenticationError(f"{peer} can't be talked to: {why}")
 
 
 def say_hello(
-    channel: grpc.Channel,
-    peer: PeerAddress,
-    ours: node_pb2.Identity,
-    timeout: float = HELLO_SECONDS,
-    num_ps: int = 0,
+    channel: grpc.Channel, peer: PeerAddress, ours: node_pb2.Identity, timeout: float = HELLO_SECONDS, num_ps: int = 0
 ) -> node_pb2.HelloReply:
-    """The handshake. Raises our error for whatever goes wrong.
+    """Shake hands. Raises one of our errors if anything goes wrong, or if another role answers at the address.
 
-    A server in the peer's place that has another role is refused too: two lines of TF_CONFIG were swapped.
-
-    Args:
-        num_ps: how many parameter servers this coordinator lists; 0: it does not say.
+    `num_ps` is the number of parameter servers that this coordinator lists; 0: unspecified.
     """
     try:
         reply: node_pb2.HelloReply = Stub(channel, NODE_SERVICE).hello(
@@ -173,39 +158,26 @@ def say_hello(
     return reply
 
 
-_SILENT = "something listens there, but it does not answer as a pscluster role"
-
-
-def _explain_socket(path: str) -> str:
-    if why := why_unsafe(os.path.dirname(path)):
+def explain(address: str, tls: Tls | None = None) -> str:
+    """Return why no role answers at an address, as far as a plain connection can tell."""
+    if (path := path_of(address)) is not None:
+        why: str | None = why_unsafe(os.path.dirname(path))
+    else:
+        why = why_not_plain(address) if tls is None else tls.why_not(address)
+    if why:
         return why
     try:
-        connect(path, 2.0).close()
+        connected = connect(path, 2.0) if path else socket.create_connection(split_address(address), timeout=2.0)
+        connected.close()
     except FileNotFoundError:
         return "there is no such socket"
-    except ConnectionRefusedError:
-        return "nothing listens there"
-    except OSError as error:
-        return f"no connection: {error.strerror or error}"
-    return _SILENT
-
-
-def explain(address: str, tls: Tls | None = None) -> str:
-    """Why nobody answers at an address, as far as a connection of another kind can tell."""
-    if (path := path_of(address)) is not None:
-        return _explain_socket(path)
-    host, port = split_address(address)
-    if why := why_not_plain(address) if tls is None else tls.why_not(address):
-        return why
-    try:
-        with socket.create_connection((host, port), timeout=2.0):
-            return _SILENT
     except socket.gaierror as error:
-        return f"the host {host} does not resolve ({error.strerror})"
+        return f"the host {split_address(address)[0]} does not resolve ({error.strerror})"
     except ConnectionRefusedError:
         return "nothing listens there"
     except OSError as error:
         return f"no connection: {error.strerror or error}"
+    return "something listens there, but it does not answer as a pscluster role"
 
 
 def _seen(peers: Iterable[PeerAddress]) -> str:
@@ -224,13 +196,14 @@ def wait_for_peers(
     purpose: str = "",
     num_ps: int = 0,
 ) -> None:
-    """Shake hands with all the peers, however late they start.
+    """Shake hands with all peers, however late they start.
 
-    Logs who is missing whenever that changes and, as a warning, what is seen of them once it has lasted, and when that
-    changes. Raises UnavailableError,
-    naming the missing and what was seen of each, when `timeout` seconds have passed or `stop` is set; a refusal
-    (token, certificate, version, another role, another number of servers) is raised at once: waiting does not mend it;
-    nor does it where a peer will not be started again.
+    Logs which peers are missing whenever that changes and, as a warning, why, after a while and whenever that changes.
+
+    Raises:
+        UnavailableError: `timeout` seconds have passed or `stop` is set; names the missing peers and the reasons.
+        PsClusterError: a refusal (token, certificate, version, another role, another number of servers), or a peer
+            will not be started again. Raised at once, since waiting does not help.
     """
     missing = {peer: open_peer_channel(peer) for peer in peers}
     total = len(missing)
@@ -241,22 +214,22 @@ def wait_for_peers(
     last_seen = ""
     prefix = f"{purpose}: " if purpose else ""
 
-    def greet(peer: PeerAddress) -> bool:
-        left = began + timeout - time.monotonic()
+    def answers_hello(peer: PeerAddress) -> bool:
+        seconds_left = began + timeout - time.monotonic()
         try:
-            say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(left, 0.5)), num_ps)
+            say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(seconds_left, 0.5)), num_ps)
         except UnavailableError:
             if untrusted := why_untrusted(peer):
                 raise untrusted from None
             if why := peer.why_gone():
-                raise PsClusterError(f"{peer} is not waited for: {why}") from None
+                raise PsClusterError(f"not waiting for {peer}: {why}") from None
             return False
         return True
 
     def try_once() -> None:
         nonlocal last_said, last_seen, remind_at
-        asked = list(missing)
-        for peer, answers in zip(asked, pool.map(greet, asked), strict=True):
+        tried = list(missing)
+        for peer, answers in zip(tried, pool.map(answers_hello, tried), strict=True):
             if answers:
                 missing.pop(peer).close()
         if missing:
@@ -266,19 +239,14 @@ def wait_for_peers(
                 logger.info("%swaiting for %s", prefix, ", ".join(map(str, names)))
             if now >= remind_at and not stop.is_set():
                 remind_at = now + _REMIND_SECONDS
-                if (seen := _seen(names)) != last_seen:  # what stays as it is is said once
+                if (seen := _seen(names)) != last_seen:  # repeated only when it changes
                     last_seen = seen
                     logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, seen)
-            raise UnavailableError("not all are there")
+            raise UnavailableError("not all peers answer")
 
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(UnavailableError),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
-        stop=tenacity.stop_after_delay(timeout) | tenacity.stop_when_event_set(stop),
-        sleep=tenacity.sleep_using_event(stop),
-    )
+    retrying = tenacity.Retrying(**until(seconds=timeout, over=stop.is_set), sleep=tenacity.sleep_using_event(stop))
     try:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hello") as pool:  # one that hangs delays no other
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hello") as pool:  # a peer that hangs delays no other
             retrying(try_once)
     except tenacity.RetryError:
         why = "stopped while waiting" if stop.is_set() else f"gave up after {timeout:g} s"

@@ -1,31 +1,32 @@
 """Frames: messages whose field 15, `payload`, carries bulk bytes that protobuf must not copy.
 
-A frame is an ordinary protobuf message; what is special is only who writes and reads it. Writing puts the
-serialised header, padding (field 13) and the payload together in one copy, so that the payload starts at a
-multiple of 16 bytes (NumPy's arithmetic is twice as fast on aligned views). Reading walks the top-level
-fields, parses what stands before the payload, and gives the payload as a view. A legal writer may order the
-fields otherwise: then the generated class does the reading.
+A frame is an ordinary protobuf message; only its writer and reader are special. Writing joins the serialized header,
+padding (field 13) and the payload in one copy, so that the payload starts at a multiple of 16 bytes (NumPy's arithmetic
+is twice as fast on aligned views). Reading walks the top-level fields, parses those before the payload, and returns the
+payload as a view. If another writer has ordered the fields differently, the generated class reads the frame.
 
-gRPC takes exactly `bytes` from a serialiser, so the one copy on each side is the floor.
+gRPC takes exactly `bytes` from a serializer, so one copy on each side is the minimum.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import MAX_HEADER_BYTES
 
+if TYPE_CHECKING:  # light commands import this, and must not load NumPy
+    import numpy.typing as npt
+
 CHUNK_BYTES = 1 << 20
 """Payload bytes of a full frame: about the size of an L2 cache, measured best in both directions."""
 
 DATA_FRAME_BYTES = 4 << 20
-"""The same on the data plane, where a frame costs Python's time but no copy: larger ones save a twentieth."""
+"""The same on the data plane, where a frame costs interpreter time but no copy: larger frames save 5 %."""
 
 ALIGNMENT = 16
 """Segments of a payload start at multiples of this."""
@@ -50,8 +51,13 @@ M = TypeVar("M", bound=Message)
 
 
 def padding(size: int) -> int:
-    """Bytes to add to `size` to reach the next multiple of `ALIGNMENT`."""
+    """Return the bytes to add to `size` to reach the next multiple of `ALIGNMENT`."""
     return -size % ALIGNMENT
+
+
+def cut(whole: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    """Cut a buffer into views of these sizes."""
+    return [whole[start:end] for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def _varint(number: int) -> bytes:
@@ -77,21 +83,19 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def pack(header: Message, buffers: Sequence[Buffer] = ()) -> bytes:
-    """Serialise a frame whose payload is the buffers in order; `header.payload` must be empty."""
-    if not buffers:
-        return header.SerializeToString()
-    return b"".join((before_payload(header, sum(map(len, buffers))), *buffers))
+    """Serialize a frame whose payload is the buffers in order; `header.payload` must be empty."""
+    return b"".join(parts_of(header, buffers))
 
 
 def parts_of(header: Message, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-    """What `pack` joins, without the copy."""
+    """Return the parts that `pack` joins, without copying them."""
     if not buffers:
         return [header.SerializeToString()]
     return [before_payload(header, sum(map(len, buffers))), *buffers]
 
 
 def before_payload(header: Message, size: int) -> bytes:
-    """What stands in a frame before a payload of so many bytes."""
+    """Serialize the part of a frame before a payload of `size` bytes."""
     head = header.SerializeToString()
     tail = b"\x7a" + _varint(size)
     pad = padding(len(head) + len(tail) + 2)
@@ -99,29 +103,20 @@ def before_payload(header: Message, size: int) -> bytes:
 
 
 def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -> tuple[M, memoryview]:
-    """The header (its payload left empty) and a view of the payload.
-
-    Args:
-        data: the frame.
-        message_class: of the header.
-        limit: bytes that the header may take.
-
-    Raises:
-        ProtocolError: it is no such frame.
-    """
+    """Return the header, of at most `limit` bytes, and a view of the payload. ProtocolError if it is no such frame."""
     at, end = 0, len(data)
     try:
         while at < end:
             start = at
-            if start > limit:  # no payload yet: what follows need not be walked, field by field, to know that
+            if start > limit:  # no payload yet: no need to walk the remaining fields
                 raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload, the limit is {limit:,}")
-            # Most numbers are of one byte, and a call takes longer than to read it.
+            # Most numbers take one byte, and a function call takes longer than reading it.
             tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
             wire_type = tag & 7
             if wire_type == 2:
                 length, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
                 if length > end - at:
-                    raise ProtocolError(f"a frame that declares {length} bytes where {end - at} came")
+                    raise ProtocolError(f"a frame that declares {length} bytes, but contains {end - at}")
                 if tag == _PAYLOAD_TAG:
                     if at + length != end or data[start] != _PAYLOAD_TAG:
                         _check_header(end - length, limit)
@@ -144,9 +139,9 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
 
 
 def head_of(start: bytes, size: int, message_class: type[M]) -> tuple[M, int] | None:
-    """From the first bytes of a frame of that size: the header, and where the payload begins, which takes the rest.
+    """Return the header and the offset of the payload, from the first bytes of a frame of `size` bytes.
 
-    None where that can't be told: the whole frame has to be given to `unpack`.
+    None if they do not suffice, or if the payload is not last: pass the whole frame to `unpack`.
     """
     at = 0
     try:
@@ -181,12 +176,12 @@ def _unpack_any_order(data: bytes, message_class: type[M]) -> tuple[M, memoryvie
 
 
 def view(array: npt.NDArray[Any]) -> memoryview:
-    """A flat byte view of a C-contiguous array, of any type and rank, empty ones included."""
-    return array.reshape(-1).view(np.uint8).data
+    """Return a flat byte view of a C-contiguous array of any type and rank, even an empty one."""
+    return array.reshape(-1).view("uint8").data
 
 
 def pieces(buffers: Iterable[Buffer], size: int = CHUNK_BYTES) -> Iterator[list[Buffer]]:
-    """The bytes of the buffers in order, regrouped into lists of `size` bytes (the last one may be less)."""
+    """Yield the bytes of the buffers in order, in groups of `size` bytes; the last may be smaller."""
     group: list[Buffer] = []
     room = size
     for buffer in buffers:
@@ -203,10 +198,10 @@ def pieces(buffers: Iterable[Buffer], size: int = CHUNK_BYTES) -> Iterator[list[
 
 
 class Assembler:
-    """Collects the payload of a message that comes in frames, and says when it is whole.
+    """Collects the payload of a framed message.
 
-    Nothing is allocated for what was only declared: the pieces are kept as they came. A stream that a
-    deadline or a kill cut off can look complete, so whole means: the `last` flag and the declared byte count.
+    Allocates nothing for bytes that were only declared: it keeps the pieces as received. A stream cut off by a deadline
+    or a kill can look complete, so `complete` requires both the `last` flag and the declared byte count.
     """
 
     def __init__(self, limit: int) -> None:
@@ -217,7 +212,7 @@ class Assembler:
         self.complete = False
 
     def add(self, frame: FrameMessage, payload: memoryview) -> None:
-        """Take one frame. ProtocolError if it contradicts the ones before."""
+        """Take a frame. Raise ProtocolError if it contradicts earlier ones."""
         if self.complete:
             raise ProtocolError("a frame came after the last one")
         if self._declared is None:
@@ -226,7 +221,7 @@ class Assembler:
                 raise ProtocolError(f"a payload of {self._declared} bytes is declared, the limit is {self._limit}")
         self._received += len(payload)
         if self._received > self._declared:
-            raise ProtocolError(f"{self._received} bytes came where {self._declared} were declared")
+            raise ProtocolError(f"received {self._received} bytes where {self._declared} were declared")
         if len(payload):
             self.chunks.append(payload)
         if frame.last:
@@ -235,7 +230,7 @@ class Assembler:
             self.complete = True
 
     def joined(self) -> memoryview:
-        """The whole payload, contiguous (without a copy where it came in one frame)."""
+        """Return the whole payload, contiguous; without a copy if it came in one frame."""
         if len(self.chunks) == 1:
             return self.chunks[0]
         return memoryview(b"".join(self.chunks))

@@ -1,16 +1,19 @@
 """gRPC services read from the proto descriptors: one table of methods for servers and for clients.
 
-A message with a `payload` in field 15 travels as raw bytes (see `frames`); every other one is (de)serialised
-by its generated class. Servicers raise our errors; here they become a status, and back.
+A message with a `payload` in field 15 travels as raw bytes (see `frames`); its generated class (de)serializes any
+other. Servicers raise our errors, which become a status here.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import message_factory
@@ -19,13 +22,20 @@ from google.protobuf.message import DecodeError
 
 from pscluster.core.errors import KIND_METADATA, FunctionCancelled, MisuseError, ProtocolError, PsClusterError, kind_of
 from pscluster.core.limits import MAX_CONTROL_BYTES, shortened
+from pscluster.core.transport.watchdog import StallWatchdog
 
 logger = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Lookup = Callable[[grpc.HandlerCallDetails], "Handler | None"]
+"""Finds the handler of a call, as interceptors are given to continue."""
+
+Behaviour = Callable[[Any, grpc.ServicerContext], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a service, as both sides need it."""
+    """A method of a service, for both sides."""
 
     path: str
     name: str
@@ -38,9 +48,13 @@ class Method:
 
     @property
     def shape(self) -> str:
-        """grpc's word for the arity, such as "unary_stream"."""
-        word = {False: "unary", True: "stream"}
-        return f"{word[self.client_streaming]}_{word[self.server_streaming]}"
+        """Return grpc's name of the arity, such as "unary_stream"."""
+        return _shape(self.client_streaming, self.server_streaming)
+
+
+def _shape(client_streaming: bool, server_streaming: bool) -> str:
+    word = {False: "unary", True: "stream"}
+    return f"{word[client_streaming]}_{word[server_streaming]}"
 
 
 def _codec(descriptor: Descriptor) -> tuple[Callable[[Any], bytes] | None, Callable[[bytes], Any] | None]:
@@ -52,53 +66,43 @@ def _codec(descriptor: Descriptor) -> tuple[Callable[[Any], bytes] | None, Calla
 
 
 def methods(service: ServiceDescriptor) -> Iterator[Method]:
-    """The methods of a service."""
     for method in service.methods:
-        serialize_request, parse_request = _codec(method.input_type)
-        serialize_reply, parse_reply = _codec(method.output_type)
         yield Method(
-            path=f"/{service.full_name}/{method.name}",
-            name=re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
-            client_streaming=method.client_streaming,
-            server_streaming=method.server_streaming,
-            serialize_request=serialize_request,
-            parse_request=parse_request,
-            serialize_reply=serialize_reply,
-            parse_reply=parse_reply,
+            f"/{service.full_name}/{method.name}",
+            re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
+            method.client_streaming,
+            method.server_streaming,
+            *_codec(method.input_type),
+            *_codec(method.output_type),
         )
 
 
 def abort(context: grpc.ServicerContext, error: PsClusterError) -> None:
-    """End the call with the error's status; raises, as grpc does."""
+    """End the call with the error's status. Raises, as grpc's `abort` does."""
     kind, status = kind_of(error)
     context.set_trailing_metadata(((KIND_METADATA, kind),))
     context.abort(status, shortened(str(error)))
 
 
-def _parsed(
-    method: Method, behaviour: Callable[[Any, grpc.ServicerContext], Any]
-) -> Callable[[Any, grpc.ServicerContext], Any]:
-    """Let the behaviour have messages where bytes come: what is no message is an error of ours, not a traceback."""
+def _parsed(method: Method, behaviour: Behaviour) -> Behaviour:
+    """Parse the requests of a behaviour: invalid bytes are a ProtocolError, not a traceback."""
     parse = method.parse_request
     if parse is None:
         return behaviour
 
+    limit = math.inf if method.client_streaming else MAX_CONTROL_BYTES  # streams carry arguments of functions
+
     def message(data: bytes) -> Any:
+        if len(data) > limit:
+            raise ProtocolError(f"{len(data):,} bytes in one request to {method.path}, the limit is {limit:,}")
         try:
             return parse(data)
         except DecodeError as error:
             raise ProtocolError(f"not a message of {method.path}: {error}") from None
 
-    def small(data: bytes) -> Any:
-        if len(data) > MAX_CONTROL_BYTES:
-            raise ProtocolError(
-                f"{len(data):,} bytes in one request to {method.path}, the limit is {MAX_CONTROL_BYTES:,}"
-            )
-        return message(data)
-
-    if method.client_streaming:  # arguments of functions
+    if method.client_streaming:
         return lambda stream, context: behaviour(map(message, stream), context)
-    return lambda data, context: behaviour(small(data), context)
+    return lambda data, context: behaviour(message(data), context)
 
 
 # grpc does not catch these: the thread would end and the call would not.
@@ -106,35 +110,33 @@ _UNSEEN = (SystemExit, FunctionCancelled)
 
 
 OnAccepted = Callable[[str], None]
-"""Is told of every call that was accepted whose it is, as gRPC names the peer."""
+"""Called with the peer, as gRPC names it, of every accepted call."""
 
 
-def _unary(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], on_accepted: OnAccepted
-) -> Callable[[Any, grpc.ServicerContext], Any]:
+@contextmanager
+def _accepted(context: grpc.ServicerContext, on_accepted: OnAccepted) -> Iterator[None]:
+    """Report the call as accepted, and end it with the status of an error in the block."""
+    on_accepted(context.peer())
+    try:
+        yield
+    except PsClusterError as error:
+        abort(context, error)
+    except _UNSEEN as error:
+        abort(context, MisuseError(f"what ran here for a user raised {error!r}"))
+
+
+def _unary(behaviour: Behaviour, on_accepted: OnAccepted) -> Behaviour:
     def call(request: Any, context: grpc.ServicerContext) -> Any:
-        on_accepted(context.peer())
-        try:
+        with _accepted(context, on_accepted):
             return behaviour(request, context)
-        except PsClusterError as error:
-            return abort(context, error)
-        except _UNSEEN as error:
-            return abort(context, MisuseError(f"what ran here for a user raised {error!r}"))
 
     return call
 
 
-def _streaming(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], on_accepted: OnAccepted
-) -> Callable[[Any, grpc.ServicerContext], Any]:
+def _streaming(behaviour: Behaviour, on_accepted: OnAccepted) -> Behaviour:
     def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        on_accepted(context.peer())
-        try:
+        with _accepted(context, on_accepted):
             yield from behaviour(request, context)
-        except PsClusterError as error:
-            abort(context, error)
-        except _UNSEEN as error:
-            abort(context, MisuseError(f"what ran here for a user raised {error!r}"))
 
     return call
 
@@ -142,7 +144,7 @@ def _streaming(
 def generic_handler(
     service: ServiceDescriptor, servicer: object, on_accepted: OnAccepted = lambda _peer: None
 ) -> grpc.GenericRpcHandler:
-    """A handler for all methods of the service, each implemented by the servicer's method in snake case."""
+    """Return a handler for all methods of the service: the servicer implements each under its name in snake case."""
     handlers = {}
     for method in methods(service):
         behaviour = getattr(servicer, method.name)
@@ -154,17 +156,53 @@ def generic_handler(
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
+REQUEST_SECONDS = 30.0
+"""Time for a call to send its only request."""
+
+_watchdog = StallWatchdog(REQUEST_SECONDS)
+
+Before = Callable[[Iterator[Any], grpc.ServicerContext], Iterator[Any]]
+"""Given the requests of a call, returns those that the handler reads, or aborts the call."""
+
+
+def behaviour_of(handler: Any) -> Callable[..., Any]:
+    """Return a handler's function, whatever its arity."""
+    behaviour: Callable[..., Any] = getattr(handler, _shape(handler.request_streaming, handler.response_streaming))
+    return behaviour
+
+
+def guarded(handler: Any, path: str, before: Before, watchdog: StallWatchdog | None = None) -> Handler:
+    """Return the handler of a method, with a check before it.
+
+    Whatever the method's arity, the result takes a stream of requests, which is read only on demand: of a refused call
+    only the head is read, and no thread waits for the rest.
+    """
+    behaviour, streams = behaviour_of(handler), handler.request_streaming
+
+    @functools.wraps(behaviour)  # also keeps the attributes that grpc's health check sets on its method
+    def call(requests: Iterator[Any], context: grpc.ServicerContext, *rest: Any) -> Any:
+        given: Any = before(requests, context)
+        if not streams:
+            with (watchdog or _watchdog).with_call(context):
+                given = next(given, None)
+            if given is None:
+                abort(context, ProtocolError(f"a call to {path} without a request"))
+        return behaviour(given, context, *rest)
+
+    make = getattr(grpc, f"{_shape(True, handler.response_streaming)}_rpc_method_handler")
+    made: Handler = make(call, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
 class Stub:
-    """Callables for the methods of a service on a channel (of either kind), by their name in snake case."""
+    """Callables for the methods of a service on a channel (blocking or asyncio), by their names in snake case."""
 
     def __init__(self, channel: Any, service: ServiceDescriptor) -> None:
         for method in methods(service):
             call = getattr(channel, method.shape)(
-                method.path,
-                request_serializer=method.serialize_request,
-                response_deserializer=method.parse_reply,
+                method.path, request_serializer=method.serialize_request, response_deserializer=method.parse_reply
             )
             setattr(self, method.name, call)
 
-    def __getattr__(self, name: str) -> Any:  # only for what was not set above: tells mypy of the others
+    def __getattr__(self, name: str) -> Any:  # only for names not set above; tells mypy about the others
         raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Puts the payload of a message that comes in frames straight where it belongs, received there or copied."""
+"""Puts the payload of a framed message straight into its targets, received there or copied."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from pscluster.core.transport.frames import head_of, padding, unpack
 
 
 class PayloadSink:
-    """Puts the bytes of a payload where they belong. They come in order, cut anywhere.
-
-    Args:
-        message_class: of the frames.
-        targets: memory for the segments of the payload; what pads each is dropped.
-
-    Attributes:
-        received: bytes of all frames.
-        missing: bytes of the targets, and of what pads them, that have no place in a frame yet.
-    """
+    """Puts the segments of a payload, which arrive in order and cut anywhere, into their targets; drops the padding."""
 
     def __init__(self, message_class: type[Message], targets: Sequence[memoryview]) -> None:
         self._message_class = message_class
@@ -28,26 +19,26 @@ class PayloadSink:
         self._which = 0
         self._done = 0
         self._last = False
-        self.missing = sum(size if isinstance(size, int) else len(size) for size in self._targets)
+        self.missing = sum(size if isinstance(size, int) else len(size) for size in self._targets)  # not announced yet
         self._before = 0, 0, self.missing  # where the last frame began
-        self.received = 0
+        self.received = 0  # bytes of all frames so far
 
     def take(self, start: bytes, size: int) -> list[memoryview] | None:
-        """Take a frame, or its first bytes: see `tcp.packets.Place`. ProtocolError if it is more than fits."""
+        """Take a frame, or its first bytes: see `base.Place`. Raise ProtocolError if it exceeds the targets."""
         if len(start) == size:
             frame, payload = unpack(start, self._message_class)
         else:
-            found = head_of(start, size, self._message_class)
-            if found is None:
+            head = head_of(start, size, self._message_class)
+            if head is None:
                 return None
-            frame, at = found
+            frame, at = head
             payload = memoryview(start)[at:]
         self.received += size
         self.put(frame, payload)
         return self._room(size - len(start))
 
     def put(self, frame: Message, payload: memoryview) -> None:
-        """Put what has come of a frame's payload where it belongs."""
+        """Copy the bytes of a frame's payload that have arrived into their targets."""
         again = getattr(frame, "again", False)
         if self._last and not again:
             raise ProtocolError("a frame came after the last one")
@@ -61,11 +52,10 @@ class PayloadSink:
             at += len(room)
 
     def _room(self, size: int) -> list[memoryview]:
-        """Return the memory that the next bytes go to."""
         rooms = []
         while size:
             if self._which == len(self._targets):
-                raise ProtocolError(f"{size} bytes more came than were asked for")
+                raise ProtocolError(f"received {size} bytes more than were requested")
             target = self._targets[self._which]
             room = memoryview(bytearray(target)) if isinstance(target, int) else target
             count = min(len(room) - self._done, size)
@@ -79,5 +69,4 @@ class PayloadSink:
 
     @property
     def complete(self) -> bool:
-        """Tell whether everything has come, and the last frame with it."""
         return self._last and not self.missing

@@ -1,25 +1,25 @@
-"""Unix sockets: what runs on one machine talks over them, and no other user can open, take or replace one.
+"""Unix sockets, for processes of one machine and one user: no other user can open, take or replace one.
 
-An address is `unix:/PATH`. A role that listens there has up to four files in the socket's folder:
+An address is `unix:/PATH`. A role that listens there has up to three files in the socket's folder:
 
     PATH          the gRPC server's socket
     PATH.data     the data plane's
-    PATH.lock     who has locked it may make the two, and remove those of a process that was killed
+    PATH.lock     its holder may create the two sockets, and remove those that a killed process left
 
-Three things keep other users out; each is enough against one who can't become this user or root:
+Three things keep other users out; each is enough against a user who can't become this user or root:
 
-    the folder  of this user, mode 0700, no link itself; and nobody but this user and root can put another one in its
-                place. It is checked before a socket is made or dialled, and is what guards gRPC's own reconnections.
+    the folder  belongs to this user, has mode 0700 and is not a symbolic link; only this user and root can replace it.
+                It is checked before a socket is made or dialled, and also guards gRPC's own reconnections.
     the mode    of the sockets is 0600.
-    the uid     of whoever is on the other side of a connection of the data plane, which the kernel tells each side.
-                Where it does not (SO_PEERCRED is Linux's), the first two are all there is.
+    the uid     of the process at the other end of a data-plane connection, which the kernel reports to each side.
+                Where it does not (SO_PEERCRED is Linux's), the first two must do.
 
-    free  --lock--> locked: what a dead process left is removed --bind--> listening
-    any   --the process ends, however it does--> free; what it left is removed by the next one, who has the lock
-    locked, by another process that does not end within a moment--> SocketTakenError
+    free   --lock--> locked: remove a dead process's sockets --bind--> listening
+    any    --the process ends, in any way--> free; the next holder of the lock removes its sockets
+    locked by another process that does not end within a moment --> SocketTakenError
 
-The lock's file is never removed: else two processes could hold locks of the same name. Names of the abstract namespace
-are refused: they have no owner and no mode.
+The lock file is never removed: otherwise two processes could hold locks of the same name. Names of the abstract
+namespace are refused: they have no owner and no mode.
 """
 
 from __future__ import annotations
@@ -40,35 +40,34 @@ from pscluster.core.errors import ConfigurationError, PsClusterError
 
 PREFIX = "unix:"
 MAX_PATH_BYTES = 99
-"""Of a socket's path: the kernel takes 107, the data plane's has five more, and other systems take fewer."""
+"""Maximum length of a socket's path: the kernel takes 107, `.data` adds five, and other systems take fewer."""
 
 DATA_SUFFIX, LOCK_SUFFIX = ".data", ".lock"
 LOCK_SECONDS = 2.0
-"""So long it is waited for the lock of a socket: a process that was killed may need a moment to be gone."""
+"""Time to wait for a socket's lock: a killed process may need a moment to end."""
 
-_LOCK_LOOKS_SECONDS = 0.05
-_PLAIN = re.compile(r"[A-Za-z0-9/._+,=@~-]+")  # in others gRPC would look for a URL's escapes and ends
+_LOCK_RETRY_SECONDS = 0.05
+_PLAIN = re.compile(r"[A-Za-z0-9/._+,=@~-]+")  # in others gRPC would look for URL escapes and delimiters
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TIMEOUT = struct.Struct("ll")  # seconds and microseconds
 
 
 def path_of(address: str) -> str | None:
-    """Return the path of a Unix socket's address; None if it is an address of another kind."""
+    """Return the path of a Unix socket's address; None for an address of another kind."""
     return address.removeprefix(PREFIX) if address.startswith(PREFIX) else None
 
 
 def address_of(path: str | os.PathLike[str]) -> str:
-    """Return the address of a socket."""
     return f"{PREFIX}{os.fspath(path)}"
 
 
 def data_path(path: str) -> str:
-    """Return where the data plane of the role listens that serves gRPC on this socket."""
+    """Return the path of the data plane of the role that serves gRPC on this socket."""
     return path + DATA_SUFFIX
 
 
 def why_no_path(path: str) -> str:
-    """Return what is wrong with a socket's path, as the limit in an error; "" if nothing is."""
+    """Return the rule that a socket's path breaks, for an error message; "" if none."""
     if not path.startswith("/"):
         return "the path of a Unix socket begins with / (there are no abstract names)"
     if not _PLAIN.fullmatch(path):
@@ -76,51 +75,44 @@ def why_no_path(path: str) -> str:
     if path.startswith("//") or path == "/" or os.path.normpath(path) != path:
         return "the path of a Unix socket has no needless /, . or .."
     if path.endswith((DATA_SUFFIX, LOCK_SUFFIX)):
-        return f"{DATA_SUFFIX} and {LOCK_SUFFIX} are for what stands beside a socket"
+        return f"{DATA_SUFFIX} and {LOCK_SUFFIX} are for the files beside a socket"
     if (size := len(path)) > MAX_PATH_BYTES:
         return f"the path of a Unix socket has at most {MAX_PATH_BYTES} bytes, not {size}"
     return ""
-
-
-def supported() -> bool:
-    """Are there Unix sockets on this system?"""
-    return hasattr(socket, "AF_UNIX")
 
 
 # Folders
 
 
 def why_unsafe(folder: str) -> str:
-    """Return why another user could open or replace a socket in a folder, and the mend; "" if none can.
+    """Return why another user could open or replace a socket in a folder, and the remedy; "" if none can.
 
-    Where there is no such folder, it is asked who could make it.
+    If there is no such folder, checks who could create it.
     """
-    # Whose / is can replace everything; where root is not mapped (in a user namespace) that is not 0.
+    # The owner of / can replace everything; where root is not mapped (in a user namespace), that is not 0.
     owners = (0, os.geteuid(), os.lstat("/").st_uid)
     parents = {str(parent) for path in (folder, os.path.realpath(folder)) for parent in Path(path).parents}
     for parent in sorted(parents):
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(parent)
-            if found.st_uid not in owners:
-                return f"{parent} belongs to another user (uid {found.st_uid}), who could replace what is in it"
-            if stat.S_ISLNK(found.st_mode):
-                continue  # of this user or root, as whose target the real path is looked at
-            if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-                return f"others may write to {parent}, and so replace what is in it; chmod go-w {parent}"
+            status = os.lstat(parent)
+            if status.st_uid not in owners:
+                return f"{parent} belongs to another user (uid {status.st_uid}), who could replace its contents"
+            if stat.S_ISLNK(status.st_mode):
+                continue  # of this user or root; the parents of its target are checked, too
+            if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+                return f"others may write to {parent}, and so replace its contents; chmod go-w {parent}"
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return f"{folder} can't be looked at: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is {'a link' if stat.S_ISLNK(found.st_mode) else 'no folder'}"
-    if found.st_uid != os.geteuid():
-        return f"{folder} belongs to another user (uid {found.st_uid}, this is {os.geteuid()})"
-    if found.st_mode & 0o077:
-        return (
-            f"{folder} has the mode {stat.S_IMODE(found.st_mode):04o}, so that others can reach in; chmod 700 {folder}"
-        )
+        return f"{folder} can't be inspected: {error.strerror}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is {'a link' if stat.S_ISLNK(status.st_mode) else 'not a folder'}"
+    if status.st_uid != os.geteuid():
+        return f"{folder} belongs to another user (uid {status.st_uid}, this is {os.geteuid()})"
+    if status.st_mode & 0o077:
+        return f"{folder} has the mode {stat.S_IMODE(status.st_mode):04o}, which lets others in; chmod 700 {folder}"
     return ""
 
 
@@ -128,15 +120,15 @@ def check_address(address: str) -> None:
     """Raise ConfigurationError if this is a Unix socket's address that other users could open or replace."""
     if (path := path_of(address)) is not None and (why := why_unsafe(os.path.dirname(path))):
         raise ConfigurationError(
-            f"refusing to use {address}: {why}; a socket's folder has to be its user's own, with the mode 0700"
+            f"refusing to use {address}: {why}; a socket's folder must be its user's own, with the mode 0700"
         )
 
 
 def places() -> Iterator[str]:
-    """Yield folders in which a folder for sockets may be made, the best first.
+    """Yield folders in which a folder for sockets may be created, best first.
 
-    TMPDIR is not asked: it may be long, and then no path in it fits. A runtime directory comes second: it is removed
-    when its user logs out, while a job may go on.
+    TMPDIR comes last: in a long one no path fits. A runtime directory comes second: it is removed when its user logs
+    out, while a job may go on.
     """
     seen = set[str]()
     own = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -155,15 +147,9 @@ class SocketTakenError(PsClusterError):
 
 
 class SocketLock:
-    """The right to listen at a path, which one process has at a time.
+    """The right to listen at a path, held by one process at a time; another holder is given `seconds` to end.
 
-    Args:
-        path: of the socket.
-        seconds: to wait for a process that has it.
-
-    Raises:
-        ConfigurationError: others could open or replace a socket there, or it can't be made.
-        SocketTakenError: another process has it.
+    Raises SocketTakenError if it does not, and ConfigurationError if others could open or replace a socket there.
     """
 
     def __init__(self, path: str, seconds: float | None = None) -> None:
@@ -179,10 +165,10 @@ class SocketLock:
                 f"can't listen on {address}: {error.strerror} ({error.filename}); give a path in a folder of this user"
             ) from None
         try:
-            check_address(address)  # by now there is a folder
+            check_address(address)  # again, now that the folder exists
             self._take(address, LOCK_SECONDS if seconds is None else seconds)
-            for each in (path, data_path(path)):
-                self._remove(each)
+            for socket_path in (path, data_path(path)):
+                self._remove(socket_path)
         except BaseException:
             os.close(self._lock)
             raise
@@ -197,7 +183,7 @@ class SocketLock:
                     raise SocketTakenError(
                         f"can't listen on {address}: another process has this socket; stop it, or give another path"
                     ) from None
-                time.sleep(_LOCK_LOOKS_SECONDS)
+                time.sleep(_LOCK_RETRY_SECONDS)
             except OSError as error:
                 raise ConfigurationError(
                     f"can't listen on {address}: its folder is on a file system without locks ({error.strerror}); "
@@ -208,10 +194,9 @@ class SocketLock:
 
     @staticmethod
     def _remove(path: str) -> None:
-        """Remove the socket that a dead process left."""
         try:
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ConfigurationError(f"can't listen on {path}: it is there, and no socket; give another path")
+                raise ConfigurationError(f"can't listen on {path}: the file is not a socket; give another path")
             os.unlink(path)
         except FileNotFoundError:
             pass
@@ -219,20 +204,20 @@ class SocketLock:
             raise ConfigurationError(f"can't listen on {path}: {error.strerror}; give another path") from None
 
     def close(self) -> None:
-        """Remove the sockets and let another process have the path. Nobody listens there any more."""
-        for each in (self._path, data_path(self._path)):
+        """Remove the sockets, on which nothing listens any more, and let another process have the path."""
+        for socket_path in (self._path, data_path(self._path)):
             with contextlib.suppress(OSError, ConfigurationError):
-                self._remove(each)
+                self._remove(socket_path)
         os.close(self._lock)
 
 
 def make_private(path: str) -> None:
-    """Let nobody else open a socket that was just made in a folder that nobody else can enter."""
+    """Let only this user open a socket, just created in a folder that only this user can enter."""
     os.chmod(path, 0o600)
 
 
 def listen(path: str) -> socket.socket:
-    """Return a socket that listens there. For who has the lock; OSError if that can't be."""
+    """Return a socket that listens at the path. Requires the lock. Raises OSError if it can't."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -248,10 +233,10 @@ def listen(path: str) -> socket.socket:
 
 
 def connect(path: str, timeout: float) -> socket.socket:
-    """Return a connection to a process of this user. OSError if there is none within so many seconds."""
+    """Return a connection to a process of this user. Raise OSError if there is none within `timeout` seconds."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Not `settimeout`: a socket that does not block fails at once where many are waiting to be accepted.
+        # Not `settimeout`: a socket that does not block fails at once where many connections wait to be accepted.
         whole = int(timeout)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT.pack(whole, int((timeout - whole) * 1e6)))
         connected.connect(path)
@@ -264,7 +249,7 @@ def connect(path: str, timeout: float) -> socket.socket:
 
 
 def peer_uid(connected: socket.socket) -> int | None:
-    """Return whose process is on the other side; None where the kernel does not tell."""
+    """Return the uid of the process at the other end; None where the kernel does not report it."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None
@@ -273,7 +258,7 @@ def peer_uid(connected: socket.socket) -> int | None:
 
 
 def check_peer(connected: socket.socket) -> None:
-    """Raise PermissionError unless the process on the other side is this user's, as far as the kernel tells."""
+    """Raise PermissionError if the kernel reports that the process at the other end is another user's."""
     uid = peer_uid(connected)
     if uid not in (None, os.geteuid()):
-        raise PermissionError(f"the process on the other side is another user's (uid {uid}, this is {os.geteuid()})")
+        raise PermissionError(f"the process at the other end is another user's (uid {uid}, this is {os.geteuid()})")

@@ -1,6 +1,6 @@
 """Arrays on the wire: element types by name, bytes in C order and little-endian, all checked on the way in.
 
-What arrives is not believed: the bytes that came decide how much memory is taken, never a declared shape.
+Nothing received is trusted: memory is allocated for the bytes that came, never for a declared shape.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import math
 import re
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,24 +32,22 @@ _NAMED = re.compile(
     re.ASCII,
 )
 
-# Names of dtypes whose arrays can be sent as they lie in memory. Filled as they are met.
-_names: dict[np.dtype[Any], str] = {}
+_names: dict[np.dtype[Any], str] = {}  # of dtypes whose arrays are sent as they are in memory; filled on first use
 
 
 class UnsendableArrayError(TypeError):
-    """Elements of this type can't be sent. The message says what the array is and how to mend it."""
+    """Elements of this type can't be sent. The message describes the array and says how to mend it."""
 
 
 def plain_name(dtype: np.dtype[Any]) -> str | None:
-    """The wire's name of a dtype whose elements lie in memory as on the wire. None: use `wire_form`."""
+    """Return the wire name of a dtype whose elements have the same bytes in memory. None: use `wire_form`."""
     return _names.get(dtype)
 
 
 def wire_form(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    """The wire's name of the array's dtype, and the array with its elements in the wire's byte order.
+    """Return the wire name of an array's dtype, and the array in the wire's byte order.
 
-    Raises:
-        UnsendableArrayError: objects, structures and platform-dependent numbers.
+    Raise UnsendableArrayError for objects, structures and platform-dependent numbers.
     """
     dtype = array.dtype
     if dtype.itemsize == 0:
@@ -77,11 +77,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
 
 
 def scalar_form(scalar: np.generic) -> tuple[str, bytes]:
-    """The wire's name of a NumPy scalar's dtype, and its bytes.
-
-    Raises:
-        UnsendableArrayError: as `wire_form`.
-    """
+    """Return the wire name of a NumPy scalar's dtype, and its bytes. Raises as `wire_form`."""
     dtype = scalar.dtype
     if isinstance(scalar, np.str_):
         return f"<U{len(scalar)}", scalar.encode("utf-32-le", "surrogatepass")
@@ -97,15 +93,14 @@ def scalar_form(scalar: np.generic) -> tuple[str, bytes]:
 
 
 def wire_bytes(array: NDArray[Any]) -> memoryview:
-    """The array's bytes in C order. A view of its memory where that is contiguous."""
+    """Return an array's bytes in C order: a view of its memory if that is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of that name on the wire, in this machine's byte order.
+    """Return the dtype of a wire name, in this machine's byte order.
 
-    Raises:
-        ProtocolError: no such name, or it needs the library ml_dtypes, which is not installed here.
+    Raise ProtocolError if there is none, or it needs the library ml_dtypes, which is not installed here.
     """
     if len(name) > MAX_NAME:
         raise ProtocolError(f"there is no element type {name[:40]!r}...")
@@ -131,10 +126,8 @@ def _dtype_of(name: str) -> np.dtype[Any]:
 
 
 def _extension_dtype(name: str) -> np.dtype[Any]:
-    try:
+    with suppress(MisuseError, ProtocolError):
         return dtype_named(name)
-    except (MisuseError, ProtocolError):
-        pass
     try:
         scalar = getattr(importlib.import_module("ml_dtypes"), name, None)
     except ImportError:
@@ -147,32 +140,34 @@ def _extension_dtype(name: str) -> np.dtype[Any]:
 
 
 def described(dtype: np.dtype[Any]) -> Any:
-    """As plain data: the name of an extension type, or what NumPy's file format says of any other one."""
+    """Describe a dtype as plain data: by name if it is an extension type, else as in NumPy's file format."""
     if dtype.type.__module__.partition(".")[0] == "ml_dtypes":
         return dtype.name
     return np.lib.format.dtype_to_descr(dtype)
 
 
 def plain_dtype(descr: Any) -> np.dtype[Any]:
-    """The dtype that `described` describes so. ProtocolError if it is none, or its elements hold pointers."""
+    """Return the dtype from `described`. Raise ProtocolError if it is none, or its elements hold pointers."""
     try:
         extension = isinstance(descr, str) and descr.isidentifier()
         dtype = _extension_dtype(descr) if extension else np.lib.format.descr_to_dtype(descr)
-    except Exception as error:  # NumPy looks into what it is given, whatever that is
+    except Exception as error:  # NumPy inspects whatever it is given
         raise ProtocolError(f"{descr!r:.80} describes no element type: {error}") from None
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         raise ProtocolError(f"{dtype!r:.80} came as an element type; it must be a dtype without Python objects")
     return dtype
 
 
-def array_from(name: str, shape: tuple[int, ...], data: Buffer, *, own: bool) -> NDArray[Any]:
-    """A writable array of these bytes. `own`: it may keep the buffer's memory, if writable and aligned.
+def array_from(name: str, shape: Sequence[int], data: Buffer, *, own: bool) -> NDArray[Any]:
+    """Return a writable array of these bytes. `own`: it may use the buffer's memory, if that is writable and aligned.
 
-    Raises:
-        ProtocolError: the shape and the number of bytes contradict each other, or the elements are invalid.
+    Raise ProtocolError if the shape does not match the number of bytes, or the elements are invalid.
     """
-    dtype = dtype_of(name)
-    _check_size(name, shape, dtype.itemsize, data)
+    if len(shape) > MAX_RANK:
+        raise ProtocolError(f"an array of {len(shape)} dimensions")
+    shape, dtype, came = tuple(shape), dtype_of(name), memoryview(data).nbytes
+    if math.prod(shape) * dtype.itemsize != came:
+        raise ProtocolError(f"an array of {name} and shape {shape} came with {came} bytes")
     wire = dtype.newbyteorder("<") if _NATIVE == ">" else dtype
     try:
         array = np.frombuffer(data, wire).reshape(shape) if 0 not in shape else np.empty(shape, wire)
@@ -185,12 +180,8 @@ def array_from(name: str, shape: tuple[int, ...], data: Buffer, *, own: bool) ->
 
 
 def scalar_from(name: str, data: bytes) -> Any:
-    """One NumPy scalar.
-
-    Raises:
-        ProtocolError: as `array_from`.
-    """
-    # An array of text or bytes would lose zeros at an element's end, and has no empty elements.
+    """Return one NumPy scalar. Raises as `array_from`."""
+    # In an array, text and bytes would lose trailing zeros, and could not be empty.
     if name.startswith("<U"):
         if name == f"<U{len(data) // 4}":
             try:
@@ -210,16 +201,8 @@ def scalar_from(name: str, data: bytes) -> Any:
     return scalar[0]
 
 
-def _check_size(name: str, shape: tuple[int, ...], itemsize: int, data: Buffer) -> None:
-    if len(shape) > MAX_RANK:
-        raise ProtocolError(f"an array of {len(shape)} dimensions")
-    came = data.nbytes if isinstance(data, memoryview) else len(data)
-    if math.prod(shape) * itemsize != came:
-        raise ProtocolError(f"an array of {name} and shape {shape} came with {came} bytes")
-
-
 def _check_elements(array: NDArray[Any]) -> None:
-    """Refuse bytes that are no such elements: NumPy takes them, then fails or lies when they are used."""
+    """Refuse invalid elements: NumPy accepts them, then fails or gives wrong results when they are used."""
     if array.dtype.kind not in "bU" or array.size == 0:
         return
     if array.dtype.kind == "b" and array.view(np.uint8).max() > 1:

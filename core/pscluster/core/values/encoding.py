@@ -1,4 +1,4 @@
-"""Python data to `pscluster.v1.Value`. See `pscluster.core.values`, which is what others import."""
+"""Python data to `pscluster.v1.Value`. Others import this from `pscluster.core.values`."""
 
 from __future__ import annotations
 
@@ -15,35 +15,27 @@ from pscluster.core.values.arrays import UnsendableArrayError, plain_name, scala
 from pscluster.core.values.records import UnsendableRecordError, is_record_class, layout_of
 from pscluster.v1 import value_pb2
 
-MAX_DEPTH = 44
-"""Containers inside each other. Every one is two messages, and parsers of protobuf stop at 100."""
-
-INLINE_LIMIT = 64 << 10
-"""Bytes above which an array travels as an attachment, where attachments are collected."""
-
+MAX_DEPTH = 44  # containers inside each other. Each is two messages, and protobuf's parsers stop at 100
+INLINE_LIMIT = 64 << 10  # bytes above which an array travels as an attachment, if attachments are collected
 _INLINE_TOTAL = 1 << 20
 _CROWDED_LIMIT = 1 << 10
 _TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep: does the structure contain itself?"
-_MEND = "pass plain data, arrays or handles"
 
 RemoteEncoder = Callable[[Any, list[memoryview] | None], value_pb2.Value | None]
-"""Asked for every object of no plain type: the value to send in its place (with its attachments appended to
-the list, see `splice`), or None for an object like any other."""
+"""Called for every object that is not of a plain type. Returns the value to send in its place (with its attachments
+appended to the list, see `splice`), or None for an object like any other."""
 
 ClassDefiner = Callable[[type], str]
-"""The digest under which a class of records was registered on the receiving side, or "" to go by name."""
+"""Returns the digest under which a class of records was registered with the receiver, or "" to send it by name."""
 
 
 class UnsendableError(Exception):
-    """Unwinds to the call, gathering the path on its way. A `RemoteEncoder` may raise it, too."""
+    """Unwinds to the call, collecting the path on the way. A `RemoteEncoder` may also raise it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
         self.trail: list[str] = []
-
-    def at(self, step: str) -> None:
-        self.trail.append(step)
 
     def path(self, start: str) -> str:
         steps = self.trail[::-1]
@@ -51,7 +43,7 @@ class UnsendableError(Exception):
 
 
 class _Encoder:
-    """What one call of `encode` goes by."""
+    """The parameters and state of one call of `encode`."""
 
     __slots__ = ("attachments", "define", "handles", "limit", "remote", "room")
 
@@ -70,7 +62,7 @@ class _Encoder:
         self.room = _INLINE_TOTAL
 
     def beside(self, size: int) -> bool:
-        """Should so many bytes travel as an attachment? Many small arrays make a large message too."""
+        """Return whether `size` bytes should travel as an attachment. Many small arrays also make a large message."""
         if self.attachments is None:
             return False
         if size > self.limit:
@@ -98,15 +90,11 @@ def encode(
     remote: RemoteEncoder | None = None,
     define: ClassDefiner | None = None,
     into: value_pb2.Value | None = None,
-    handles: list[Handle] | None = None,
 ) -> value_pb2.Value:
-    """The value of `obj`, written to `into` if given.
+    """Encode `obj`, into `into` if given, and return the value.
 
-    Arrays above `inline_limit` bytes are appended to `attachments`, as views of their memory; without such a
-    list everything is in the value. The handles in it are appended to `handles`.
-
-    Raises:
-        TypeError: something in it can't be sent. The message names it, starting from `path`.
+    Arrays above `inline_limit` bytes are appended to `attachments`, as views of their memory; without such a list
+    everything is in the value. Raise TypeError, with its path starting at `path`, if something in it can't be sent.
     """
     value = value_pb2.Value() if into is None else into
     encoder = _Encoder(attachments, inline_limit, remote, define)
@@ -114,8 +102,6 @@ def encode(
         (_PUT.get(type(obj)) or _put_other)(encoder, obj, value, 0)
     except UnsendableError as error:
         raise TypeError(f"{error.path(path)} {error.reason}") from None
-    if handles is not None:
-        handles += encoder.handles
     return value
 
 
@@ -130,18 +116,16 @@ def encode_call(
     into: value_pb2.Value | None = None,
     handles: list[Handle] | None = None,
 ) -> value_pb2.Value:
-    """The value of the arguments of a call, as `pscluster.v1.Step` carries it: the tuple (args, kwargs).
+    """Encode the arguments of a call, as in `pscluster.v1.Step`: the tuple (args, kwargs).
 
-    The handles among them are appended to `handles`, for a sender that has to keep them.
-
-    Raises:
-        TypeError: an argument can't be sent. The message names it, as in `args[0]['model'].layers[2]`.
+    Otherwise as `encode`, but the handles among them are appended to `handles`. Errors name what can't be sent by paths
+    such as `args[0]['model'].layers[2]`.
     """
     value = value_pb2.Value() if into is None else into
     encoder = _Encoder(attachments, inline_limit, remote, define)
     for name in kwargs:
         if not isinstance(name, str):
-            raise TypeError(f"kwargs has the key {name!r:.40}: names of arguments are strings")
+            raise TypeError(f"kwargs has the key {name!r:.40}: names of arguments must be strings")
     add = value.tuple.items.add
     path = "args"
     try:
@@ -156,7 +140,7 @@ def encode_call(
 
 
 def nesting(value: value_pb2.Value) -> int:
-    """How many containers deep a value is; `MAX_DEPTH` + 1 for whatever is deeper than may be."""
+    """Return how many containers deep a value is; at most `MAX_DEPTH` + 1."""
     deepest, todo = 0, [(value, 0)]
     while todo:
         value, depth = todo.pop()
@@ -172,7 +156,7 @@ CONTAINERS = frozenset(["list", "tuple", "set", "frozenset", "dict", "record", "
 
 
 def children(value: value_pb2.Value, kind: str | None) -> list[value_pb2.Value]:
-    """The values directly inside a value of that kind."""
+    """Return the values directly inside a value of that kind."""
     match kind:
         case "list" | "tuple" | "set" | "frozenset":
             return list(getattr(value, kind).items)
@@ -187,7 +171,7 @@ def children(value: value_pb2.Value, kind: str | None) -> list[value_pb2.Value]:
 
 
 def describe(obj: Any) -> str:
-    """The type of an object, with its article, for messages: "a threading.Event"."""
+    """Return the type of an object, with its article, for messages: "a threading.Event"."""
     cls = type(obj)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
@@ -280,7 +264,7 @@ def _put_items(encoder: _Encoder, obj: Any, sequence: value_pb2.Sequence, depth:
         for item in obj:
             (get(type(item)) or _put_other)(encoder, item, add(), depth + 1)
     except UnsendableError as error:
-        error.at(f"[{len(items) - 1}]")
+        error.trail.append(f"[{len(items) - 1}]")
         raise
 
 
@@ -294,12 +278,12 @@ def _put_dict(encoder: _Encoder, obj: dict[Any, Any], value: value_pb2.Value, de
         try:
             (get(type(key)) or _put_other)(encoder, key, add_key(), depth + 1)
         except UnsendableError as error:
-            error.at(".keys()")
+            error.trail.append(".keys()")
             raise
         try:
             (get(type(item)) or _put_other)(encoder, item, add_value(), depth + 1)
         except UnsendableError as error:
-            error.at(f"[{key!r:.40}]" if isinstance(key, str | int) else f"[{describe(key)}]")
+            error.trail.append(f"[{key!r:.40}]" if isinstance(key, str | int) else f"[{describe(key)}]")
             raise
 
 
@@ -337,7 +321,7 @@ def _put_handle(encoder: _Encoder, obj: Handle, value: value_pb2.Value, _depth: 
 def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) -> None:
     if depth >= MAX_DEPTH:
         raise UnsendableError(_TOO_DEEP)
-    cls = type(obj)
+    cls: type = type(obj)
     try:
         layout = layout_of(cls)
         values = layout.values(obj)
@@ -360,7 +344,7 @@ def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int)
         try:
             (get(type(item)) or _put_other)(encoder, item, add(), depth + 1)
         except UnsendableError as error:
-            error.at(f".{name}")
+            error.trail.append(f".{name}")
             raise
 
 
@@ -391,7 +375,7 @@ _PUT: dict[type, _Put] = {
     frozenset: _put_set,
     np.ndarray: _put_array,
 }
-"""By exact type. Handle, record and scalar classes are added as they are met."""
+"""By exact type. Handle, record and scalar classes are added on first use."""
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
@@ -402,7 +386,7 @@ def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) 
             raise UnsendableError(_TOO_DEEP)
         value.remote.CopyFrom(sent)
         return
-    cls = type(obj)
+    cls: type = type(obj)
     put: _Put
     if isinstance(obj, Handle):
         put = _PUT[cls] = _put_handle
@@ -417,11 +401,8 @@ def _put_other(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) 
     elif isinstance(obj, _PLAIN):
         put = _PUT[cls] = next(_PUT[base] for base in _PLAIN if isinstance(obj, base))
     elif not isinstance(obj, type) and all(hasattr(obj, name) for name in ("__array__", "dtype", "shape")):
-        put = _put_array_like  # not remembered: a class that `remote` knows may offer __array__ too
-    elif callable(obj):
-        raise UnsendableError(
-            f"is {describe(obj)}, which can't be sent: {_MEND}, or use it in the function by its name"
-        )
+        put = _put_array_like  # not cached: a class that `remote` knows may also have __array__
     else:
-        raise UnsendableError(f"is {describe(obj)}, which can't be sent: {_MEND}")
+        by_name = ", or use it in the function by its name" if callable(obj) else ""
+        raise UnsendableError(f"is {describe(obj)}, which can't be sent: pass plain data, arrays or handles{by_name}")
     put(encoder, obj, value, depth)

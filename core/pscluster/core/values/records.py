@@ -1,7 +1,7 @@
 """Records on the wire: dataclass instances and named tuples, their class by name and their fields in order.
 
-Instances are taken apart and put together without running any of the class' own code, `__init__` and
-`__post_init__` included. So what is not a field can't travel, and an instance that has more is refused.
+Instances are taken apart and rebuilt without running any of the class' own code, `__init__` and `__post_init__`
+included. So only fields travel, and an instance with other attributes is refused.
 """
 
 from __future__ import annotations
@@ -14,35 +14,28 @@ from typing import Any
 
 from pscluster.core.errors import ProtocolError
 
+# Global of a module whose name here differs from its name in other processes: that other name.
 MODULE_MARK = "__pscluster_module__"
-"""Global of a module that goes by another name here than elsewhere: that other name."""
-
-PYTHON_CLASS = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class made at run time, not a built-in type with a layout of its own."""
+_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made at run time, not a built-in type with its own layout
 
 
 class UnsendableRecordError(TypeError):
-    """Instances of this class, or this one, can't be sent. The message says what it is and how to mend it."""
+    """This instance, or any of its class, can't be sent. The message says why and how to mend it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How instances of a class are taken apart and put together."""
+    """How instances of a class are taken apart and rebuilt."""
 
     cls: type
     module: str
     qualname: str
     fields: tuple[str, ...]
     is_tuple: bool
-    known: frozenset[str]
-    """Fields, and names of cached properties, which are made anew where they are needed."""
+    known: frozenset[str]  # fields, and cached properties, which the receiver computes again when needed
 
     def values(self, record: Any) -> Sequence[Any]:
-        """The values of the fields, in order.
-
-        Raises:
-            UnsendableRecordError: a field was never set, or the instance has attributes that are no fields.
-        """
+        """Return the fields' values. UnsendableRecordError if one was never set, or there are attributes besides."""
         if self.is_tuple:
             return tuple(tuple.__iter__(record))
         try:
@@ -52,23 +45,19 @@ class Layout:
         own = getattr(record, "__dict__", None)
         if own and (more := [name for name in own.keys() - self.known if not name.startswith("__")]):
             raise UnsendableRecordError(
-                f"has the attribute {min(more)!r}, which is no field and would be lost: declare it as a field"
+                f"has the attribute {min(more)!r}, which is not a field and would be lost: declare it as a field"
             )
         return values
 
     def build(self, fields: Sequence[str], values: Sequence[Any]) -> Any:
-        """An instance with these values, made without calling the class.
-
-        Raises:
-            ProtocolError: the names are not those of the class' fields.
-        """
+        """Make an instance with these values without calling the class. Raise ProtocolError if its fields differ."""
         if tuple(fields) != self.fields:
             values = self._in_order(fields, values)
         if self.is_tuple:
             return tuple.__new__(self.cls, values)
         try:
             record: Any = object.__new__(self.cls)
-        except TypeError as error:  # abstract here, or derived from a class of an extension
+        except TypeError as error:  # abstract here, or derived from a class of an extension module
             raise ProtocolError(f"{self.module}.{self.qualname} can't be made from its fields: {error}") from None
         for name, value in zip(self.fields, values, strict=True):
             try:
@@ -84,21 +73,16 @@ class Layout:
             differences = [f"unknown {name!r}"[:60] for name in sorted(extra)[:5]]
             differences += [f"missing {name!r}" for name in sorted(missing)[:5]]
             raise ProtocolError(
-                f"the fields that came are not those of {self.module}.{self.qualname} here: "
+                f"the fields received are not those of {self.module}.{self.qualname} here: "
                 f"{', '.join(differences) or 'a name came twice'}"
             )
         return [by_name[name] for name in self.fields]
 
 
-_record_classes: dict[type, bool] = {}  # structures are walked leaf by leaf, and most leaves are of few classes
-
-
+@functools.cache  # structures are walked leaf by leaf, and most leaves are of few classes
 def is_record_class(cls: type) -> bool:
-    """A dataclass, or a class of named tuples?"""
-    known = _record_classes.get(cls)
-    if known is None:
-        known = _record_classes[cls] = dataclasses.is_dataclass(cls) or _is_named_tuple(cls)
-    return known
+    """Return whether a class is a dataclass, or one of named tuples."""
+    return dataclasses.is_dataclass(cls) or _is_named_tuple(cls)
 
 
 def _is_named_tuple(cls: type) -> bool:
@@ -106,32 +90,21 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)
 
 
-_layouts: dict[type, Layout] = {}
-
-
+@functools.cache
 def layout_of(cls: type) -> Layout:
-    """The layout of a record class.
+    """Return the layout of a record class.
 
-    Raises:
-        UnsendableRecordError: a dataclass whose instances need more than their fields, such as one that
-            derives from `dict` or from an exception.
+    Raise UnsendableRecordError if its instances are more than their fields, as with a dataclass derived from `dict`.
     """
-    layout = _layouts.get(cls)
-    if layout is None:
-        layout = _layouts[cls] = _layout(cls)
-    return layout
-
-
-def _layout(cls: type) -> Layout:
     named_tuple = _is_named_tuple(cls) and not dataclasses.is_dataclass(cls)
     if named_tuple:
         fields: tuple[str, ...] = tuple(getattr(cls, "_fields"))  # noqa: B009
     else:
         fields = tuple(field.name for field in dataclasses.fields(cls))
         for base in cls.__mro__[:-1]:
-            if not base.__flags__ & PYTHON_CLASS:
+            if not base.__flags__ & _PYTHON_CLASS:
                 raise UnsendableRecordError(
-                    f"is a {base.__name__} too, so its fields are not all of it: pass a dataclass that is not"
+                    f"is also a {base.__name__}, so its fields are not all of it: pass a dataclass that is not"
                 )
     cached = {
         name
@@ -143,18 +116,14 @@ def _layout(cls: type) -> Layout:
 
 
 def module_of(cls: type) -> str:
-    """The name under which other processes know the class' module."""
+    """Return the name under which other processes know a class' module."""
     module = sys.modules.get(cls.__module__)
     name = vars(module).get(MODULE_MARK) if module is not None else None
     return name if isinstance(name, str) else cls.__module__
 
 
 def imported_class(definition: str, module: str, qualname: str) -> type:  # noqa: ARG001  (a RecordResolver)
-    """The class of that name in a module that is already imported. Nothing is imported, no code is run.
-
-    Raises:
-        ProtocolError: there is none.
-    """
+    """Return the class of that name in an already imported module, or raise ProtocolError. No code is run."""
     found: Any = sys.modules.get(module)
     if found is None:
         raise ProtocolError(f"a record of class {module}.{qualname}, whose module is not imported here"[:500])
@@ -166,11 +135,7 @@ def imported_class(definition: str, module: str, qualname: str) -> type:  # noqa
 
 
 def layout_for(cls: type) -> Layout:
-    """The layout of a class that the wire named.
-
-    Raises:
-        ProtocolError: it is no class of records, or one whose instances can't be made from their fields.
-    """
+    """Return the layout of a class named on the wire. ProtocolError if its instances can't be made from fields."""
     if not is_record_class(cls):
         raise ProtocolError(f"{cls.__module__}.{cls.__qualname__} is neither a dataclass nor a named tuple here")
     try:

@@ -1,7 +1,7 @@
 """Connections to the parameter servers: channels, the data plane, and sessions, the streams of small requests.
 
-Reads and updates go over a server's data plane, if it has one that can be reached, else over gRPC. Where it is, the
-server says at every handshake: another process of it has another port.
+Reads and updates go over a server's data plane if it is reachable, otherwise over gRPC. The server announces its port
+at every handshake, since it changes when the server restarts.
 """
 
 from __future__ import annotations
@@ -13,64 +13,49 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-from grpc.experimental import ChannelOptions
 
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
 from pscluster.core.ids import fresh_id
 from pscluster.core.metrics.trace import SESSION_HEADER
 from pscluster.core.security.channel import OPEN_SECONDS, telling
-from pscluster.core.transport.channels import (
-    HELLO_SECONDS,
-    NODE_SERVICE,
-    PeerAddress,
-    open_peer_channel,
-    open_stream,
-    say_hello,
-)
-from pscluster.core.transport.frames import CHUNK_BYTES, DATA_FRAME_BYTES, Buffer, pack, unpack
-from pscluster.core.transport.grpc_streams import Metadata, Stream, StreamEndedError
+from pscluster.core.transport.base import Metadata, Place, Stream, StreamEndedError
+from pscluster.core.transport.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_peer_channel, say_hello
+from pscluster.core.transport.frames import Buffer, parts_of, unpack
 from pscluster.core.transport.methods import Stub
-from pscluster.core.transport.tcp.client import DataPort, DataStream
-from pscluster.core.transport.tcp.packets import Place
-from pscluster.ps.client.watchdog import Exchange, Liveness, watchdog
-from pscluster.ps.spec import SERVICE
+from pscluster.core.transport.transport import Transport
+from pscluster.core.transport.watchdog import Liveness, WatchedCall, watch
+from pscluster.ps.spec import BESIDE_PAYLOAD_BYTES, SERVICE
 from pscluster.v1 import node_pb2, ps_pb2
 
 _SESSION, _PULL, _PUSH = (f"/{SERVICE.full_name}/{name}" for name in ("Session", "Pull", "Push"))
 
 
 def new_session() -> str:
-    """A name that no other session has."""
     return f"{fresh_id():x}"
 
 
 class Session:
     """One stream of request and reply in turn, used by one thread at a time."""
 
-    def __init__(self, stream: Stream, liveness: Liveness, name: str = "", *, direct: bool = False) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, liveness: Liveness, name: str = "") -> None:
+        self.stream = stream
         self.name = name
-        self.direct = direct  # on the data plane
-        self.nth = 0  # of the request that was sent last
-        self.begin = 0.0  # when it was
-        self._exchange = Exchange(liveness, stream.cancel)
-        watchdog.watch(self._exchange)
+        self.nth = 0  # requests sent
+        self.begin = 0.0  # when the last one was sent
+        self._exchange = watch(WatchedCall(stream.cancel, liveness.max_silence, liveness))
 
     def send(self, parts: Sequence[Buffer], timeout: float) -> None:
         self.nth += 1
         self.begin = time.monotonic()
         self._exchange.begin(timeout)
-        if isinstance(self._stream, DataStream):
-            self._stream.send_parts(parts)
-            return
-        for frame in _frames(b"".join(parts)):
-            self._stream.send(frame)
+        for frame in _frames(parts, self.stream.frame_bytes):
+            self.stream.send(*frame)
 
     def receive(self) -> bytes:
         try:
-            return self._stream.receive()
+            return self.stream.receive()
         except grpc.RpcError as error:
-            self._exchange.check()
+            self._exchange.raise_if_cancelled()
             if error.code() is grpc.StatusCode.OK:
                 raise UnavailableError("the session was ended by the server") from None
             raise
@@ -78,49 +63,31 @@ class Session:
             self._exchange.end()
 
     def close(self) -> None:
-        """By the thread that uses it, or while none does."""
-        self._stream.close()
+        """End the stream. Call this on the thread that uses it, or while it is idle."""
+        self.stream.close()
 
 
-def _frames(request: bytes) -> Iterator[bytes]:
-    """The messages that a session's request is over gRPC: one, if it is not too large for that."""
-    if len(request) <= CHUNK_BYTES:
-        yield request
+def _frames(parts: Sequence[Buffer], most: int) -> Iterator[Sequence[Buffer]]:
+    """Yield a session's request as the messages of its stream: one, unless it is too large for that."""
+    if sum(map(len, parts)) <= most + BESIDE_PAYLOAD_BYTES:
+        yield parts
         return
-    head, payload = unpack(request, ps_pb2.Request)
+    head, payload = unpack(b"".join(parts), ps_pb2.Request)
     head.last = False
-    yield pack(head)
-    for at in range(0, len(payload), CHUNK_BYTES):
-        end = at + CHUNK_BYTES
-        yield pack(ps_pb2.Request(last=end >= len(payload)), [payload[at:end]])
+    yield parts_of(head)
+    for at in range(0, len(payload), most):
+        end = at + most
+        yield parts_of(ps_pb2.Request(last=end >= len(payload)), [payload[at:end]])
 
 
-class _Transfer:
-    """One large read or update on the data plane, by one thread."""
-
-    def __init__(self, stream: DataStream, exchange: Exchange) -> None:
-        self._stream, self._exchange = stream, exchange
-
-    def send(self, parts: Sequence[Buffer], *, last: bool = False) -> None:
-        """Send a message; the last one ends what is sent."""
-        self._stream.send_parts(parts, last=last)
-        self._exchange.progress()
-
-    def end(self) -> None:
-        """Nothing more is sent."""
-        self._stream.end()
-
-    def replies(self, place: Place | None = None) -> Iterator[bytes]:
-        """What the server answers, to the end of the call; nothing of what is put in its place."""
+def _replies(stream: Stream, place: Place | None = None) -> Iterator[bytes]:
+    """Yield the server's replies until the call ends, without the bytes that were received in place."""
+    try:
         while True:
-            try:
-                data = self._stream.receive(place)
-            except StreamEndedError as error:
-                if error.code() is grpc.StatusCode.OK:
-                    return
-                raise
-            self._exchange.progress()
-            yield data
+            yield stream.receive(place)
+    except StreamEndedError as error:
+        if error.code() is not grpc.StatusCode.OK:
+            raise
 
 
 def _result(call: Any, tell: Callable[[Any], None]) -> Any:
@@ -128,135 +95,120 @@ def _result(call: Any, tell: Callable[[Any], None]) -> Any:
     try:
         return call.result()
     except BaseException:
-        call.cancel()  # Ctrl-C: else the thread that sends would wait for ever, and the server for the rest
+        call.cancel()  # Ctrl-C: otherwise the sending thread would wait forever, and the server for the rest
         raise
 
 
 class Server:
     """One parameter server: its channels and idle sessions."""
 
-    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, patience: float) -> None:
+    def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, retry_seconds: float) -> None:
         self.peer = peer
-        self.liveness = Liveness(self._answers, patience)
-        self.holding = 0  # the number of what it holds for the job; see AttachEvent
+        self.liveness = Liveness(self._answers, retry_seconds)
+        self.store_id = 0  # of what it holds for the job; see AttachEvent
+        self.lost: PSUnavailableError | None = None  # set when the coordinator has given it up
         self._identity = identity
         self._idle: list[Session] = []
         self._lock = threading.Lock()
-        self._data = DataPort(str(peer), peer.token, peer.tls)
-        self._greeted = self._closed = False
-        self._retired: Sequence[grpc.Channel] = ()  # with the certificate before this one
+        self._transport = Transport(peer)
+        self._closed = False
+        self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate
         self._open()
 
     def _open(self) -> None:
-        self._generation = 0 if self.peer.tls is None else self.peer.tls.look_again()
+        self._generation = 0 if self.peer.tls is None else self.peer.tls.refresh()
         self._control = open_peer_channel(self.peer)
-        self._bulk = open_peer_channel(self.peer, [(ChannelOptions.SingleThreadedUnaryStream, 1)])
+        self._bulk = open_peer_channel(self.peer)
         self.control = Stub(self._control, SERVICE)
         self.node = Stub(self._control, NODE_SERVICE)
         self.bulk = Stub(self._bulk, SERVICE)
 
     def take_session(self) -> Session:
-        """An idle one, or a new one. What is wrong with the server, its use tells."""
-        direct, stale, found = self._has_data(), list[Session](), None
-        with self._lock:
-            while found is None and self._idle:
+        """Return an idle session, or a new one. Failures of the server show when it is used."""
+        self._learn_where()
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
                 session = self._idle.pop()
-                if session.direct or not direct:
-                    found = session
-                else:
-                    stale.append(session)  # of a time at which the data plane could not be reached
-        for session in stale:
+            if not self._transport.is_outdated(session.stream):
+                return session
             session.close()
-        if found is not None:
-            return found
         name = new_session()
-        metadata = ((SESSION_HEADER, name),)
-        stream = self._data.open(_SESSION, metadata) if direct else None
-        if stream is not None:
-            return Session(stream, self.liveness, name, direct=True)
         with self._watched(OPEN_SECONDS):
-            opened = open_stream(self._control, _SESSION, metadata)
-        return Session(opened, self.liveness, name)
+            stream = self._transport.open(self._control, _SESSION, ((SESSION_HEADER, name),))
+        return Session(stream, self.liveness, name)
 
-    def _has_data(self) -> bool:
-        """Is there a data plane to be used? Asks the server, the first time, and when it was forgotten where it is."""
-        if not self._greeted or self._data.should_ask():
+    def _learn_where(self) -> None:
+        if self._transport.should_ask():
             with contextlib.suppress(PsClusterError):
                 self.hello()
-        return self._data.usable()
 
     @contextlib.contextmanager
-    def _transfer(self, path: str, metadata: Metadata, timeout: float) -> Iterator[_Transfer | None]:
-        """A call on the data plane, if there is one."""
-        stream = self._data.open(path, metadata) if self._has_data() else None
-        if stream is None:
-            yield None
-            return
-        try:
-            with watchdog.call(self.liveness, stream.cancel, timeout) as exchange:
-                yield _Transfer(stream, exchange)
-        finally:
-            self._data.give_back(stream)
+    def _transfer(self, path: str, metadata: Metadata, timeout: float) -> Iterator[tuple[Stream, Callable[[], None]]]:
+        """Open a call for a large transfer and watch it for the block, which calls the function given at progress."""
+        self._learn_where()
+        with self._watched(timeout) as (exchange, tell):
+            stream = self._transport.open(self._bulk, path, metadata)
+            tell(stream)
+            try:
+                yield stream, exchange.progress
+            finally:
+                stream.release()
 
     def pull(self, question: bytes, metadata: Metadata, timeout: float, place: Place) -> None:
-        """A large read; the frames of the answer go to their place. grpc.RpcError, or ours, if something goes wrong."""
-        with self._transfer(_PULL, metadata, timeout) as transfer:
-            if transfer is None:
-                with self._watched(timeout) as (exchange, tell):
-                    call = self.bulk.pull(question, metadata=metadata, timeout=timeout)
-                    tell(call)
-                    for data in call:
-                        exchange.progress()
-                        place(data, len(data))
-                return
-            transfer.send((question,), last=True)
-            for _ in transfer.replies(place):
-                pass
+        """Make a large read, whose reply's frames go to `place`. Raise grpc.RpcError or PsClusterError if it fails."""
+        with self._transfer(_PULL, metadata, timeout) as (stream, progress):
+            stream.send(question, last=True)
+            for _ in _replies(stream, place):
+                progress()
 
     def push(self, frames: Callable[[int], Iterator[Sequence[Buffer]]], metadata: Metadata, timeout: float) -> bytes:
-        """A large update, in frames of parts, with payloads of at most so many bytes: the answer. Raises as `pull`."""
-        with self._transfer(_PUSH, metadata, timeout) as transfer:
-            if transfer is None:
-                with self._watched(timeout) as (_, tell):
-                    call = self.bulk.push.future(map(b"".join, frames(CHUNK_BYTES)), metadata=metadata, timeout=timeout)
-                    data: bytes = _result(call, tell)
-                return data
-            for parts in frames(DATA_FRAME_BYTES):
-                transfer.send(parts)
-            transfer.end()
-            replies = list(transfer.replies())
+        """Make a large update and return the reply; `frames` takes the most bytes of a payload. Raise as `pull`."""
+        with self._transfer(_PUSH, metadata, timeout) as (stream, progress):
+            for parts in frames(stream.frame_bytes):
+                stream.send(*parts)
+                progress()
+            stream.end()
+            replies = list(_replies(stream))
         if len(replies) != 1:
             raise ProtocolError(f"{len(replies)} replies to one update")
         return replies[0]
 
     def ask(self, method: Any, request: Any, timeout: float) -> Any:
-        """Call a method of a stub with one request. grpc.RpcError, or ours, if something goes wrong."""
+        """Call a method of a stub with one request. Raise grpc.RpcError or PsClusterError if it fails."""
         with self._watched(timeout) as (_, tell):
-            if hasattr(method, "future"):
-                return _result(method.future(request, timeout=timeout), tell)
-            return method(request, timeout=timeout)  # authenticated: it tells by itself
+            return _result(method.future(request, timeout=timeout), tell)
 
     @contextlib.contextmanager
-    def _watched(self, timeout: float) -> Iterator[tuple[Exchange, Callable[[Any], None]]]:
-        """Watch a call over gRPC, also while it is opened; gives the exchange, and what is to be told of the call."""
+    def _watched(self, timeout: float) -> Iterator[tuple[WatchedCall, Callable[[Any], None]]]:
+        """Watch a gRPC call, also while it is opened; yield the exchange, and a function to be given the call."""
         calls: list[Any] = []
 
         def cancel() -> None:
             for call in calls[-1:]:
                 call.cancel()
 
-        with watchdog.call(self.liveness, cancel, timeout) as exchange, telling(calls.append):
-            yield exchange, calls.append
+        exchange = watch(WatchedCall(cancel, self.liveness.max_silence, self.liveness))
+        exchange.begin(timeout)
+        try:
+            with telling(calls.append):
+                yield exchange, calls.append
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            exchange.raise_if_cancelled()
+            raise
+        finally:
+            exchange.end()
 
     def _answers(self, timeout: float) -> bool:
-        """Does anybody answer, on a connection of its own?"""
+        """Return whether the server answers on a new connection."""
         channel = open_peer_channel(self.peer)
         try:
             say_hello(channel, self.peer, self._identity, timeout)
         except UnavailableError:
             return False
         except PsClusterError:
-            return True  # what is wrong, the call itself finds out
+            return True  # the call itself reports what is wrong
         finally:
             channel.close()
         return True
@@ -269,40 +221,40 @@ class Server:
         session.close()
 
     def hello(self, timeout: float = HELLO_SECONDS) -> node_pb2.HelloReply:
-        """The handshake. UnavailableError if nobody answers."""
-        generation = 0 if self.peer.tls is None else self.peer.tls.look_again()  # reads files: not while others wait
-        over: Sequence[grpc.Channel] = ()
+        """Shake hands. UnavailableError if the server does not answer."""
+        generation = 0 if self.peer.tls is None else self.peer.tls.refresh()  # reads files: not under the lock
+        outdated: Sequence[grpc.Channel] = ()
         with self._lock:
             if generation > self._generation:
-                # What is under way on the old channels ends there: they are closed at the next renewal.
-                over, self._retired = self._retired, (self._control, self._bulk)
+                # Calls on the old channels end normally: these are closed at the next renewal.
+                outdated, self._retired = self._retired, (self._control, self._bulk)
                 self._open()
-        for channel in over:
+        for channel in outdated:
             channel.close()
         reply = say_hello(self._control, self.peer, self._identity, timeout)
-        self._data.learn(self.peer, reply)
-        self._greeted = True
+        self._transport.learn(self.peer, reply)
         return reply
 
-    def check_holding(self, timeout: float = HELLO_SECONDS) -> None:
-        """PSUnavailableError if it no longer holds what it held. UnavailableError if nobody answers."""
+    def check_store_id(self, timeout: float = HELLO_SECONDS) -> None:
+        """Raise PSUnavailableError if the server has lost its store, UnavailableError if it does not answer."""
         theirs = self.hello(timeout)
-        if self.holding and theirs.holding != self.holding:
+        if self.store_id and theirs.store_id != self.store_id:
             raise PSUnavailableError(
                 f"{self.peer} was restarted and has lost its variables, or serves another job: start a new "
                 "coordinator, and create them again or restore a checkpoint"
             )
 
     def drop_sessions(self) -> None:
+        """Close all idle sessions, and forget the data plane's address."""
         with self._lock:
             idle, self._idle = self._idle, []
         for session in idle:
             session.close()
-        self._data.drop()
+        self._transport.drop()
 
     def close(self) -> None:
         self._closed = True
         self.drop_sessions()
-        self._data.close()
+        self._transport.close()
         for channel in (*self._retired, self._control, self._bulk):
             channel.close()

@@ -1,8 +1,8 @@
-"""Requests to the servers and their answers: one a server, all servers at once, repeated while a server is away.
+"""Requests to the servers and their replies: one per server, all servers at once, retried while a server is down.
 
 Small requests go over sessions, long-lived streams that are taken from a pool for one exchange at a time; large
-ones are streamed in frames on a channel of their own, so that they do not delay the small ones. A failed exchange is
-repeated under the same key, on a fresh connection, until `retry_seconds` have passed.
+ones are streamed in frames on a separate channel, so that they do not delay the small ones. A failed exchange is
+retried under the same key, on a new connection, until `retry_seconds` have passed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import tenacity
@@ -22,27 +22,29 @@ from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import SESSION_HEADER, Asked
 from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain
 from pscluster.core.transport.frames import Buffer, padding, parts_of, pieces, unpack
+from pscluster.core.transport.retry import may_pass, until
+from pscluster.core.transport.watchdog import SilentError
 from pscluster.ps.client.connections import Server, Session
-from pscluster.ps.client.watchdog import SilentError
 from pscluster.ps.request_metrics import ClientCounts
 from pscluster.v1 import node_pb2, ps_pb2
 
-SLOWEST_BYTES_PER_SECOND = 5 << 20  # a transfer slower than this has hung
+_T = TypeVar("_T")
+
+SLOWEST_BYTES_PER_SECOND = 5 << 20  # a slower transfer is taken to hang
 
 
 class Traffic(NamedTuple):
-    """Bytes that this process has moved from and to the parameter servers: values and row numbers, no headers."""
+    """Bytes transferred between this process and the parameter servers: values and row numbers, not headers."""
 
     pulled: int
     pushed: int
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        """What was moved since."""
         return Traffic(self.pulled - earlier.pulled, self.pushed - earlier.pushed)
 
 
 def padded(buffers: Iterable[memoryview]) -> list[Buffer]:
-    """Return the buffers, each followed by what brings the next one to where it belongs."""
+    """Return the buffers, each followed by the padding that aligns the next."""
     segments: list[Buffer] = []
     for buffer in buffers:
         segments.append(buffer)
@@ -51,13 +53,8 @@ def padded(buffers: Iterable[memoryview]) -> list[Buffer]:
     return segments
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Is it worth to try again? Not where a server is known to be lost."""
-    return isinstance(error, UnavailableError) and not isinstance(error, PSUnavailableError)
-
-
 class Exchanges:
-    """What carries a client's requests to its servers. Thread-safe; no lock is held over a network call."""
+    """Carries a client's requests to its servers. Thread-safe; no lock is held over a network call."""
 
     def __init__(
         self,
@@ -70,73 +67,75 @@ class Exchanges:
         self.servers = [Server(peer, identity, retry_seconds) for peer in peers]
         self.timeout = request_timeout
         self.on_lost: Callable[[PSUnavailableError], None] | None = None
-        """Is told of each error that says that a server is lost, before that is raised."""
+        """Called with each error that reports a lost server, before it is raised. If set, such errors are final."""
         self.pulled = self.pushed = 0
         self._counts = counts
         self._retry_seconds = retry_seconds
-        self._closed = ""  # why
+        self.closed = ""  # why the job is over
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
 
     @property
-    def closed(self) -> bool:
-        """Is the job over?"""
-        return bool(self._closed)
+    def traffic(self) -> Traffic:
+        """The traffic so far, without retries."""
+        return Traffic(self.pulled, self.pushed)
 
     def close(self, why: str) -> None:
-        """Close all connections."""
-        self._closed = why
+        self.closed = why
         for server in self.servers:
             server.close()
         self._bulk_threads.shutdown(wait=False)
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run this beside whatever else there is."""
+        """Run this on a thread of the pool."""
         return self._bulk_threads.submit(work)
 
     def check_open(self) -> None:
-        if self._closed:
-            raise StaleError(f"this job is over: {self._closed}, and its variables are gone")
+        """Raise StaleError if the job is over."""
+        if self.closed:
+            raise StaleError(f"this job is over: {self.closed}, and its variables are gone")
 
     def begin(self) -> FunctionContext | None:
-        """The function that runs here, if one does. Raises where nothing more is to be read or updated."""
+        """Return the function that runs on this thread, if any. StaleError or the like if it must not continue."""
         self.check_open()
         function = current_function()
         if function is not None:
             function.check()
         return function
 
-    def retrying(self, server: Server, attempt: Callable[[], Any]) -> Any:
-        """Repeat what fails because the server can't be reached, until `retry_seconds` behind the first failure.
+    def retrying(self, server: Server, attempt: Callable[[], Any], *, patient: bool = True) -> Any:
+        """Retry what fails because the server is unreachable, until `retry_seconds` after the first failure.
 
-        Of one that has not answered: since it was heard of last.
+        If the server went silent, they count from its last sign of life. Unless patient, try only once.
         """
         try:
-            return self.once(server, attempt)
+            return self._once(server, attempt)
         except UnavailableError as error:
-            if not _may_pass(error):
+            if not (patient and may_pass(error)):
                 raise
-            # Not from the beginning of the attempt: it may have been a long transfer.
+            # Not since the start of the attempt, which may have been a long transfer.
             silent = error.seconds if isinstance(error, SilentError) else 0.0
             if silent and silent >= self._retry_seconds:
                 raise self._gone(server, error) from None
             return self._retry(server, attempt, time.monotonic() - silent)
 
-    def once(self, server: Server, attempt: Callable[[], Any]) -> Any:
+    def _once(self, server: Server, attempt: Callable[[], Any]) -> Any:
+        if server.lost is not None:  # found on any thread
+            raise server.lost.with_traceback(None)
         try:
             return attempt()
         except grpc.RpcError as error:
             failure = from_rpc(error, str(server.peer))
-            error.__traceback__ = None  # of gRPC's own frames, which hold the error
+            error.__traceback__ = None  # gRPC's frames, which hold the error
         except (UnavailableError, StaleError) as error:
             failure = error
         try:
             if isinstance(failure, StaleError):
-                self._check_holding(server)  # a server that was restarted knows nothing of the job
-            if not _may_pass(failure):
+                self._check_store_id(server)  # a restarted server knows nothing of the job
+            if not may_pass(failure):
                 raise failure
             if why := server.peer.why_gone():
                 lost = PSUnavailableError(f"{server.peer} is lost, and with it its shards of all variables: {why}")
-                self._tell_lost(lost)
+                self._tell_lost(server, lost)
                 raise lost
             function = current_function()
             if function is not None:
@@ -146,46 +145,44 @@ class Exchanges:
                 self._counts.reconnects[self.servers.index(server)] += 1
             raise failure
         finally:
-            # An error and a frame that hold each other hold the callers' frames, too, and the arrays that are being
-            # read or sent there: after a retry they would stay until Python looks for such cycles, which it does
-            # for what has lived for seconds only once in a long while.
+            # An error and a frame that hold each other also hold the callers' frames, with the arrays being read or
+            # sent: after a retry these would stay until the garbage collector finds the cycle, which for objects
+            # that have lived for seconds takes long.
             del failure
 
     def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:
-            self.begin()  # it may have been cancelled meanwhile
-            # Where nobody serves any more, an attempt may take long to find out.
-            left = failing_since + self._retry_seconds - time.monotonic()
-            self._check_holding(server, min(HELLO_SECONDS, max(left, 1.0)))
-            return self.once(server, attempt)
+            self.begin()  # the function may have been cancelled meanwhile
+            # An attempt may take long to find out that the server is down.
+            remaining = failing_since + self._retry_seconds - time.monotonic()
+            self._check_store_id(server, min(HELLO_SECONDS, max(remaining, 1.0)))
+            return self._once(server, attempt)
 
         try:
-            return tenacity.Retrying(
-                retry=tenacity.retry_if_exception(_may_pass),
-                wait=tenacity.wait_random_exponential(multiplier=0.02, max=0.25),
-                stop=lambda _: time.monotonic() - failing_since >= self._retry_seconds,
-            )(again)
+            deadline = failing_since + self._retry_seconds
+            return tenacity.Retrying(**until(over=lambda: time.monotonic() >= deadline))(again)
         except tenacity.RetryError as error:
             raise self._gone(server, error.last_attempt.exception()) from None
 
     def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
         why = explain(server.peer.address, server.peer.tls)
-        what = str(last).removeprefix(f"{server.peer} can't be reached: ")
+        failure = str(last).removeprefix(f"{server.peer} can't be reached: ")
         error = PSUnavailableError(
-            f"{server.peer} is unreachable, retried for {self._retry_seconds:g} s: {why} ({what})"
+            f"{server.peer} is unreachable, retried for {self._retry_seconds:g} s: {why} ({failure})"
         )
-        self._tell_lost(error)
+        self._tell_lost(server, error)
         return error
 
-    def _check_holding(self, server: Server, timeout: float = HELLO_SECONDS) -> None:
+    def _check_store_id(self, server: Server, timeout: float = HELLO_SECONDS) -> None:
         try:
-            server.check_holding(timeout)
+            server.check_store_id(timeout)
         except PSUnavailableError as error:
-            self._tell_lost(error)
+            self._tell_lost(server, error)
             raise
 
-    def _tell_lost(self, error: PSUnavailableError) -> None:
-        if self.on_lost is not None and not self._closed:
+    def _tell_lost(self, server: Server, error: PSUnavailableError) -> None:
+        if self.on_lost is not None and not self.closed:
+            server.lost = server.lost or error
             self.on_lost(error)
 
     def exchange(
@@ -195,24 +192,24 @@ class Exchanges:
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
     ) -> None:
-        """Small requests, by server, in parts: sent to all servers, then answered by each in turn."""
+        """Send small requests to all servers; then receive each server's reply in turn, and give it to `finish`."""
         begun: dict[int, Session] = {}
         try:
             for index, data in requests.items():
-                with contextlib.suppress(grpc.RpcError, UnavailableError):  # it is tried again, with patience
+                with contextlib.suppress(grpc.RpcError, UnavailableError):  # retried below
                     session = self.servers[index].take_session()
                     begun[index] = session
                     session.send(data, self.timeout)
         except BaseException:
             for session in begun.values():
-                session.close()  # a reply that nobody takes off must not meet the next request
+                session.close()  # an unread reply must not meet the next request
             raise
         reach("client.exchange.after")
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
                 self._finish_exchange(what, index, begun.pop(index, None), data, finish, function)
-            except BaseException as error:  # the other servers' replies must still be taken off their sessions
+            except BaseException as error:  # the other servers' replies must still be received
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -231,24 +228,28 @@ class Exchanges:
 
         def attempt() -> None:
             if first:
-                mine = first.pop()
+                session = first.pop()
             else:
-                mine = server.take_session()
-                mine.send(request, self.timeout)
+                session = server.take_session()
+                session.send(request, self.timeout)
             try:
-                data = mine.receive()
+                data = session.receive()
             except BaseException:
-                mine.close()
+                session.close()
                 raise
-            asked = mine.name, mine.nth
-            server.give_back(mine)
+            asked = session.name, session.nth
+            server.give_back(session)
             self.count(what, index, asked, begin, sum(map(len, request)), len(data), function)
             reply, payload = unpack(data, ps_pb2.Reply)
             if reply.HasField("refusal"):
                 raise from_kind(reply.refusal.kind, reply.refusal.message)
             finish(index, reply, payload)
 
-        self.retrying(server, attempt)
+        try:
+            self.retrying(server, attempt)
+        finally:
+            if first:
+                first.pop().close()  # never used: the server is lost
 
     def count(
         self,
@@ -260,7 +261,7 @@ class Exchanges:
         received: int,
         function: FunctionContext | None,
     ) -> None:
-        """A request was answered: as the n-th of its session, with so many bytes sent and received."""
+        """Count an answered request. `asked` is its session's name and its position there; sizes are bytes."""
         end, counts = time.monotonic(), self._counts
         if what == "pull":
             counts.pulls[index].add(end - begin)
@@ -272,39 +273,33 @@ class Exchanges:
             name, nth = asked
             counts.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
 
-    def on_each(self, work: dict[int, Callable[[], object]]) -> None:
-        """Run the bulk work of several servers at once; the first error is raised when all have ended."""
-        if not work:
-            return
-        mine, *others = work.values()
+    def on_each(self, work: Iterable[Callable[[], _T]]) -> list[_T]:
+        """Run the bulk work of several servers at once. When all has ended, raise the first error, if any."""
+        own, *others = work  # this thread does its share
         futures = [self._bulk_threads.submit(job) for job in others]
         try:
-            mine()
+            first = own()
         except KeyboardInterrupt:
             raise
         except BaseException:
-            wait(futures)  # of a function that is over nothing is under way
+            wait(futures)  # a function that has ended leaves no request under way
             raise
         wait(futures)
-        for future in futures:
-            future.result()
+        return [first, *(future.result() for future in futures)]
 
     def push(
         self,
         index: int,
         request: ps_pb2.Request,
-        buffers: list[Buffer],
+        buffers: Sequence[Buffer],
         timeout: float = 0.0,
         *,
         patient: bool = True,
         name: str = "",
-    ) -> Callable[[], ps_pb2.Reply]:
-        """What sends a request in frames.
+    ) -> ps_pb2.Reply:
+        """Send a request in frames. The server may take `timeout` seconds more than the transfer; `name` is for traces.
 
-        Args:
-            timeout: what the server needs besides, in seconds.
-            patient: wait for a server that is gone.
-            name: of the request, for the record.
+        Unless patient, do not wait for a server that is down.
         """
         server = self.servers[index]
         metadata = ((SESSION_HEADER, name),) if name else ()
@@ -313,16 +308,11 @@ class Exchanges:
         timeout += self.timeout + total / SLOWEST_BYTES_PER_SECOND
 
         def frames(size: int) -> Iterator[Sequence[Buffer]]:
-            yield parts_of(request)  # alone: what follows may come straight to where it belongs
+            yield parts_of(request)  # alone: the payload that follows can be received in place
             sent = 0
             for group in pieces(buffers, size):
                 sent += sum(map(len, group))
                 yield parts_of(ps_pb2.Request(last=sent == total), group)
 
-        def attempt() -> ps_pb2.Reply:
-            data = server.push(frames, metadata, timeout)
-            return unpack(data, ps_pb2.Reply)[0]
-
-        if not patient:
-            return lambda: self.once(server, attempt)
-        return lambda: self.retrying(server, attempt)
+        data = self.retrying(server, lambda: server.push(frames, metadata, timeout), patient=patient)
+        return unpack(data, ps_pb2.Reply)[0]

@@ -1,18 +1,18 @@
-"""What a client keeps of large shards that nobody changes, so that they are not sent again.
+"""A client's copies of large shards that do not change, so that they are not sent again.
 
-Every shard has a version, which rises with each update. Before a large read the client may ask for it, eight bytes
-of answer, and where it is that of the copy it keeps, it reads the copy. Whether to ask, and what to keep, is decided
-here; the client does the asking. Nothing is kept on suspicion: only what was read twice under one version, and was
-of that version before and after the read that the copy is made of. A shard that changes all the time is asked about
-more and more seldom, and costs nothing in the end.
+Every shard has a version, which rises with each update. Before a large read the client may query it, which takes a
+reply of eight bytes, and if the cached copy has that version, it reads the copy. This module decides whether to query
+and what to keep; the client sends the queries. Only a shard that was read twice at one version is kept, and only if it
+had that version before and after the read that made the copy. A shard that changes all the time is queried less and
+less often, and ends up costing nothing.
 
-For each shard, by the last time that was asked:
+For each shard, by the reply to the last query:
 
-    UNKNOWN --asked: v----------------> SEEN(v)
-    SEEN(v) --asked: v----------------> the read is kept as COPY(v) if the shard has version v behind it, too
-            --asked: another, w-------> SEEN(w); asked again after 1, 3, 7 and then every 15 reads
-    COPY(v) --asked: v----------------> read from the copy
-            --asked: another, w-------> SEEN(w); the copy is dropped
+    UNKNOWN --version v--------------> SEEN(v)
+    SEEN(v) --version v--------------> the read is kept as COPY(v) if the shard still has version v after it
+            --another version, w-----> SEEN(w); the next query comes after 1, 3, 7 and then every 15 reads
+    COPY(v) --version v--------------> the copy is read
+            --another version, w-----> SEEN(w); the copy is dropped
 """
 
 from __future__ import annotations
@@ -23,51 +23,47 @@ import threading
 from dataclasses import dataclass
 
 Key = tuple[int, int]
-"""A variable's id, and the number of the shard."""
+"""A variable's id, and the shard's index."""
 
 KEEP_VARIABLE = "PSCLUSTER_KEEP_MIB"
 DEFAULT_MIB = 256
 
-_SELDOM = 15
+_MOST_SKIPPED = 15
 
 
 def cache_bytes() -> int:
-    """How much a process keeps, by the environment; 0: nothing."""
+    """Return the size of a process's cache, from the environment; 0 turns it off."""
     given = os.environ.get(KEEP_VARIABLE, "")
     return (int(given) if given.isdecimal() else DEFAULT_MIB) << 20
 
 
 class CacheDecision(enum.Enum):
-    """What to do about a large read of a shard."""
+    """How to serve a large read of a shard."""
 
     READ = "read it"
-    KEEP = "read it, and keep it if nobody has changed it meanwhile"
-    COPY = "it is here"
+    KEEP = "read it, and keep it if it has not changed meanwhile"
+    COPY = "use the copy"
 
 
 @dataclass(slots=True)
 class _Shard:
     version: int | None = None
     copy: bytes | None = None
-    patience: int = 0  # reads to let pass after the next change
-    skip: int = 0  # of them, still to come
+    backoff: int = 0  # reads without a query after the last change
+    skip: int = 0  # those still to come
 
 
 class ReadCache:
-    """The copies of one process, up to so many bytes. Thread-safe; holds no lock over a network call.
-
-    Args:
-        limit: bytes.
-    """
+    """The copies of one process. Thread-safe; holds no lock over a network call."""
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self.limit = limit  # bytes of all copies
         self.used = 0
         self._lock = threading.Lock()
-        self._shards: dict[Key, _Shard] = {}  # those last used at the end
+        self._shards: dict[Key, _Shard] = {}  # the most recently used last
 
     def asks(self, key: Key, size: int) -> bool:
-        """Is the version of this shard, of so many bytes, to be asked for before it is read?"""
+        """Return whether to query the version of this shard, of `size` bytes, before reading it."""
         if size > self.limit:
             return False
         with self._lock:
@@ -78,22 +74,21 @@ class ReadCache:
             return True
 
     def decide(self, key: Key, version: int) -> tuple[CacheDecision, bytes]:
-        """What to do, the shard having this version now; and its copy, where there is one."""
+        """Decide how to read a shard that now has this version; also return the copy, if it is to be used."""
         with self._lock:
             shard = self._shards.setdefault(key, _Shard())
             if shard.version == version:
-                shard.patience = 0
+                shard.backoff = 0
                 self._shards[key] = self._shards.pop(key)
                 return (CacheDecision.KEEP, b"") if shard.copy is None else (CacheDecision.COPY, shard.copy)
             if shard.version is not None:
-                shard.patience = min(2 * shard.patience + 1, _SELDOM)
-                shard.skip = shard.patience
+                shard.backoff = shard.skip = min(2 * shard.backoff + 1, _MOST_SKIPPED)
             shard.version = version
             self._drop(shard)
             return CacheDecision.READ, b""
 
     def keep(self, key: Key, version: int, values: memoryview) -> None:
-        """The shard had this version before and after these values, which are copied, were read."""
+        """Copy values that were read while the shard had this version, before and after."""
         copy = bytes(values)
         with self._lock:
             shard = self._shards.get(key)

@@ -11,24 +11,25 @@ import numpy.typing as npt
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import check_ids
-from pscluster.ps.handles.variable import Array, Variable, gather_rows
+from pscluster.ps.handles.indexing import Array
+from pscluster.ps.handles.variable import Variable, gather_rows
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 Bags = Sequence[npt.ArrayLike] | npt.NDArray[Any]
 
 
 def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
-    """Rows of a table by id, in the order of the ids, duplicates included; each distinct row travels once.
+    """Read rows of a table by id, in the order of the ids, duplicates included; each distinct row travels once.
 
     Args:
         params: a table, or several.
-        ids: integers of any shape; for several tables, one such array a table.
+        ids: integers of any shape; for several tables, one such array per table.
 
     Returns:
-        An array of shape `ids.shape + table.shape[1:]`; for several tables a list, from one request a server.
+        An array of shape `ids.shape + table.shape[1:]`; for several tables a list, from one request per server.
 
     Raises:
-        InvalidUpdateError: an id that is no row is named, or the ids are no integers.
+        InvalidUpdateError: an id is not a row (the message names it), or ids are not integers.
     """
     if isinstance(params, Variable):
         return _distinct([(params, ids)])[0]
@@ -39,17 +40,12 @@ def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
     return _distinct(list(zip(params, ids, strict=True)))
 
 
-def embedding_bag(
-    params: Variable,
-    bags: Bags,
-    weights: Bags | None = None,
-    combiner: Combiner = "mean",
-) -> Array:
-    """For each bag of ids, its rows combined; an empty bag gives zeros.
+def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, combiner: Combiner = "mean") -> Array:
+    """Combine the rows of each bag of ids; an empty bag gives zeros.
 
     Args:
         params: the table, (rows, ...).
-        bags: ragged, a sequence of arrays of ids; or a 2-D array, a bag a row.
+        bags: ragged, a sequence of arrays of ids; or a 2-D array with a bag per row.
         weights: of the same lengths; default: 1 each.
         combiner: "sum"; "mean", the sum over the sum of the weights; "sqrtn", over the root of the sum of their
             squares (TensorFlow's `embedding_lookup_sparse`).
@@ -59,7 +55,7 @@ def embedding_bag(
         int64.
 
     Raises:
-        InvalidUpdateError: ids that are no rows, weights of other lengths, an unknown combiner.
+        InvalidUpdateError: an id is not a row, weights have other lengths, or the combiner is unknown.
     """
     if combiner not in ("sum", "mean", "sqrtn"):
         raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")
@@ -83,24 +79,23 @@ def embedding_bag(
     return result
 
 
-embedding_lookup_sparse = embedding_bag  # the peer's name
+embedding_lookup_sparse = embedding_bag  # TensorFlow's name
 
 
-def _flat(parts: Sequence[Array]) -> Array:
-    """All elements in one array. Empty ones, which NumPy takes for floats, do not count for its type."""
-    return np.concatenate([part.reshape(-1) for part in parts if part.size] or [np.empty(0, np.int64)])
+def _flat(arrays: Sequence[Array]) -> Array:
+    """Return all elements in one array. Its type ignores empty arrays, which NumPy takes for floats."""
+    return np.concatenate([array.reshape(-1) for array in arrays if array.size] or [np.empty(0, np.int64)])
 
 
 def _weights(weights: Bags, lengths: npt.NDArray[np.int64], name: str) -> Array:
-    arrays = [as_array(each, name, "weights") for each in weights]
-    if [each.size for each in arrays] != lengths.tolist():
+    arrays = [as_array(bag, name, "weights") for bag in weights]
+    if [bag.size for bag in arrays] != lengths.tolist():
         raise InvalidUpdateError(f"variable {name!r}: weights must have the same lengths as the bags of ids")
-    flat = _flat(arrays)
-    return converted(flat, np.dtype(np.float64), name, "weights")
+    return converted(_flat(arrays), np.dtype(np.float64), name, "weights")
 
 
 def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
-    """The type to sum rows of that type in."""
+    """Return the type in which to sum rows of that type."""
     if dtype.kind == "c" or dtype == np.float64:
         return dtype
     if dtype.kind in "biu":
@@ -109,13 +104,13 @@ def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
 
 
 def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
-    """`gather_rows`, with every distinct row read once."""
+    """Gather rows as `gather_rows` does, transferring each distinct one once."""
     wanted, inverses = [], []
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
             raise TypeError(f"an embedding table must be a variable, not a {type(variable).__name__}")
         checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
-        # With the counts NumPy takes a much faster way than without.
+        # NumPy is much faster with the counts than without.
         unique, inverse, _ = np.unique(checked.reshape(-1), return_inverse=True, return_counts=True)
         wanted.append((variable, unique))
         inverses.append(inverse.reshape(checked.shape))

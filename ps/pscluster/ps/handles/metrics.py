@@ -1,18 +1,18 @@
-"""Metrics: what is kept of labels and predictions, and what comes of it.
+"""Metrics: they accumulate labels and predictions in a state, and compute a result from it.
 
-A metric's state is a dict of arrays. It is made empty (`initial`), takes examples in (`update`), is put together with
-another one's (`merge`), and gives the `result`: four methods without side effects. `ClusterCoordinator.evaluate` takes
-whatever has them, and its states travel back with the functions' results; Keras' or torchmetrics' metrics can be
-wrapped so.
+A metric's state is a dict of arrays. Four methods without side effects make an empty one (`initial`), add examples to
+it (`update`), combine two (`merge`), and compute the `result`. `ClusterCoordinator.evaluate` takes any object that has
+them, and the states travel back with the functions' results; metrics of Keras or torchmetrics can be wrapped this way.
 
-The states of the metrics here are sums. Made in `strategy.scope()`, they live on the servers, as variables that step
-functions add to (`update_state`), once each however often they are retried. Made elsewhere a metric keeps nothing.
+The states of the metrics here are sums. Those of metrics made in `strategy.scope()` live on the servers, as variables
+to which step functions add (`update_state`), once each however often they are retried. Metrics made elsewhere have no
+state.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -28,45 +28,42 @@ from pscluster.ps.handles.variable import Variable, read_variables
 from pscluster.v1 import ps_pb2
 
 State = dict[str, npt.NDArray[Any]]
-"""Of a metric; arrays of any shapes."""
+"""The state of a metric: arrays of any shapes, by name."""
 
 Floats = npt.NDArray[np.float64]
+Weights = npt.ArrayLike | None
 
 _MAX_THRESHOLDS = 1_000_000
 
 
 class MetricLike(Protocol):
-    """What can be evaluated."""
+    """A metric that `evaluate` takes."""
 
     name: str
 
     def initial(self) -> State:
-        """The state of no examples."""
-        ...
+        """Return the state without examples."""
 
     def update(self, state: State, *values: Any) -> State:
-        """The state with these examples taken in."""
-        ...
+        """Return the state with these examples added."""
 
     def merge(self, state: State, other: State) -> State:
-        """Of the examples of both, the other's behind."""
-        ...
+        """Return the state of the examples of both, those of `other` last."""
 
     def result(self, state: State) -> Any:
-        """What it comes to."""
-        ...
+        """Return the value of the metric."""
 
 
 class Metric(Handle):
-    """Base of metrics that are sums: `shapes` gives the float64 states that are added up."""
+    """Base of metrics whose states are sums, named by `states`. By default a weighted mean, 0 without values."""
 
     handle_kind = "metric"
-    shapes: ClassVar[Mapping[str, tuple[int, ...]]] = {"total": ()}
+    states: ClassVar[Sequence[str]] = ("total", "count")
     name: str
     _variables: list[Variable]
 
     def __init_subclass__(cls) -> None:
-        """Refuse classes of the user's: handles travel by the names of the classes here."""
+        """Refuse users' subclasses: handles travel by the names of the classes here."""
         super().__init_subclass__()
         if cls.__module__ != __name__:
             raise TypeError(
@@ -88,23 +85,22 @@ class Metric(Handle):
                 for state, values in self.initial().items():
                     self._variables.append(Variable(values, name=f"{self.name}/{state}", trainable=False))
             except BaseException:
-                for made in self._variables:
-                    creator.delete_variable(made)
+                for variable in self._variables:
+                    creator.delete_variable(variable)
                 raise
 
     def _configure(self, **config: Any) -> None:
-        """Take the arguments that a kind of metric has."""
+        """Set the arguments of this kind of metric."""
 
     @property
     def handle_key(self) -> str:
-        """The class, the name, the arguments, and whether it lives on the servers."""
         return json.dumps([type(self).__name__, self.name, self._config, bool(self._variables)])
 
     @staticmethod
     def of(key: str, variable: Callable[[str], Variable]) -> Metric:
-        """The handle of a metric that exists. ProtocolError if the key is none of a metric."""
+        """Return the handle of an existing metric. ProtocolError if the key is invalid."""
         try:
-            kind, name, config, lives = json.loads(key)
+            kind, name, config, on_servers = json.loads(key)
             cls = _CLASSES.get(kind)
             if cls is None:
                 raise UnknownVariableError(f"unknown kind of metric: {kind!r:.80}")
@@ -115,35 +111,37 @@ class Metric(Handle):
             raise
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             raise ProtocolError(f"{key[:80]!r} is not the key of a metric: {error}") from None
-        handle._variables = [variable(f"{name}/{state}") for state in handle.initial()] if lives else []
+        handle._variables = [variable(f"{name}/{state}") for state in handle.initial()] if on_servers else []
         return handle
 
     # States that travel
 
     def initial(self) -> State:
-        """Zeros."""
-        return {name: np.zeros(shape) for name, shape in self.shapes.items()}
+        return {name: np.zeros(()) for name in self.states}
 
     def update(self, state: State, *values: Any) -> State:
-        """The state with these examples taken in; see `update_state` for what they are."""
+        """Return the state with these examples added; for the arguments see `update_state`."""
         return self.merge(state, self._amounts(*values))
 
     def merge(self, state: State, other: State) -> State:
-        """The sums."""
         return {name: values + other[name] for name, values in state.items()}
 
     def _amounts(self, *values: Any) -> State:
         raise NotImplementedError
 
+    def _sums(self, values: Floats, sample_weight: Weights) -> State:
+        weights = _weights(values, sample_weight, self.name)
+        return {"total": (values * weights).sum(), "count": weights.sum()}
+
     def _result(self, state: State) -> float:
-        raise NotImplementedError
+        return _ratio(state["total"], state["count"])
 
     # A state on the servers
 
-    def _add(self, *values: Any) -> None:
+    def _update(self, kind: ps_pb2.UpdateKind, state: State) -> None:
         parts: list[UpdatePart] = []
-        for variable, amount in zip(self._on_servers(), self._amounts(*values).values(), strict=True):
-            parts += variable.update_parts(ps_pb2.ADD, amount)
+        for name, variable in zip(self.initial(), self._on_servers(), strict=True):
+            parts += variable.update_parts(kind, state[name])
         self._variables[0].client.update(parts)
 
     def _on_servers(self) -> list[Variable]:
@@ -155,18 +153,15 @@ class Metric(Handle):
         return self._variables
 
     def result(self, state: State | None = None) -> float:
-        """The metric over a state; without one, over all that was added on the servers since the last reset."""
+        """Return the value for a state; without one, for all examples added on the servers since the last reset."""
         if state is None:
             variables = self._on_servers()
             state = dict(zip(self.initial(), map(np.asarray, read_variables(variables)), strict=True))
         return float(self._result(state))
 
     def reset_states(self) -> None:
-        """Begin anew."""
-        parts: list[UpdatePart] = []
-        for variable, values in zip(self._on_servers(), self.initial().values(), strict=True):
-            parts += variable.update_parts(ps_pb2.ASSIGN, values)
-        self._variables[0].client.update(parts)
+        """Reset the state on the servers."""
+        self._update(ps_pb2.ASSIGN, self.initial())
 
     reset_state = reset_states
 
@@ -175,7 +170,7 @@ class Metric(Handle):
 
 
 def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.float64]:
-    """As float64. MisuseError if they are no real numbers: one NaN would spoil the metric until its reset."""
+    """Return values as float64. MisuseError unless they are real numbers."""
     try:
         array = array_of(values)
     except ValueError as error:  # a ragged list
@@ -185,8 +180,7 @@ def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.fl
     return array.astype(np.float64)
 
 
-def _weights(array: npt.NDArray[Any], sample_weight: npt.ArrayLike | None, metric: str) -> Floats:
-    """One for each of the values."""
+def _weights(array: npt.NDArray[Any], sample_weight: Weights, metric: str) -> Floats:
     if sample_weight is None:
         return np.ones(array.shape)
     weights = _numbers(sample_weight, metric, "weights")
@@ -199,93 +193,64 @@ def _weights(array: npt.NDArray[Any], sample_weight: npt.ArrayLike | None, metri
         ) from None
 
 
-def _pair(y_true: npt.ArrayLike, y_pred: npt.ArrayLike, metric: str) -> tuple[Floats, Floats]:
-    """Labels and predictions of one shape. MisuseError if they are not."""
-    true, predicted = _numbers(y_true, metric, "labels"), _numbers(y_pred, metric, "predictions")
+def _check_shapes(true: npt.NDArray[Any], predicted: npt.NDArray[Any], metric: str, what: str) -> None:
     if true.shape != predicted.shape:
         raise MisuseError(
-            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give predictions with "
-            "the shape of the labels"
+            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give {what} with the shape "
+            "of the labels"
         )
+
+
+def _pair(y_true: npt.ArrayLike, y_pred: npt.ArrayLike, metric: str) -> tuple[Floats, Floats]:
+    """Return labels and predictions as float64. MisuseError unless they have one shape."""
+    true, predicted = _numbers(y_true, metric, "labels"), _numbers(y_pred, metric, "predictions")
+    _check_shapes(true, predicted, metric, "predictions")
     return true, predicted
 
 
-class Sum(Metric):
+class Mean(Metric):
+    """The (weighted) mean of all values; 0 without values."""
+
+    def update_state(self, values: npt.ArrayLike, sample_weight: Weights = None) -> None:
+        self._update(ps_pb2.ADD, self._amounts(values, sample_weight))
+
+    def _amounts(self, values: npt.ArrayLike, sample_weight: Weights = None) -> State:
+        return self._sums(_numbers(values, self.name, "values"), sample_weight)
+
+
+class Sum(Mean):
     """The (weighted) sum of all values."""
 
-    def update_state(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> None:
-        """Add the values."""
-        self._add(values, sample_weight)
-
-    def _amounts(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> State:
-        array = _numbers(values, self.name, "values")
-        return {"total": (array * _weights(array, sample_weight, self.name)).sum()}
+    states = ("total",)
 
     def _result(self, state: State) -> float:
         return float(state["total"])
 
 
-class _Average(Metric):
-    """Base of weighted means; 0 of none, as the peer."""
-
-    shapes: ClassVar[Mapping[str, tuple[int, ...]]] = {"total": (), "count": ()}
-
-    def _averaged(self, values: Floats, sample_weight: npt.ArrayLike | None) -> State:
-        weights = _weights(values, sample_weight, self.name)
-        return {"total": (values * weights).sum(), "count": weights.sum()}
-
-    def _result(self, state: State) -> float:
-        return _ratio(state["total"], state["count"])
-
-
-class Mean(_Average):
-    """The (weighted) mean of all values."""
-
-    def update_state(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> None:
-        """Take the values in."""
-        self._add(values, sample_weight)
-
-    def _amounts(self, values: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None) -> State:
-        return self._averaged(_numbers(values, self.name, "values"), sample_weight)
-
-
 class _OfPairs(Metric):
-    """Base of metrics of labels and predictions."""
+    """Base of metrics of labels and predictions. By default the mean of `_of_pairs`."""
 
-    def update_state(
-        self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None
-    ) -> None:
-        """Compare labels and predictions."""
-        self._add(y_true, y_pred, sample_weight)
+    def update_state(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: Weights = None) -> None:
+        self._update(ps_pb2.ADD, self._amounts(y_true, y_pred, sample_weight))
 
-
-class _MeanOfPairs(_OfPairs, _Average):
-    """Base of means of something that each pair gives."""
+    def _amounts(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: Weights = None) -> State:
+        return self._sums(self._of_pairs(y_true, y_pred), sample_weight)
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         raise NotImplementedError
 
-    def _amounts(
-        self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None
-    ) -> State:
-        return self._averaged(self._of_pairs(y_true, y_pred), sample_weight)
 
-
-class Accuracy(_MeanOfPairs):
-    """How often predictions equal labels."""
+class Accuracy(_OfPairs):
+    """The share of predictions that equal their labels."""
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         true, predicted = array_of(y_true), array_of(y_pred)
-        if true.shape != predicted.shape:
-            raise MisuseError(
-                f"metric {self.name!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: "
-                "give predicted classes with the shape of the labels"
-            )
+        _check_shapes(true, predicted, self.name, "predicted classes")
         return np.asarray(true == predicted, np.float64)
 
 
-class SparseCategoricalAccuracy(_MeanOfPairs):
-    """How often the largest of a row of scores is at the label: labels of shape (...,), scores (..., classes)."""
+class SparseCategoricalAccuracy(_OfPairs):
+    """The share of rows whose largest score is the label's. Labels have shape (...,), scores (..., classes)."""
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         true, predicted = array_of(y_true), _numbers(y_pred, self.name, "predictions")
@@ -299,7 +264,7 @@ class SparseCategoricalAccuracy(_MeanOfPairs):
         return np.asarray(true == predicted.argmax(-1), np.float64)
 
 
-class MeanSquaredError(_MeanOfPairs):
+class MeanSquaredError(_OfPairs):
     """The mean of the squared differences."""
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
@@ -308,38 +273,37 @@ class MeanSquaredError(_MeanOfPairs):
 
 
 class _AtThresholds(_OfPairs):
-    """Base of metrics of labels that are 0 or 1, and scores: how many are above thresholds, by label."""
+    """Base of metrics of scores for labels 0 and 1. The state has the weights of scores above thresholds, by label."""
 
     _thresholds: Floats
 
     def initial(self) -> State:
-        """Weights of the true and false positives above each threshold, and of all positives and negatives."""
+        """Return weights of the true and false positives above each threshold, and of all positives and negatives."""
         above = np.zeros(self._thresholds.shape)
         return {"true": above, "false": above.copy(), "positives": np.zeros(()), "negatives": np.zeros(())}
 
-    def _amounts(
-        self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None
-    ) -> State:
-        true, predicted = _pair(y_true, y_pred, self.name)
-        if np.isnan(predicted).any():
+    def _check_scores(self, scores: Floats) -> None:
+        if np.isnan(scores).any():
             raise MisuseError(f"metric {self.name!r}: the predictions contain NaN")
+
+    def _amounts(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: Weights = None) -> State:
+        true, scores = _pair(y_true, y_pred, self.name)
+        self._check_scores(scores)
         if not np.isin(true, (0, 1)).all():
             raise MisuseError(f"metric {self.name!r}: the labels must be 0 or 1, or False or True")
         weights = _weights(true, sample_weight, self.name).ravel()
-        # Thresholds rise: a score is above all up to its place, so that one histogram does for all of them.
-        places = np.searchsorted(self._thresholds, predicted.ravel(), "left")
-        found: State = {}
+        # Thresholds ascend, so a score exceeds all those before its position: one histogram serves all thresholds.
+        positions = np.searchsorted(self._thresholds, scores.ravel(), "left")
+        state: State = {}
         for name, total, label in (("true", "positives", 1), ("false", "negatives", 0)):
-            mine = true.ravel() == label
-            histogram = np.bincount(places[mine], weights[mine], len(self._thresholds) + 1)
-            found[name] = histogram[::-1].cumsum()[::-1][1:]
-            found[total] = weights[mine].sum()
-        return {name: found[name] for name in ("true", "false", "positives", "negatives")}
+            labelled = true.ravel() == label
+            histogram = np.bincount(positions[labelled], weights[labelled], len(self._thresholds) + 1)
+            state[name] = histogram[::-1].cumsum()[::-1][1:]
+            state[total] = weights[labelled].sum()
+        return state
 
 
 class _AtOneThreshold(_AtThresholds):
-    """Base of those that ask whether a score is above one."""
-
     def __init__(self, name: str | None = None, *, threshold: float = 0.5) -> None:
         super().__init__(name, threshold=float(threshold))
 
@@ -348,25 +312,25 @@ class _AtOneThreshold(_AtThresholds):
 
 
 class Precision(_AtOneThreshold):
-    """Of the examples with a score above the threshold, the share that is positive; 0 of none."""
+    """The share of positives among examples with a score above the threshold; 0 if there are none."""
 
     def _result(self, state: State) -> float:
         return _ratio(state["true"][0], state["true"][0] + state["false"][0])
 
 
 class Recall(_AtOneThreshold):
-    """Of the positive examples, the share with a score above the threshold; 0 of none."""
+    """The share of positive examples with a score above the threshold; 0 if there are none."""
 
     def _result(self, state: State) -> float:
         return _ratio(state["true"][0], state["positives"])
 
 
 class AUC(_AtThresholds):
-    """The area under the ROC curve, by so many thresholds from 0 to 1 (trapezoids, as the peer); 0 without both labels.
+    """The area under the ROC curve, as TensorFlow computes it, from thresholds between 0 and 1; 0 without both labels.
 
     Args:
         name: of the metric.
-        num_thresholds: 2 or more; scores must lie in [0, 1].
+        num_thresholds: 2 or more. Scores must lie in [0, 1].
     """
 
     def __init__(self, name: str | None = None, *, num_thresholds: int = 200) -> None:
@@ -377,16 +341,12 @@ class AUC(_AtThresholds):
         inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         self._thresholds = np.array([-1e-7, *inner, 1 + 1e-7])
 
-    def _amounts(
-        self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: npt.ArrayLike | None = None
-    ) -> State:
-        scores = _numbers(y_pred, self.name, "predictions")
+    def _check_scores(self, scores: Floats) -> None:
         if scores.size and not (scores.min() >= 0 and scores.max() <= 1):
             raise MisuseError(
                 f"metric {self.name!r}: the scores range from {scores.min():g} to {scores.max():g}; give "
                 "probabilities between 0 and 1"
             )
-        return super()._amounts(y_true, y_pred, sample_weight)
 
     def _result(self, state: State) -> float:
         if not state["positives"] or not state["negatives"]:

@@ -1,7 +1,7 @@
-"""Optimizers as the user holds them: handles; the arithmetic (`rules`) runs on the servers, beside the shards.
+"""Optimizers as users hold them: handles; the arithmetic (`rules`) runs on the servers, beside the shards.
 
-What needs the whole gradient is done by whoever sends it, before it is sent: scaling, clipping, the look for
-NaN and infinity. What needs the parameter is done where it lives: the rule, its slots, the averages.
+The sender does what needs the whole gradient: scaling, clipping, checking for NaN and infinity. The servers do what
+needs the parameter: the rule, its slots, the averages.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
 from pscluster.core.handles import Handle
-from pscluster.ps import optim
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
 from pscluster.ps.handles.scope import current_creator
-from pscluster.ps.handles.variable import Array, IndexedSlices, JoinedVariable, SlotVariable, Variable, gradient_of
+from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
+from pscluster.ps.optim import rules
+from pscluster.ps.optim.kernels import deduplicate
 from pscluster.ps.optim.schedules import LearningRateSchedule
 from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
 from pscluster.ps.spec import AVERAGE, OWN_RULE
 from pscluster.v1 import ps_pb2
 
-Gradient = npt.ArrayLike | IndexedSlices | None
 LearningRate = float | LearningRateSchedule
 NonFinite = Literal["apply", "count", "skip", "refuse"]
 _POLICIES = ("apply", "count", "skip", "refuse")
 
 
 class Common(TypedDict, total=False):
-    """What all optimizers take.
+    """Arguments of all optimizers.
 
     Keys:
         name: unique in the strategy.
-        weight_decay: decoupled: every step the parameter loses learning rate x this of itself.
-        clipvalue: gradients are cut to [-clipvalue, clipvalue].
-        clipnorm: each variable's gradient is scaled down to this Euclidean norm.
-        global_clipnorm: all gradients of a call together are.
-        loss_scale_factor: gradients are divided by it first.
-        nonfinite: what becomes of a call with NaN or infinity in a gradient: "apply" (not looked for), "count"
-            (applied and counted), "skip" (counted, nothing applied), "refuse" (counted, InvalidUpdateError).
-        use_ema, ema_momentum: keep exponential averages of the weights, to be read with `average(variable)`.
+        weight_decay: decoupled: each step multiplies the parameter by 1 - learning rate x this.
+        clipvalue: clip gradients to [-clipvalue, clipvalue].
+        clipnorm: scale each variable's gradient down to this Euclidean norm.
+        global_clipnorm: scale all gradients of a call, taken together, down to this Euclidean norm.
+        loss_scale_factor: divide gradients by it first.
+        nonfinite: what to do with a call that has NaN or infinity in a gradient: "apply" (without checking),
+            "count" (apply and count it), "skip" (count it, apply nothing), "refuse" (count it, raise
+            InvalidUpdateError).
+        use_ema, ema_momentum: keep exponential averages of the weights; read them with `average(variable)`.
     """
 
     name: str | None
@@ -62,8 +64,8 @@ class Common(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Treatment:
-    """What is done with gradients before they are sent."""
+class _Preprocessing:
+    """What to do with gradients before they are sent."""
 
     clipvalue: float | None = None
     clipnorm: float | None = None
@@ -82,17 +84,12 @@ class _Treatment:
             raise ValueError(f"nonfinite is {self.nonfinite!r}; give one of {', '.join(_POLICIES)}")
 
     @property
-    def is_plain(self) -> bool:
-        """Gradients are sent as they are."""
-        return self == _Treatment()
-
-    @property
     def changes(self) -> bool:
-        """Gradients are scaled or clipped."""
-        return self != _Treatment(nonfinite=self.nonfinite)
+        """Whether gradients are scaled or clipped."""
+        return self != _Preprocessing(nonfinite=self.nonfinite)
 
-    def treated(self, gradients: list[Array]) -> list[Array]:
-        """The gradients, scaled and clipped; of sparse ones, the summed rows."""
+    def apply(self, gradients: list[Array]) -> list[Array]:
+        """Return the gradients (or summed rows of sparse ones), scaled and clipped."""
         if self.loss_scale_factor is not None:
             gradients = [gradient / gradient.dtype.type(self.loss_scale_factor) for gradient in gradients]
         if self.clipvalue is not None:
@@ -106,7 +103,7 @@ class _Treatment:
 
 
 def _norm(gradients: Sequence[Array]) -> float:
-    """The Euclidean norm of all of them together, in float64; of numbers whose squares are too large, too."""
+    """Return the Euclidean norm of all arrays together, in float64; squares of large numbers do not overflow."""
     with np.errstate(over="ignore"):
         norm = float(np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in gradients)))
     if not math.isinf(norm):
@@ -122,22 +119,22 @@ def _scaled(gradient: Array, limit: float, norm: float) -> Array:
 class Optimizer(Handle):
     """Applies gradients on the parameter servers. Make one inside `strategy.scope()`.
 
-    Use a subclass, or give an update rule of your own: a frozen dataclass derived from `rules.UpdateRule`, pure
-    functions on arrays, which is loaded on the servers by reference or by value.
+    Use a subclass, or pass a custom update rule: a frozen dataclass derived from `rules.UpdateRule`, pure functions
+    on arrays, which the servers load by reference or by value.
     """
 
     handle_kind = "optimizer"
     name: str
     _spec: ps_pb2.OptimizerSpec
     _client: PsClient
-    _treatment: _Treatment
+    _preprocessing: _Preprocessing
     _forms: Sequence[Any] = ()
-    _bad: Variable | None
+    _nonfinite: Variable | None  # counts calls with NaN or infinity
 
     def __init__(
-        self, rule: optim.UpdateRule, *, schedule: LearningRateSchedule | None = None, **common: Unpack[Common]
+        self, rule: rules.UpdateRule, *, schedule: LearningRateSchedule | None = None, **common: Unpack[Common]
     ) -> None:
-        if not isinstance(rule, optim.UpdateRule):
+        if not isinstance(rule, rules.UpdateRule):
             raise TypeError(
                 f"an Optimizer needs an UpdateRule, not a {type(rule).__name__}; see optimizers.SGD and others"
             )
@@ -145,66 +142,66 @@ class Optimizer(Handle):
             raise TypeError("weight_decay belongs to the rule: pass it to the rule, if the rule supports it")
         self._create(rule, schedule, common)
 
-    def _create(self, rule: optim.UpdateRule, schedule: LearningRateSchedule | None, common: Common) -> None:
+    def _create(self, rule: rules.UpdateRule, schedule: LearningRateSchedule | None, common: Common) -> None:
         for key in common:
             if key not in Common.__annotations__:
                 known = ", ".join(Common.__annotations__)
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; all optimizers have {known}")
         use_ema = checks.flag("use_ema", common.get("use_ema", False))
         momentum = checks.real("ema_momentum", common.get("ema_momentum", 0.99), above=0, below=1)
-        treatment = _Treatment(**{key: common[key] for key in _Treatment.__dataclass_fields__ if key in common})  # type: ignore[literal-required]
+        options = {item.name: common[item.name] for item in fields(_Preprocessing) if item.name in common}  # type: ignore[literal-required]
+        preprocessing = _Preprocessing(**options)
         creator = current_creator(f"optimizer {type(self).__name__}")
         numbers, flags = rule.to_spec()
-        own = type(rule) is not optim.RULES.get(rule.name)
-        self._forms = list(capture(type(rule), policy=creator.serialization).forms()) if own else ()
+        custom = type(rule) is not rules.RULES.get(rule.name)
+        self._forms = list(capture(type(rule), policy=creator.serialization).forms()) if custom else ()
         spec = ps_pb2.OptimizerSpec(
-            rule=OWN_RULE if own else rule.name,
+            rule=OWN_RULE if custom else rule.name,
             numbers=numbers,
             flags=flags,
             schedule="" if schedule is None else json.dumps(schedule.to_spec()),
             ema_momentum=momentum if use_ema else 0.0,
-            options="" if treatment.is_plain else json.dumps(asdict(treatment)),
+            options="" if preprocessing == _Preprocessing() else json.dumps(asdict(preprocessing)),
         )
         with creator.reserving("variable", common.get("name"), rule.name) as spec.name:
             spec, client = creator.create_optimizer(spec, self._forms)
             self._bind(spec, client)
-            if treatment.nonfinite != "apply":
-                self._bad = Variable(np.int64(0), name=f"{self.name}/nonfinite", trainable=False)
+            if preprocessing.nonfinite != "apply":
+                self._nonfinite = Variable(np.int64(0), name=f"{self.name}/nonfinite", trainable=False)
 
     @staticmethod
     def of(spec: ps_pb2.OptimizerSpec, client: PsClient) -> Optimizer:
-        """The handle of an optimizer that exists."""
+        """Return the handle of an existing optimizer."""
         handle: Optimizer = object.__new__(_CLASSES.get(spec.rule, Optimizer))
         handle._bind(spec, client)
-        if handle._treatment.nonfinite != "apply":
-            handle._bad = Variable.of(client.describe_variable(f"{spec.name}/nonfinite"), client)
+        if handle._preprocessing.nonfinite != "apply":
+            handle._nonfinite = Variable.of(client.describe_variable(f"{spec.name}/nonfinite"), client)
         return handle
 
     def _bind(self, spec: ps_pb2.OptimizerSpec, client: PsClient) -> None:
         self.name, self._spec, self._client = spec.name, spec, client
-        self._treatment = _Treatment(**json.loads(spec.options)) if spec.options else _Treatment()
-        self._bad = None
+        self._preprocessing = _Preprocessing(**json.loads(spec.options)) if spec.options else _Preprocessing()
+        self._nonfinite = None
 
     @property
     def handle_key(self) -> str:
-        """An optimizer is named by its name."""
         return self.name
 
     # What it is
 
     @property
     def iterations(self) -> int:
-        """How many gradients were applied, on the shard that has seen the most."""
+        """The number of gradients applied, on the shard with the most."""
         return self._client.describe_optimizer(self.name).iterations
 
     @property
     def nonfinite_count(self) -> int:
-        """How many calls had NaN or infinity in a gradient; not counted under the policy "apply"."""
-        return 0 if self._bad is None else int(self._bad)
+        """The number of calls with NaN or infinity in a gradient; always 0 with the policy "apply"."""
+        return 0 if self._nonfinite is None else int(self._nonfinite)
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The rate, or the schedule of it, as the servers have it."""
+        """The rate, or its schedule, on the servers."""
         spec = self._client.describe_optimizer(self.name)
         return schedule_from_spec(json.loads(spec.schedule)) if spec.schedule else spec.numbers["learning_rate"]
 
@@ -223,7 +220,7 @@ class Optimizer(Handle):
         self._spec = spec
 
     def slot(self, variable: Variable, name: str) -> SlotVariable:
-        """A slot that is kept beside a variable, such as "m" of Adam, to be read like a variable."""
+        """Return a slot beside a variable, such as Adam's "m", which can be read like a variable."""
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
             raise TypeError(f"slots belong to variables, not to a {type(variable).__name__}")
         if isinstance(variable, JoinedVariable):
@@ -233,58 +230,57 @@ class Optimizer(Handle):
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
 
     def average(self, variable: Variable) -> SlotVariable:
-        """The exponential average of a variable's values, where `use_ema` was asked for."""
+        """Return the exponential average of a variable's values. MisuseError without `use_ema`."""
         if not self._spec.ema_momentum:
             raise MisuseError(f"optimizer {self.name!r} keeps no averages: make it with use_ema=True")
         return self.slot(variable, AVERAGE)
 
     # Applying
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]]) -> None:
-        """Apply gradients on the servers: one request a server, all servers at once, each shard once.
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> None:
+        """Apply gradients on the servers, once per shard: one request per server, all servers at once.
 
-        A call counts as one step on every shard of the variables given. Pairs whose gradient is None are
-        passed over.
+        A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped.
 
         Args:
             grads_and_vars: pairs of a gradient, dense (of the variable's shape) or `IndexedSlices`, and its variable.
 
         Raises:
-            InvalidUpdateError: a gradient of another shape or dtype, ids out of range, or NaN under the policy
-                "refuse": nothing was applied then.
-            PSUnavailableError: a server can't be reached.
+            InvalidUpdateError: a gradient of another shape or dtype, ids out of range, or NaN or infinity with the
+                policy "refuse". Nothing was applied.
+            PSUnavailableError: a server is unreachable.
         """
         pairs = self._checked(grads_and_vars)
-        bad: set[str] = set()
-        if self._treatment.changes:
+        nonfinite: set[str] = set()  # names of variables
+        if self._preprocessing.changes:
             pairs = [(variable.checked_gradient(gradient), variable) for gradient, variable in pairs]
-            if self._bad is not None:  # before clipping, which makes an infinity a number
-                bad = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
-            pairs = self._treated(pairs)
+            if self._nonfinite is not None:  # before clipping, which makes infinity finite
+                nonfinite = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
+            pairs = self._preprocessed(pairs)
         parts: list[UpdatePart] = []
         for gradient, variable in pairs:
-            mine = variable.gradient_parts(gradient, self._spec.id)
-            parts.extend(mine)
-            # And as sent: a sum of rows, or a number in a narrower type, may be infinite only now.
-            if self._bad is not None and not all(_is_finite(part, variable) for part in mine):
-                bad.add(variable.name)
-        if bad and self._bad is not None:
-            count = self._bad.update_parts(ps_pb2.ADD, 1)
-            if self._treatment.nonfinite == "count":
+            its_parts = variable.gradient_parts(gradient, self._spec.id)
+            parts.extend(its_parts)
+            # As sent, too: summing rows, or converting to a narrower type, may have made infinities.
+            if self._nonfinite is not None and not all(
+                np.isfinite(np.frombuffer(part.values, variable.dtype)).all() for part in its_parts
+            ):
+                nonfinite.add(variable.name)
+        if nonfinite and self._nonfinite is not None:
+            count = self._nonfinite.update_parts(ps_pb2.ADD, 1)
+            if self._preprocessing.nonfinite == "count":
                 parts += count
             else:
                 self._client.update(count)
-                if self._treatment.nonfinite == "skip":
+                if self._preprocessing.nonfinite == "skip":
                     return
-                names = ", ".join(sorted(bad))
+                names = ", ".join(sorted(nonfinite))
                 raise InvalidUpdateError(f"NaN or infinity in the gradient of {names}: nothing was applied")
         if parts:
             self._client.update(parts)
 
-    def _checked(
-        self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
-    ) -> list[tuple[npt.ArrayLike | IndexedSlices, Variable]]:
-        pairs: list[tuple[npt.ArrayLike | IndexedSlices, Variable]] = []
+    def _checked(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> list[tuple[Gradient, Variable]]:
+        pairs: list[tuple[Gradient, Variable]] = []
         seen: set[str] = set()
         for pair in grads_and_vars:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -304,45 +300,49 @@ class Optimizer(Handle):
             pairs.append((gradient_of(gradient), variable))
         return pairs
 
-    def _treated(
-        self, pairs: Sequence[tuple[npt.ArrayLike | IndexedSlices, Variable]]
-    ) -> list[tuple[npt.ArrayLike | IndexedSlices, Variable]]:
-        """Scaled and clipped. Rows of sparse gradients are summed first: the norm is that of the whole."""
+    def _preprocessed(self, pairs: Sequence[tuple[Gradient, Variable]]) -> list[tuple[Gradient, Variable]]:
+        """Scale and clip gradients. Rows of equal ids are summed first, so that the norm is that of the whole."""
         ids: list[npt.NDArray[np.int64] | None] = []
         arrays: list[Array] = []
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
                 flat = np.asarray(gradient.indices).reshape(-1)
                 width = math.prod(variable.shape[1:])
-                unique, sums = optim.deduplicate(flat, np.asarray(gradient.values).reshape(len(flat), width))
+                unique, sums = deduplicate(flat, np.asarray(gradient.values).reshape(len(flat), width))
                 ids.append(unique)
                 arrays.append(sums.reshape(len(unique), *variable.shape[1:]))
             else:
                 array = np.asarray(gradient)
-                ids.append(None)  # half types are too narrow for scales and squares
+                ids.append(None)
+                # Half types are too narrow for scales and squares.
                 arrays.append(array.astype(np.float32) if array.itemsize == 2 else array)
-        treated = self._treatment.treated(arrays)
+        arrays = self._preprocessing.apply(arrays)
         return [
-            (array if where is None else IndexedSlices(array, where), variable)
-            for array, where, (_, variable) in zip(treated, ids, pairs, strict=True)
+            (array if rows is None else IndexedSlices(array, rows), variable)
+            for array, rows, (_, variable) in zip(arrays, ids, pairs, strict=True)
         ]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
 
-def _is_finite(part: UpdatePart, variable: Variable) -> bool:
-    return bool(np.isfinite(np.frombuffer(part.values, variable.dtype)).all())
-
-
-def _values(gradient: npt.ArrayLike | IndexedSlices) -> Array:
+def _values(gradient: Gradient) -> Array:
     return np.asarray(gradient.values if isinstance(gradient, IndexedSlices) else gradient)
 
 
 class _BuiltIn(Optimizer):
-    """One of the rules that the servers know. Its arguments are the rule's hyperparameters, and `Common`."""
+    """An optimizer with a built-in rule, whose hyperparameters are its arguments, beside those of `Common`.
 
-    _rule: ClassVar[type[optim.UpdateRule]]
+    The rule declares hyperparameters, defaults and limits. A subclass only spells out the signature, for editors and
+    type checkers.
+    """
+
+    _rule: ClassVar[type[rules.UpdateRule]]
+
+    def __init_subclass__(cls, rule: type[rules.UpdateRule] | None = None) -> None:
+        if rule is not None:
+            cls._rule = rule
+            _CLASSES[rule.name] = cls
 
     def _make(self, arguments: Mapping[str, Any]) -> None:
         """Create it with the arguments of `__init__`, given as its `locals()`."""
@@ -354,125 +354,108 @@ class _BuiltIn(Optimizer):
         self._create(self._rule(**given), schedule, common)
 
 
-class SGD(_BuiltIn):
+_CLASSES: dict[str, type[Optimizer]] = {}
+"""The optimizers by the names of their rules."""
+
+
+class SGD(_BuiltIn, rule=rules.SGD):
     """Stochastic gradient descent, with momentum or Nesterov's; see `rules.SGD` for the formula."""
 
-    _rule = optim.SGD
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.01,
-        momentum: float = 0.0,
-        nesterov: bool = False,
+        learning_rate: LearningRate = rules.SGD.learning_rate,
+        momentum: float = rules.SGD.momentum,
+        nesterov: bool = rules.SGD.nesterov,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class Adagrad(_BuiltIn):
+class Adagrad(_BuiltIn, rule=rules.Adagrad):
     """Adagrad; see `rules.Adagrad` for the formula."""
 
-    _rule = optim.Adagrad
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        initial_accumulator_value: float = 0.1,
-        epsilon: float = 1e-7,
+        learning_rate: LearningRate = rules.Adagrad.learning_rate,
+        initial_accumulator_value: float = rules.Adagrad.initial_accumulator_value,
+        epsilon: float = rules.Adagrad.epsilon,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class Adam(_BuiltIn):
+class Adam(_BuiltIn, rule=rules.Adam):
     """Adam, or AMSGrad; see `rules.Adam` for the formula."""
 
-    _rule = optim.Adam
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
+        learning_rate: LearningRate = rules.Adam.learning_rate,
+        beta_1: float = rules.Adam.beta_1,
+        beta_2: float = rules.Adam.beta_2,
+        epsilon: float = rules.Adam.epsilon,
+        amsgrad: bool = rules.Adam.amsgrad,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class AdamW(Adam):
-    """Adam with decoupled weight decay, 0.004 unless given; see `rules.AdamW`."""
-
-    _rule = optim.AdamW
+class AdamW(Adam, rule=rules.AdamW):
+    """Adam with decoupled weight decay, 0.004 by default; see `rules.AdamW`."""
 
 
-class RMSprop(_BuiltIn):
-    """RMSprop, also centered and with momentum; see `rules.RMSprop` for the formula."""
-
-    _rule = optim.RMSprop
+class RMSprop(_BuiltIn, rule=rules.RMSprop):
+    """RMSprop, optionally centered and with momentum; see `rules.RMSprop` for the formula."""
 
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: bool = False,
+        learning_rate: LearningRate = rules.RMSprop.learning_rate,
+        rho: float = rules.RMSprop.rho,
+        momentum: float = rules.RMSprop.momentum,
+        epsilon: float = rules.RMSprop.epsilon,
+        centered: bool = rules.RMSprop.centered,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class Ftrl(_BuiltIn):
+class Ftrl(_BuiltIn, rule=rules.Ftrl):
     """Follow the regularised leader; see `rules.Ftrl` for the formula."""
 
-    _rule = optim.Ftrl
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        learning_rate_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1_regularization_strength: float = 0.0,
-        l2_regularization_strength: float = 0.0,
-        l2_shrinkage_regularization_strength: float = 0.0,
-        beta: float = 0.0,
+        learning_rate: LearningRate = rules.Ftrl.learning_rate,
+        learning_rate_power: float = rules.Ftrl.learning_rate_power,
+        initial_accumulator_value: float = rules.Ftrl.initial_accumulator_value,
+        l1_regularization_strength: float = rules.Ftrl.l1_regularization_strength,
+        l2_regularization_strength: float = rules.Ftrl.l2_regularization_strength,
+        l2_shrinkage_regularization_strength: float = rules.Ftrl.l2_shrinkage_regularization_strength,
+        beta: float = rules.Ftrl.beta,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class Adadelta(_BuiltIn):
+class Adadelta(_BuiltIn, rule=rules.Adadelta):
     """Adadelta; see `rules.Adadelta` for the formula."""
 
-    _rule = optim.Adadelta
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        rho: float = 0.95,
-        epsilon: float = 1e-7,
+        learning_rate: LearningRate = rules.Adadelta.learning_rate,
+        rho: float = rules.Adadelta.rho,
+        epsilon: float = rules.Adadelta.epsilon,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
 
 
-class Lion(_BuiltIn):
+class Lion(_BuiltIn, rule=rules.Lion):
     """Lion; see `rules.Lion` for the formula."""
 
-    _rule = optim.Lion
-
     def __init__(
         self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.99,
+        learning_rate: LearningRate = rules.Lion.learning_rate,
+        beta_1: float = rules.Lion.beta_1,
+        beta_2: float = rules.Lion.beta_2,
         **common: Unpack[Common],
     ) -> None:
         self._make(locals())
-
-
-_CLASSES: dict[str, type[Optimizer]] = {
-    cls._rule.name: cls for cls in (SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl, Adadelta, Lion)
-}

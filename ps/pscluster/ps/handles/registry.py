@@ -1,4 +1,4 @@
-"""Handles from their kind and key, for whoever was sent one: a worker by its coordinator, or the other way round."""
+"""Handles from their kind and key, as workers and coordinators send them to each other."""
 
 from __future__ import annotations
 
@@ -16,17 +16,10 @@ from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 
 
 def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Callable[[str, str], Any]) -> Handle | None:
-    """The handle of something that lives on parameter servers; None if nothing of that kind does.
+    """Return the handle of something that lives on parameter servers; None for other kinds.
 
-    Args:
-        kind: of the handle.
-        key: of the handle.
-        client: called for the client to look it up with.
-        resolve: called for the handles that it is made of.
-
-    Raises:
-        UnknownVariableError: there is none of that name.
-        ProtocolError: no such key.
+    `resolve` returns the handles that it consists of. UnknownVariableError if nothing has that name, ProtocolError if
+    the key is invalid.
     """
     if kind == Variable.handle_kind:
         return Variable.of(client().describe_variable(key), client())
@@ -44,7 +37,7 @@ def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Call
 
 
 def _names(key: str) -> tuple[str, str, str]:
-    """Those of a slot's variable and optimizer, and its own. ProtocolError if the key has not got them."""
+    """Return the names of a slot's variable, optimizer and slot. ProtocolError if the key is invalid."""
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(key):
             case [str() as variable, str() as optimizer, str() as slot]:

@@ -1,4 +1,4 @@
-"""Who makes variables and optimizers: a strategy's scope, found through the context of the call."""
+"""The creator of variables and optimizers: a strategy's scope, found through a context variable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from pscluster.ps.client.client import PsClient
     from pscluster.ps.handles.variable import Variable
 
+_T = TypeVar("_T")
 Partitioner = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class VariableRequest:
-    """What a user asked for with `Variable(...)`."""
+    """The arguments of `Variable(...)`."""
 
     initial_value: object
     name: str | None
@@ -36,75 +37,65 @@ class VariableRequest:
 
 
 class Creator(Protocol):
-    """Whoever makes variables and optimizers where `Variable(...)` is called: a strategy's scope."""
+    """Makes the variables and optimizers that are declared in a strategy's scope."""
 
     @property
     def serialization(self) -> SerializationPolicy:
-        """Whether what it sends to the servers may be pickled."""
-        ...
+        """Whether it may send pickles to the servers."""
 
     def create_variable(self, request: VariableRequest) -> Variable:
         """Place the variable on the servers."""
-        ...
 
     def delete_variable(self, variable: Variable) -> None:
-        """Take back a variable that was just made: what it was a part of could not be made."""
-        ...
+        """Delete a variable that was just made for something that could not be completed."""
 
     def reserving(self, what: str, name: str | None, kind: str | None = None) -> AbstractContextManager[str]:
-        """Take this name for a "variable" (or an optimizer) or a "metric"; it is free again if the block raises.
+        """Reserve a name for a "variable" (or an optimizer) or a "metric", and release it if the block raises.
 
-        Without a name, one is made of the kind.
+        Without a name, generate one from the kind.
         """
-        ...
 
     def create_optimizer(
-        self,
-        spec: ps_pb2.OptimizerSpec,
-        forms: Sequence[definition_pb2.Definition],
+        self, spec: ps_pb2.OptimizerSpec, forms: Sequence[definition_pb2.Definition]
     ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
-        """Give the optimizer, which has a name, a number, and declare it to the servers."""
-        ...
+        """Assign an id to a named optimizer, and declare it on the servers."""
 
 
 _creator: ContextVar[Creator | None] = ContextVar("pscluster-creator", default=None)
-
-
-@contextmanager
-def creating_with(creator: Creator) -> Iterator[None]:
-    """Within the block `Variable(...)` and optimizers are made by this creator."""
-    token = _creator.set(creator)
-    try:
-        yield
-    finally:
-        _creator.reset(token)
 
 
 _colocation: ContextVar[int | None] = ContextVar("pscluster-colocation", default=None)
 
 
 @contextmanager
-def colocated_with(server: int) -> Iterator[None]:
-    """Within the block variables are made, whole, on this server."""
-    token = _colocation.set(server)
+def _setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _colocation.reset(token)
+        variable.reset(token)
+
+
+def creating_with(creator: Creator) -> AbstractContextManager[None]:
+    """Make the variables and optimizers of the block with this creator."""
+    return _setting(_creator, creator)
+
+
+def colocated_with(server: int) -> AbstractContextManager[None]:
+    """Create the variables of the block, uncut, on this server."""
+    return _setting(_colocation, server)
 
 
 def colocation() -> int | None:
-    """The server on which variables are made here, if one was named."""
     return _colocation.get()
 
 
 def has_creator() -> bool:
-    """Is this in a strategy's scope?"""
     return _creator.get() is not None
 
 
 def current_creator(what: str) -> Creator:
-    """The creator here. MisuseError, naming what was to be made, outside of any scope."""
+    """Return the creator of this scope. Outside of any, raise MisuseError, which names `what` was to be made."""
     creator = _creator.get()
     if creator is None:
         if current_function() is not None:

@@ -1,21 +1,20 @@
 """The drivers of the update rules: blocks for dense gradients, rows for sparse ones, half precision for both.
 
-A rule is up to a dozen passes over its arrays, so it is run on blocks small enough for a core's second-level
-cache. Sparse gradients gather rows of the parameter and of its slots into such blocks and put them back. Rows
-are moved as opaque items (a void view): a plain copy of bytes each, aligned or not.
+A rule makes up to a dozen passes over its arrays, so it runs on blocks that fit in a core's second-level cache.
+Sparse gradients gather rows of the parameter and its slots into such blocks and write them back. Rows are moved as
+opaque items (a void view): each is a plain copy of bytes, aligned or not.
 
-Half-precision parameters (float16, bfloat16) are computed in float32 and rounded once, when the block is
-written back. Their slots are better kept in float32 (`new_slots` does), where the squares of small gradients
-are not 0.
+Half-precision parameters (float16, bfloat16) are computed in float32 and rounded once, when the block is written
+back. Their slots should be float32 (`new_slots` makes them so), where the squares of small gradients are not 0.
 
-Nothing here locks: the caller sees to it that nobody else touches the arrays. Buffers belong to the thread
-and are reused, a few MB at most; there are no temporaries of the parameter's or the gradient's size, but for
-a few integers a row. NaN and Inf follow IEEE arithmetic, without warnings: whether to refuse them is for the
-caller to decide before.
+Nothing here locks: the caller ensures exclusive access to the arrays. Each thread reuses its own buffers, a few MB at
+most; temporaries never have the size of the parameter or the gradient, except for a few integers per row. NaN and
+infinity follow IEEE arithmetic, without warnings: the caller refuses them beforehand, if it wants to.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,29 +26,27 @@ import numpy.typing as npt
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.rules import Array, UpdateRule
 
-__all__ = ["apply_dense", "apply_rows", "compute_dtype", "deduplicate", "new_slots"]
-
 DType = np.dtype[Any]
 Ids = npt.NDArray[np.int64]
 
-# Elements. Measured with Adam and SGD in float32: half as many cost a tenth, twice as many gain nothing.
+# Elements. Measured with Adam and SGD in float32: half the size costs a tenth, twice the size gains nothing.
 _BLOCK = 64 << 10
 
-# Elements, of whole rows. The larger, the more rows of equal ids are summed at once, which pays where the ids
+# Elements, of whole rows. The larger, the more rows of equal ids are summed at once, which pays off if the ids
 # follow a power law.
 _ROW_BLOCK = 128 << 10
 
-# When no more ids than this have further rows, these are summed id by id, and before that layer by layer.
+# Rows are summed layer by layer until at most this many ids have further rows, then id by id.
 _FEW = 32
 
-# np.take with out= and its default mode writes through a buffer, for fear of ids that are out of range.
+# In its default mode, np.take with out= writes through a buffer, in case ids are out of range.
 _IN_RANGE: Literal["clip"] = "clip"
 
 _PARAM = ""  # beside the slots' names
 
 
 def compute_dtype(dtype: npt.DTypeLike) -> DType:
-    """The type in which a parameter of `dtype` is updated: float32 for the half types, else its own."""
+    """Return the type in which a parameter of `dtype` is updated: float32 for the half types, else its own."""
     given = np.dtype(dtype)
     if given in (np.float32, np.float64):
         return given
@@ -61,24 +58,25 @@ def compute_dtype(dtype: npt.DTypeLike) -> DType:
 
 
 def new_slots(rule: UpdateRule, shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
-    """The slots of a parameter of that shape and dtype before its first gradient, by name."""
-    kept_in = compute_dtype(dtype)
+    """Return the slots of a parameter of that shape and dtype before its first gradient, by name."""
+    slot_dtype = compute_dtype(dtype)
     return {
-        name: np.full(shape, fill, kept_in) if fill else np.zeros(shape, kept_in) for name, fill in rule.slots.items()
+        name: np.full(shape, fill, slot_dtype) if fill else np.zeros(shape, slot_dtype)
+        for name, fill in rule.slots.items()
     }
 
 
 def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str, Array], step: int) -> None:
-    """Apply a gradient for every element: the parameter and its slots change in place.
+    """Apply a gradient for every element, to the parameter and its slots in place.
 
     Args:
         param: any shape, usually flat; C-contiguous, of a dtype that `compute_dtype` takes.
         grad: of the same shape, of any real floating dtype; may be read-only and unaligned.
         slots: one array of the same shape for each slot of the rule, C-contiguous, param's dtype or float32.
-        step: how many gradients the parameter has had, this one included.
+        step: the number of gradients the parameter has had, including this one.
 
     Raises:
-        InvalidUpdateError: shapes, dtypes or slots don't fit. Nothing was changed.
+        InvalidUpdateError: shapes, dtypes or slots do not fit. Nothing was changed.
     """
     _check(rule, param, slots)
     if grad.shape != param.shape:
@@ -93,21 +91,19 @@ def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str,
 
 
 def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Mapping[str, Array], step: int) -> None:
-    """Apply a sparse gradient: these rows of the parameter and of its slots change in place.
+    """Apply a sparse gradient to these rows of the parameter and its slots, in place.
 
-    Rows of equal ids are first summed, in the type the update is computed in, one after another in the order
-    in which they came: the sums depend on nothing else. Slots are lazy: those of other rows stay as they are,
-    neither decayed nor averaged, while the step counts for all rows.
+    Rows of equal ids are first summed, in the type of the computation and in the order given: the sums depend on
+    nothing else. Slots are lazy: those of other rows are neither decayed nor averaged, but the step counts for all
+    rows.
 
     Args:
-        param: shape (rows, width), C-contiguous, of a dtype that `compute_dtype` takes.
-        ids: shape (n,), int64, each at least 0 and below `rows`, which the caller has checked.
+        param, slots, step: as for `apply_dense`, with arrays of shape (rows, width).
+        ids: shape (n,), int64, each in 0..rows - 1, which the caller has checked.
         grads: shape (n, width), of any real floating dtype; may be read-only and unaligned.
-        slots: one array of param's shape for each slot of the rule, C-contiguous, param's dtype or float32.
-        step: how many gradients the parameter has had, this one included.
 
     Raises:
-        InvalidUpdateError: shapes, dtypes or slots don't fit. Nothing was changed.
+        InvalidUpdateError: shapes, dtypes or slots do not fit. Nothing was changed.
     """
     _check(rule, param, slots)
     if param.ndim != 2 or ids.ndim != 1 or grads.shape != (len(ids), param.shape[1]):
@@ -131,7 +127,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
 def _apply_narrow_rows(
     rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
 ) -> None:
-    """Several rows make a block."""
+    """Update blocks of several rows each."""
     width = param.shape[1]
     many = min(_ROW_BLOCK // width, len(groups.ids))
     kernel = _Kernel(rule, step, many * width, param, grads, slots)
@@ -153,7 +149,7 @@ def _apply_narrow_rows(
 def _apply_wide_rows(
     rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
 ) -> None:
-    """A row makes several blocks, in its place."""
+    """Update rows of several blocks each, in place."""
     kernel = _Kernel(rule, step, _BLOCK, param, grads, slots)
     for index, row in enumerate(groups.ids.tolist()):
         first, *more = groups.positions(index)
@@ -165,16 +161,10 @@ def _apply_wide_rows(
 
 
 def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
-    """Sum the rows of equal ids.
+    """Return the distinct ids, ascending, and for each the sum of its rows, added in the order given.
 
-    Args:
-        ids: shape (n,), int64.
-        rows: shape (n, width), of any numeric dtype; may be read-only and unaligned.
-
-    Returns:
-        The ids that occur, ascending, and for each the sum of its rows, added one after another in the order
-        in which they came, in the dtype of the rows or, if that is a half type, in float32. If the ids are
-        strictly ascending and the dtype stays, these are the arguments themselves, not copies.
+    The rows, of shape (n, width), may be read-only and unaligned. The sums have their dtype or, for a half type,
+    float32. If the ids are strictly ascending and the dtype does not change, the arguments themselves are returned.
     """
     if rows.ndim != 2 or ids.shape != rows.shape[:1]:
         raise InvalidUpdateError(f"rows of shape {rows.shape} for ids of shape {ids.shape}")
@@ -202,16 +192,16 @@ def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
 
 
 def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
-    """Refuse what would fail in the middle, or write elsewhere than into the arrays given."""
-    kept_in = (param.dtype, compute_dtype(param.dtype))
+    """Refuse arrays with which an update would fail halfway, or write to a copy."""
+    allowed = (param.dtype, compute_dtype(param.dtype))
     for name in rule.slots:
         if name not in slots:
             raise InvalidUpdateError(f"{rule.name} needs a slot {name!r}; given were {sorted(slots)}")
         slot = slots[name]
         if slot.shape != param.shape:
             raise InvalidUpdateError(f"slot {name!r} has shape {slot.shape}, its variable {param.shape}")
-        if slot.dtype not in kept_in:
-            raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {kept_in[1]} or the variable's dtype")
+        if slot.dtype not in allowed:
+            raise InvalidUpdateError(f"slot {name!r} is {slot.dtype}, but must be {allowed[1]} or the variable's dtype")
     for array in (param, *(slots[name] for name in rule.slots)):
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidUpdateError("a variable and its slots must be contiguous, writeable arrays")
@@ -227,7 +217,7 @@ def _is_real(dtype: DType) -> bool:
 
 
 def _items(table: Array) -> Array:
-    """The rows of a contiguous table as opaque items, shape (rows,)."""
+    """Return the rows of a contiguous table as opaque items, shape (rows,)."""
     return table.view(np.dtype((np.void, table.shape[1] * table.itemsize))).reshape(-1)
 
 
@@ -237,21 +227,19 @@ def _add_rows(total: Array, rows: Array, positions: Sequence[int]) -> None:
 
 
 class _Workspace(threading.local):
-    """Buffers of this thread, as large as their largest use so far, and reused from one call to the next."""
+    """This thread's buffers, each as large as its largest use so far, reused by every call."""
 
     def __init__(self) -> None:
         self._buffers: list[Array] = []
         self._used = 0
 
     def begin(self) -> None:
-        """A new call begins: no buffer is in use."""
+        """Begin a call, in which no buffer is in use yet."""
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """An uninitialized array, until the next `begin`."""
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        """Return an uninitialized array, valid until the next `begin`."""
+        size = math.prod(shape) * dtype.itemsize
         if self._used == len(self._buffers):
             self._buffers.append(np.empty(0, np.uint8))
         if self._buffers[self._used].size < size:
@@ -302,34 +290,27 @@ class _Kernel:
         return _workspace.array((self._size,), self.dtype)
 
     def _is_ready(self, grad: Array) -> bool:
-        """Can it be used where it is? Unaligned numbers are slow to reckon with, but not to copy."""
+        """Return whether a gradient needs no copy. Arithmetic on unaligned numbers is slow, copying them is not."""
         return grad.dtype == self.dtype and grad.flags.aligned
 
 
 def _loaded(values: Array, buffer: Array | None) -> Array:
-    """The values themselves, or in the buffer if there is one."""
+    """Return the values themselves, or in the buffer if there is one."""
     if buffer is None:
         return values
-    part = buffer[: values.size]
-    np.copyto(part, values, casting="unsafe")
-    return part
+    loaded = buffer[: values.size]
+    np.copyto(loaded, values, casting="unsafe")
+    return loaded
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Which rows have equal ids.
+    """Rows grouped by id."""
 
-    Attributes:
-        ids: those that occur, ascending.
-        order: the rows' positions by id, those of equal ids in the order they came in. None: as they are.
-        starts: for each of `ids`, where in `order` its positions start. None: each id has one row.
-        counts: for each of `ids`, how many rows it has. None: each id has one row.
-    """
-
-    ids: Ids
-    order: Ids | None = None
-    starts: Ids | None = None
-    counts: Ids | None = None
+    ids: Ids  # the distinct ones, ascending
+    order: Ids | None = None  # the rows' positions sorted by id, stably; None: the rows are in order
+    starts: Ids | None = None  # for each of `ids`, where in `order` its positions start; None: each id has one row
+    counts: Ids | None = None  # for each of `ids`, the number of its rows; None: as above
 
     @classmethod
     def of(cls, ids: Ids) -> _Groups:
@@ -338,7 +319,7 @@ class _Groups:
             return cls(ids)
         bits = (n - 1).bit_length()
         if int(ids.min()) >= 0 and int(ids.max()) < 1 << (63 - bits):
-            # Id and position in one integer: their sort is stable, and ten times as fast as a stable argsort.
+            # Id and position in one integer: sorting these is stable, and ten times as fast as a stable argsort.
             keys = ids << bits
             keys |= np.arange(n)
             keys.sort()
@@ -356,7 +337,6 @@ class _Groups:
         return cls(keys[starts], order, starts, np.diff(starts, append=n))
 
     def positions(self, index: int) -> list[int]:
-        """The positions of the rows of `ids[index]`."""
         if self.order is None:
             return [index]
         if self.starts is None or self.counts is None:
@@ -366,12 +346,11 @@ class _Groups:
 
 
 class _Sums:
-    """Sums of the rows of equal ids, for one range of ids after the other.
+    """Sums of the rows of equal ids, for one range of ids after another.
 
-    They are added layer by layer: the second rows of all ids that have two in one operation, then the third
-    ones, and so on; in the end the few ids with very many rows have theirs added one id at a time. These
-    operations run along the rows, as those of `np.add.at` and `np.add.reduceat` do not, and each id's rows
-    are added in order.
+    Rows are added layer by layer: one operation adds the second rows of all ids that have two, the next one the third
+    rows, and so on; finally, the few ids with very many rows are summed one at a time. Unlike those of `np.add.at` and
+    `np.add.reduceat`, these operations run along the rows, and each id's rows are added in order.
     """
 
     def __init__(self, groups: _Groups, rows: Array, many: int, dtype: DType) -> None:
@@ -387,7 +366,7 @@ class _Sums:
         self._uncast = _workspace.array((max(many, 2), width), rows.dtype) if cast else None
 
     def block(self, start: int, stop: int) -> Array:
-        """The sums for the ids from `start` to `stop`, at most `many`: valid until the next call."""
+        """Return the sums for the ids from `start` to `stop`, at most `many`; valid until the next call."""
         if self._sums is None:
             return self._rows[start:stop]
         sums = self._sums[: stop - start]
@@ -395,7 +374,7 @@ class _Sums:
         return sums
 
     def write(self, start: int, out: Array) -> None:
-        """Write the sums for the ids from `start` on, at most `many`, as many as `out` has rows."""
+        """Write the sums for the ids from `start` on, one per row of `out`, at most `many`."""
         span = slice(start, start + len(out))
         order = self._groups.order
         if order is None:
@@ -410,7 +389,7 @@ class _Sums:
         several = np.flatnonzero(counts > 1)
         if not len(several):
             return
-        # Ids of most rows first: those that have a row in a layer are the first `active` ones.
+        # Ids with the most rows first: those with a row in a layer are the first `active` ones.
         several = several[np.argsort(-counts[several], kind="stable")]
         starts, fewer = starts[several], -counts[several]
         totals = self._totals[: len(several)]
@@ -431,14 +410,14 @@ class _Sums:
         _items(out)[several] = _items(totals)
 
     def _add_all(self, total: Array, positions: Ids) -> None:
-        """Add these rows to one total, in order."""
+        """Add the rows at these positions to one total, in order."""
         room = len(self._layer) - 1
         for start in range(0, len(positions), room):
             piece = positions[start : start + room]
             rows = self._layer[: len(piece) + 1]
             rows[0] = total
             self._gather(piece, rows[1:])
-            if rows.shape[1] == 1:  # here reduce would add pairwise
+            if rows.shape[1] == 1:  # reduce would add pairwise
                 np.cumsum(rows, axis=0, dtype=rows.dtype, out=rows)
                 total[:] = rows[-1]
             else:

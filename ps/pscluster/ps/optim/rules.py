@@ -1,24 +1,25 @@
 """The update rules: what one gradient does to a parameter and its slots, element by element.
 
 A rule is a frozen set of hyperparameters and three pure functions of it: which slots a parameter has, what
-depends on the step alone, and the update of one block of elements. A rule does not know shards, blocks, rows,
-locks or half-precision types: `drivers` cuts the work into blocks and sees to all that.
+depends only on the step, and the update of one block of elements. A rule knows nothing of shards, blocks, rows,
+locks or half-precision types: `kernels` cuts the work into blocks and takes care of the rest.
 
-Names and defaults of hyperparameters are those of Keras' optimizers, and so are the formulas but where a
-docstring says otherwise. In them t is the step, counted from 1; p the parameter, g its gradient, lr the
-learning rate; an arrow replaces the left side in place, and lines run from top to bottom. The weight decay is
-decoupled everywhere, as in Keras: before the update p <- p * (1 - lr * weight_decay). torch's `weight_decay`
-means that for AdamW only; its other optimizers add weight_decay * p to the gradient.
+Hyperparameters have Keras' names and defaults, and the formulas are Keras' unless a docstring says otherwise. In them
+t is the step, counted from 1; p the parameter, g its gradient, lr the learning rate; an arrow replaces the left side
+in place, and lines run from top to bottom. Weight decay is always decoupled, as in Keras: before the update,
+p <- p * (1 - lr * weight_decay). In torch `weight_decay` means that for AdamW only; its other optimizers add
+weight_decay * p to the gradient.
 
-Averages are moved as s + (x - s) * (1 - beta) where beta is large, and not as beta * s + (1 - beta) * x: to
-round beta = 0.999 to float32 would by itself shift the second form's limit by 1.3e-5 of its value.
+Averages are computed as s + (x - s) * (1 - beta) where beta is large, not as beta * s + (1 - beta) * x: rounding
+beta = 0.999 to float32 would alone shift the limit of the second form by 1.3e-5 of its value.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from math import sqrt
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, Unpack
@@ -28,157 +29,105 @@ import numpy.typing as npt
 
 from pscluster.core import checks
 
-__all__ = [
-    "RULES",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Array",
-    "Ftrl",
-    "Lion",
-    "RMSprop",
-    "Scalars",
-    "UpdateRule",
-    "number",
-]
-
 Array = npt.NDArray[Any]
 Scalars = tuple[float, ...]
+Slots = Mapping[str, Array]
+Buffers = Sequence[Array]
 
-# Keeps 0 / 0 from becoming NaN, and is lost in any sum that is not itself next to nothing. Normal in float32.
+# Keeps 0 / 0 from becoming NaN, and vanishes in any sum that is not itself close to 0. Normal in float32.
 _TINY = 1.2e-38
 
-# Makes all but the smallest subnormal numbers larger than a learning rate, or infinite. Finite in float32.
+# Multiplied by this, all but the smallest subnormal numbers exceed a learning rate, or are infinite. Finite in float32.
 _HUGE = 3e38
 
 
 def number(default: float, **limits: Unpack[checks.Limits]) -> float:
-    """Declare a hyperparameter of a rule: a field with its default and the limits that `UpdateRule` checks."""
-    made: float = field(default=default, metadata=limits)
-    return made
+    """Declare a hyperparameter of a rule: a field with its default, and the limits that `UpdateRule` checks."""
+    check = partial(checks.real, mend=f": the default is {default:g}", **limits)
+    hyperparameter: float = field(default=default, metadata=checks.checked(check))
+    return hyperparameter
 
 
 @dataclass(frozen=True)
-class UpdateRule(ABC):
+class UpdateRule(checks.Parameters, ABC):
     """An update rule and its hyperparameters, which are the fields of the dataclass: floats and bools.
 
-    A rule of your own derives from this as a frozen dataclass, names itself, and gives `slots` and `apply`.
-
-    Attributes:
-        name: what the rule is called on the wire and in `RULES`.
-        scratch: how many buffers `apply` needs.
+    Write a custom rule as a frozen dataclass derived from this, with a `name`, `slots` and `apply`.
     """
 
-    name: ClassVar[str]
-    scratch: ClassVar[int] = 1
+    scratch: ClassVar[int] = 1  # the number of buffers that `apply` needs
 
     learning_rate: float = number(0.001, at_least=0)
 
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, float]:
-        """The slots of a parameter, of its shape each: name and the value that fills it at first."""
+        """The slots of a parameter, each of its shape: name and initial value."""
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of the `step`-th gradient, from 1: always the same one, unless overridden."""
+        """Return the learning rate of the `step`-th gradient, counted from 1: constant unless overridden."""
         del step
         return self.learning_rate
 
     def scalars(self, step: int) -> Scalars:
-        """All that depends on the step alone, in float64: computed once for each gradient, not each block.
+        """Compute what depends only on the step, in float64: once per gradient, not per block.
 
-        Steps count from 1, and all of a parameter's gradients count, sparse ones for every row.
+        Steps count from 1. Every gradient of a parameter counts; sparse ones count for every row.
         """
-        return (self.learning_rate_at(_counted(step)),)
+        if step < 1:
+            raise ValueError(f"step {step} is below 1: steps count from 1, the first gradient")
+        return (self.learning_rate_at(step),)
 
     @abstractmethod
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
+    def apply(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
         """Update one block of elements in place.
 
         Args:
             param: the block of the parameter, shape (n,), float32 or float64, contiguous.
-            grad: its gradient, shape (n,), of the same dtype. Not to be written to.
+            grad: its gradient, shape (n,), of the same dtype. Do not write to it.
             slots: by name, the same block of each slot, shape (n,), of the same dtype.
             scalars: what `scalars` returned for this step.
-            scratch: as many buffers as the rule asked for, shape (n,), of the same dtype, their content
-                arbitrary. The blocks fit the processor's cache, so write intermediate results there
-                (`out=`): a fresh array costs more than the arithmetic.
+            scratch: `self.scratch` buffers, shape (n,), of the same dtype, with arbitrary content. Blocks fit
+                in the processor's cache, so write intermediate results to the buffers (`out=`): allocating an
+                array costs more than the arithmetic.
         """
 
     @classmethod
     def from_spec(cls, numbers: Mapping[str, float], flags: Mapping[str, bool]) -> Self:
-        """The rule of these hyperparameters by name; those not named have their defaults."""
-        known = {item.name: isinstance(item.default, bool) for item in fields(cls)}
-        for given, are_flags in ((numbers, False), (flags, True)):
-            for name in given:
-                if name not in known:
-                    raise ValueError(f"{cls.name} has no hyperparameter {name!r}: it has {', '.join(known)}")
-                if known[name] is not are_flags:
-                    kinds = ("a number", "a flag")
-                    raise ValueError(f"{cls.name}: {name} is {kinds[known[name]]}, but was given as {kinds[are_flags]}")
-        return cls(**numbers, **flags)
+        """Return the rule with these hyperparameters; the others have their defaults."""
+        return cls.made_of({**numbers, **flags})
 
     def to_spec(self) -> tuple[dict[str, float], dict[str, bool]]:
-        """The hyperparameters as numbers and flags by name, for `from_spec`."""
-        numbers: dict[str, float] = {}
-        flags: dict[str, bool] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, bool):
-                flags[item.name] = value
-            else:
-                numbers[item.name] = value
-        return numbers, flags
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = _checked(self.name, item, getattr(self, item.name))
-            object.__setattr__(self, item.name, value)  # the dataclass is frozen
-
-
-def _checked(rule: str, item: Field[Any], value: object) -> float | bool:
-    """Return a hyperparameter's value as float or bool, if it is within its limits."""
-    name = f"{rule}: {item.name}"
-    if isinstance(item.default, bool):
-        return checks.flag(name, value)
-    return checks.real(name, value, f": the default is {item.default:g}", **item.metadata)
-
-
-def _counted(step: int) -> int:
-    if step < 1:
-        raise ValueError(f"step {step} is below 1: steps count from 1, the first gradient")
-    return step
+        """Return the hyperparameters as numbers and flags by name, for `from_spec`."""
+        values = self.values_by_name()
+        flags = {name: value for name, value in values.items() if isinstance(value, bool)}
+        return {name: value for name, value in values.items() if name not in flags}, flags
 
 
 @dataclass(frozen=True)
 class _Decaying(UpdateRule):
-    """A rule with decoupled weight decay. Its first scalar is what is left of the parameter."""
+    """Base of rules with decoupled weight decay. Their first scalar is the factor that the parameter decays by."""
 
     _: KW_ONLY
     weight_decay: float = number(0.0, at_least=0)
 
     def scalars(self, step: int) -> Scalars:
-        rate = self.learning_rate_at(_counted(step))
+        (rate,) = super().scalars(step)
         return (1.0 - rate * self.weight_decay, rate)
 
+    def apply(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        if scalars[0] != 1.0:
+            np.multiply(param, scalars[0], out=param)
+        self._step(param, grad, slots, scalars, scratch)
 
-def _decay(param: Array, keep: float) -> None:
-    if keep != 1.0:
-        np.multiply(param, keep, out=param)
+    @abstractmethod
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        """Update one block, which has decayed, in place; see `apply`."""
 
 
 def _average(slot: Array, value: Array, beta: float, scratch: Array) -> None:
     """slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
-    if beta < 0.5:  # the slot follows the value closely: one much smaller than the last must not drown in it
+    if beta < 0.5:  # the slot follows the value closely: keep the digits of a value much smaller than the last
         np.subtract(slot, value, out=slot)
         np.multiply(slot, beta, out=slot)
         np.add(slot, value, out=slot)
@@ -194,19 +143,18 @@ class SGD(_Decaying):
 
         without momentum   p <- p - lr * g
 
-        with it            m <- momentum * m - lr * g
+        with momentum      m <- momentum * m - lr * g
                            p <- p + m                              plain
                            p <- p + momentum * m - lr * g          Nesterov
 
-    Without momentum there are no slots. As in Keras the learning rate is inside m; torch's buffer is m / -lr,
-    which is the same unless the rate changes between steps. Nesterov without momentum is an error, as in
-    torch (Keras ignores the flag).
+    Without momentum there are no slots. As in Keras, m includes the learning rate; torch's buffer is m / -lr,
+    which is equivalent unless the rate changes between steps. Nesterov without momentum is an error, as in torch
+    (Keras ignores the flag).
     """
 
     name: ClassVar[str] = "sgd"
 
     learning_rate: float = number(0.01, at_least=0)
-    _: KW_ONLY
     momentum: float = number(0.0, at_least=0, at_most=1)
     nesterov: bool = False
 
@@ -219,17 +167,9 @@ class SGD(_Decaying):
     def slots(self) -> Mapping[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
 
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, rate = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, rate = scalars
         (t,) = scratch
-        _decay(param, keep)
         np.multiply(grad, rate, out=t)
         if not self.momentum:
             np.subtract(param, t, out=param)
@@ -251,19 +191,18 @@ class Adam(_Decaying):
 
         m <- beta_1 * m + (1 - beta_1) * g
         v <- beta_2 * v + (1 - beta_2) * g^2
-        v_hat <- max(v_hat, v)                                     AMSGrad only, used below for v
+        v_hat <- max(v_hat, v)                                     AMSGrad only, replaces v below
         p <- p - lr * (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)
 
-    Epsilon stands as in the paper and in torch, beside the bias-corrected root. Keras has the paper's
-    "epsilon hat", beside the root that is not corrected: its steps are smaller at first where the gradients
-    are of epsilon's size. The default of epsilon is Keras' 1e-7; torch's is 1e-8. AMSGrad's maximum is taken
-    before the bias correction, as in Keras and torch; the paper has no correction. For sparse gradients see
-    `apply_rows`: t counts all gradients, also those that did not touch the row.
+    As in the paper and in torch, epsilon is added to the bias-corrected root. Keras adds the paper's "epsilon hat"
+    to the uncorrected root: its first steps are smaller where gradients are of epsilon's size. The default of
+    epsilon is Keras' 1e-7; torch's is 1e-8. AMSGrad's maximum is taken before the bias correction, as in Keras and
+    torch; the paper has no correction. For sparse gradients see `apply_rows`: t counts all gradients, including
+    those that did not touch the row.
     """
 
     name: ClassVar[str] = "adam"
 
-    _: KW_ONLY
     beta_1: float = number(0.9, at_least=0, below=1)
     beta_2: float = number(0.999, at_least=0, below=1)
     epsilon: float = number(1e-7, above=0)
@@ -275,22 +214,14 @@ class Adam(_Decaying):
 
     def scalars(self, step: int) -> Scalars:
         keep, rate = super().scalars(step)
-        # The corrections are factored out of the root: alpha * m / (sqrt(v) + epsilon_t) is one pass less.
+        # Factoring the corrections out of the root saves a pass: alpha * m / (sqrt(v) + epsilon_t).
         root = sqrt(1.0 - self.beta_2**step)
         return (keep, rate * root / (1.0 - self.beta_1**step), self.epsilon * root)
 
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, alpha, epsilon_t = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, alpha, epsilon_t = scalars
         m, v = slots["m"], slots["v"]
         (t,) = scratch
-        _decay(param, keep)
         _average(m, grad, self.beta_1, t)
         np.multiply(grad, grad, out=t)
         _average(v, t, self.beta_2, t)
@@ -311,8 +242,8 @@ class AdamW(Adam):
         p <- p * (1 - lr * weight_decay)
         then as Adam
 
-    The same as Adam with the same `weight_decay`; the default is Keras' 0.004 (torch's is 0.01). As in Keras
-    and torch the decay is multiplied by the learning rate, which stands for the paper's schedule multiplier.
+    Equivalent to Adam with the same `weight_decay`; the default is Keras' 0.004 (torch's is 0.01). As in Keras and
+    torch, the decay is multiplied by the learning rate, which stands for the paper's schedule multiplier.
     """
 
     name: ClassVar[str] = "adamw"
@@ -328,12 +259,11 @@ class Adagrad(_Decaying):
         accumulator <- accumulator + g^2
         p <- p - lr * g / sqrt(accumulator + epsilon)
 
-    As Keras. torch has epsilon (1e-10) outside the root and starts from an accumulator of 0.
+    As in Keras. torch adds epsilon (1e-10) outside the root and starts with an accumulator of 0.
     """
 
     name: ClassVar[str] = "adagrad"
 
-    _: KW_ONLY
     initial_accumulator_value: float = number(0.1, at_least=0)
     epsilon: float = number(1e-7, above=0)
 
@@ -341,18 +271,10 @@ class Adagrad(_Decaying):
     def slots(self) -> Mapping[str, float]:
         return {"accumulator": self.initial_accumulator_value}
 
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, rate = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, rate = scalars
         accumulator = slots["accumulator"]
         (t,) = scratch
-        _decay(param, keep)
         np.multiply(grad, grad, out=t)
         np.add(accumulator, t, out=accumulator)
         np.add(accumulator, self.epsilon, out=t)
@@ -370,17 +292,16 @@ class RMSprop(_Decaying):
         a <- rho * a + (1 - rho) * g                               centered only
         d  = v                                                     or, centered, max(v - a^2, 0)
         i  = lr * g / sqrt(d + epsilon)
-        m <- momentum * m + i                                      with momentum only, used below for i
+        m <- momentum * m + i                                      with momentum only, replaces i below
         p <- p - i
 
-    Slots: v is "velocity", a "average_gradient", m "momentum". As Keras, but for the maximum: there v - a^2,
-    which rounding may make negative where the gradient hardly changes, can give NaN. torch has epsilon (1e-8)
-    outside the root, calls rho alpha (0.99), and keeps the learning rate outside m.
+    Slots: v is "velocity", a "average_gradient", m "momentum". As in Keras, except for the maximum: where the
+    gradient hardly changes, rounding may make v - a^2 negative, which gives NaN in Keras. torch adds epsilon (1e-8)
+    outside the root, calls rho alpha (0.99), and does not include the learning rate in m.
     """
 
     name: ClassVar[str] = "rmsprop"
 
-    _: KW_ONLY
     rho: float = number(0.9, at_least=0, below=1)
     momentum: float = number(0.0, at_least=0, at_most=1)
     epsilon: float = number(1e-7, above=0)
@@ -391,18 +312,10 @@ class RMSprop(_Decaying):
         wanted = {"velocity": True, "average_gradient": self.centered, "momentum": self.momentum > 0}
         return {name: 0.0 for name, used in wanted.items() if used}
 
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, rate = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, rate = scalars
         v = slots["velocity"]
         (t,) = scratch
-        _decay(param, keep)
         np.multiply(grad, grad, out=t)
         _average(v, t, self.rho, t)
         if self.centered:
@@ -437,20 +350,19 @@ class Ftrl(_Decaying):
         p <- (clip(z, -l1, l1) - z) / (n^k / lr + beta / lr + 2 * l2)
 
     Slots: n is "accumulator", z "linear". The fields' names are Keras': l1_regularization_strength,
-    l2_regularization_strength, l2_shrinkage_regularization_strength. As Keras; the paper has k = 1/2, beta =
-    1, l2 for 2 * l2, n = 0 at first and no shrinkage. torch has no Ftrl.
+    l2_regularization_strength, l2_shrinkage_regularization_strength. As in Keras; the paper has k = 1/2, beta = 1,
+    l2 instead of 2 * l2, n = 0 initially and no shrinkage. torch has no Ftrl.
 
-    p is computed anew from z and n at each step: what it was at first is soon forgotten, at once where it
-    gets a gradient of 0. Weight decay therefore hardly acts; use l2. The difference of powers is computed
-    without subtracting them, which in float32 would lose all digits of it once n is large. Where n and the
-    denominator are 0, so is z, and p becomes 0 (in Keras NaN).
+    Each step computes p anew from z and n, so its initial value is soon forgotten, at once if the gradient is 0.
+    Weight decay therefore has little effect; use l2. The difference of powers is computed without subtracting
+    them, which would lose all its digits in float32 once n is large. Where n and the denominator are 0, so is z,
+    and p becomes 0 (NaN in Keras).
     """
 
     name: ClassVar[str] = "ftrl"
     scratch: ClassVar[int] = 3
 
     learning_rate: float = number(0.001, above=0)
-    _: KW_ONLY
     learning_rate_power: float = number(-0.5, at_most=0)
     initial_accumulator_value: float = number(0.1, at_least=0)
     l1_regularization_strength: float = number(0.0, at_least=0)
@@ -479,18 +391,10 @@ class Ftrl(_Decaying):
             raise ValueError(f"ftrl: the learning rate at step {step} is {rate:g}; it must be above 0")
         return (keep, 1.0 / rate, self.beta / rate + 2.0 * self.l2_regularization_strength)
 
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, per_rate, plain = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, per_rate, plain = scalars
         n, z = slots["accumulator"], slots["linear"]
         t, sigma, power = scratch
-        _decay(param, keep)
         self._grow(n, grad, sigma, power, t)
         np.multiply(sigma, per_rate, out=sigma)
         np.multiply(sigma, param, out=sigma)
@@ -507,7 +411,7 @@ class Ftrl(_Decaying):
         np.divide(t, power, out=param)
 
     def _grow(self, n: Array, grad: Array, sigma: Array, power: Array, t: Array) -> None:
-        """n <- n + grad^2, power = n^k afterwards, sigma = how much n^k grew."""
+        """n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
         k = -self.learning_rate_power
         np.multiply(grad, grad, out=sigma)
         if k == 0.5:
@@ -544,37 +448,25 @@ class Adadelta(_Decaying):
         b <- rho * b + (1 - rho) * d^2
         p <- p - lr * d
 
-    Slots: a is "accumulated_grad", b "accumulated_delta_var". As Keras and torch but for defaults: the paper
-    has no learning rate, that is 1, as torch's default; Keras', and ours, is 0.001. torch's epsilon is 1e-6,
-    its rho 0.9.
+    Slots: a is "accumulated_grad", b "accumulated_delta_var". As in Keras and torch, except for defaults: the paper
+    has no learning rate, which is torch's default of 1; Keras' and ours is 0.001. torch's epsilon is 1e-6, its rho
+    0.9.
     """
 
     name: ClassVar[str] = "adadelta"
+    slots: ClassVar[Mapping[str, float]] = {"accumulated_grad": 0.0, "accumulated_delta_var": 0.0}
     scratch: ClassVar[int] = 2
 
-    _: KW_ONLY
     rho: float = number(0.95, at_least=0, below=1)
     epsilon: float = number(1e-7, above=0)
 
-    @property
-    def slots(self) -> Mapping[str, float]:
-        return {"accumulated_grad": 0.0, "accumulated_delta_var": 0.0}
-
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, rate = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, rate = scalars
         a, b = slots["accumulated_grad"], slots["accumulated_delta_var"]
         t, d = scratch
-        _decay(param, keep)
         np.multiply(grad, grad, out=t)
         _average(a, t, self.rho, t)
-        # One root of the quotient would be a pass less, but overflows in float32 where a is next to nothing.
+        # A single root of the quotient would save a pass, but overflows in float32 where a is close to 0.
         np.add(b, self.epsilon, out=d)
         np.sqrt(d, out=d)
         np.add(a, self.epsilon, out=t)
@@ -594,37 +486,25 @@ class Lion(_Decaying):
         p <- p - lr * sign(beta_1 * m + (1 - beta_1) * g)
         m <- beta_2 * m + (1 - beta_2) * g
 
-    As Keras and the paper, whose weight decay is the same as decoupled decay before the step; the paper's
+    As in Keras and the paper, whose weight decay is equivalent to decoupled decay before the step; the paper's
     learning rate is 1e-4. torch has no Lion.
     """
 
     name: ClassVar[str] = "lion"
+    slots: ClassVar[Mapping[str, float]] = {"m": 0.0}
     scratch: ClassVar[int] = 2
 
-    _: KW_ONLY
     beta_1: float = number(0.9, at_least=0, at_most=1)
     beta_2: float = number(0.99, at_least=0, below=1)
 
-    @property
-    def slots(self) -> Mapping[str, float]:
-        return {"m": 0.0}
-
-    def apply(
-        self,
-        param: Array,
-        grad: Array,
-        slots: Mapping[str, Array],
-        scalars: Scalars,
-        scratch: Sequence[Array],
-    ) -> None:
-        keep, rate = scalars
+    def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
+        _, rate = scalars
         m = slots["m"]
         t, u = scratch
-        _decay(param, keep)
         np.multiply(m, self.beta_1, out=t)
         np.multiply(grad, 1.0 - self.beta_1, out=u)
         np.add(t, u, out=t)
-        # rate * sign(t), which np.sign takes six times as long for. 0 stays 0.
+        # rate * sign(t): np.sign takes six times as long. 0 stays 0.
         np.multiply(t, _HUGE, out=t)
         np.minimum(t, rate, out=t)
         np.maximum(t, -rate, out=t)

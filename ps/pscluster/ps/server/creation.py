@@ -10,22 +10,21 @@ import numpy as np
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, UnknownVariableError
 from pscluster.core.functions.definitions import resolve
-from pscluster.core.geometry import Partition
 from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import padding
-from pscluster.ps.optim import RULES, UpdateRule
+from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
-from pscluster.ps.server.initialization import initial_values, initializer_of, no_handles
+from pscluster.ps.server.initialization import Array, Fill, initial_values, initializer_of, no_handles
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Array, Shard
+from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY, partition_of
 from pscluster.v1 import ps_pb2
 
 
 def expected_bytes(store: Store, request: ps_pb2.CreateRequest) -> int | None:
-    """Payload bytes that a create request must bring; None: any. Refuses what can't be created."""
+    """Return the payload bytes that a create request must have; None: any. Refuse what can't be created."""
     store.check_job(request.job)
     if request.HasField("optimizer"):
         return None
@@ -51,26 +50,25 @@ def create(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> Non
 
 
 def make_variable(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> HeldVariable:
-    """Make a variable, with the shards that live here; it is not entered yet."""
+    """Make a variable, with the shards that live here, without entering it in the directory."""
     spec = request.variable
     partition, dtype = partition_of(spec), dtype_named(spec.dtype)
     if request.initializer.name == COPY:
         return HeldVariable(spec, dtype, partition, _copied(store, spec, request.initializer))
     if request.HasField("initializer"):
         fill = initializer_of(request.initializer, payload.joined(), spec.name)
-        arrays = initial_values(spec, partition, dtype, store.index, fill)
     else:
-        arrays = _given(store, spec, partition, dtype, payload)
+        fill = _given(payload)
+    arrays = initial_values(spec, partition, dtype, store.index, fill)
     return HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
 
 
 def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initializer) -> dict[int, Shard]:
-    """The shards of another variable that live here, as they are now."""
     try:
         numbers = json.loads(initializer.numbers)
         source, optimizers = int(numbers["variable"]), set(map(int, numbers["optimizers"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"variable {spec.name!r}, a copy of nothing: {error!r}") from None
+        raise ProtocolError(f"variable {spec.name!r} is a copy of no variable: {error!r}") from None
     held = store.directory.variables.get(source)
     if held is None:
         raise UnknownVariableError(
@@ -78,7 +76,7 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
         )
     same = ps_pb2.VariableSpec()
     same.CopyFrom(held.spec)
-    same.id, same.name = spec.id, spec.name
+    same.id, same.name, same.evaluation = spec.id, spec.name, spec.evaluation
     if same != spec:
         raise InvalidUpdateError(
             f"variable {spec.name!r} can't be a copy of {held.spec.name!r}, which has a different shape, "
@@ -93,25 +91,18 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
         ) from None
 
 
-def _given(
-    store: Store, spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], payload: Payload
-) -> dict[int, Array]:
-    """The initial values that came with the request, of the shards that live here."""
-    arrays, at = {}, 0
-    for shard, owner in enumerate(spec.owners):
-        if owner != store.index:
-            continue
-        shape = partition.block(shard).shape
-        try:
-            array = arrays[shard] = np.empty(shape, dtype)
-        except (MemoryError, ValueError) as error:  # ValueError: NumPy has no arrays of such a shape
-            raise InvalidUpdateError(f"variable {spec.name!r}, shard {shard}, shape {shape}: {error}") from None
-        flat = array.reshape(-1)
-        for offset, piece in payload.blocks(at, array.nbytes, dtype.itemsize):
-            low = offset // dtype.itemsize
-            flat[low : low + len(piece) // dtype.itemsize] = np.frombuffer(piece, dtype)
-        at += array.nbytes + padding(array.nbytes)
-    return arrays
+def _given(payload: Payload) -> Fill:
+    """Return a function that fills shards, in turn, with the values that came with the request."""
+    at = 0
+
+    def fill(_shape: tuple[int, ...], _start: tuple[int, ...], out: Array) -> None:
+        nonlocal at
+        flat, size = out.reshape(-1), out.itemsize
+        for offset, piece in payload.blocks(at, out.nbytes, size):
+            flat[offset // size : (offset + len(piece)) // size] = np.frombuffer(piece, out.dtype)
+        at += out.nbytes + padding(out.nbytes)
+
+    return fill
 
 
 def _create_optimizer(store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> None:
@@ -128,7 +119,7 @@ def _create_optimizer(store: Store, request: ps_pb2.CreateRequest, payload: Payl
         rule = rule_class.from_spec(spec.numbers, spec.flags)
         if spec.schedule:
             schedule = schedule_from_spec(json.loads(spec.schedule))
-            # The rule is a frozen value; the schedule, which counts from 0, takes the place of its constant rate.
+            # The rule is frozen; the schedule, which counts steps from 0, replaces its constant rate.
             object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None

@@ -1,7 +1,7 @@
-"""The directory of a server: which variables and optimizers the job has, and the shards that live here.
+"""The directory of a server: the variables and optimizers of the job, and the shards that live here.
 
-Pure; its owner serialises what changes it. A variable is pending while its shards are made: whoever deletes it
-meanwhile takes it from there, and it is not entered when they are.
+Pure; its owner serialises changes. A variable is pending while its shards are made. If it is deleted meanwhile, it is
+removed from the pending ones, and not entered afterwards.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnavailableError, UnknownVariableError
 from pscluster.core.geometry import Partition
-from pscluster.ps.optim import UpdateRule
+from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.request_metrics import VariableCounts
+from pscluster.ps.server.losses import NAMES
+from pscluster.ps.server.metadata import Metadata
 from pscluster.ps.server.shard import Shard
+from pscluster.ps.spec import METADATA
 from pscluster.v1 import definition_pb2, ps_pb2
 
-_MAX_DELETED_PREFIXES = 256
-"""So many deletions of all names with a prefix are remembered: a late copy of a creation makes none of them again."""
+_MAX_DELETED_EVALUATIONS = 256
+"""The most deletions by evaluation that are remembered, so that late copies of creations are refused."""
 
 
 @dataclass(slots=True)
 class HeldVariable:
-    """A variable of the directory and the shards of it that live here."""
+    """A variable of the directory, with its shards that live here."""
 
     spec: ps_pb2.VariableSpec
     dtype: np.dtype[Any]
@@ -46,26 +49,25 @@ class HeldOptimizer:
 
 
 Contents = tuple[list[HeldVariable], list[HeldOptimizer], dict[int, ps_pb2.OptimizerSpec]]
-"""Variables, optimizers, and by number those optimizers whose rule is awaited."""
+"""Variables, optimizers, and, by id, the optimizers whose rule is awaited."""
 
 
 class Directory:
-    """Variables and optimizers by their numbers.
-
-    Attributes:
-        variables: by number.
-        pending: the names of those that are being made, by number.
-    """
+    """Variables and optimizers by their ids."""
 
     def __init__(self, server: int) -> None:
         self._server = server
         self.variables: dict[int, HeldVariable] = {}
-        self.pending: dict[int, str] = {}
+        self.pending: dict[int, ps_pb2.VariableSpec] = {}
+        self.metadata = Metadata()  # the job's, on server 0; it is not one of the variables
+        spec = ps_pb2.VariableSpec(name=NAMES[METADATA])
+        # The same, in the form in which updates need it.
+        self.held_metadata = HeldVariable(spec, np.dtype(np.uint8), Partition((), ()), {METADATA[1]: self.metadata})
         self._optimizers: dict[int, HeldOptimizer] = {}
-        self._awaited: dict[int, ps_pb2.OptimizerSpec] = {}  # restored, and their rule has to be sent again
-        self._deleted_prefixes: deque[str] = deque(maxlen=_MAX_DELETED_PREFIXES)
+        self._awaited: dict[int, ps_pb2.OptimizerSpec] = {}  # restored, but their rule must be sent again
+        self._deleted_evaluations: deque[int] = deque(maxlen=_MAX_DELETED_EVALUATIONS)
 
-    # Looking up: what is looked for is there or not, so these need no lock
+    # Lookups, each of a single dictionary entry, so these need no lock
 
     def find(self, variable: int, shard: int) -> tuple[HeldVariable, Shard]:
         """Return a variable and one of its shards. UnknownVariableError if it does not live here."""
@@ -87,54 +89,54 @@ class Directory:
             raise UnknownVariableError(f"there is no optimizer with id {number} in this job")
         return known
 
-    # Under the owner's lock
-
-    def contents(self) -> Contents:
-        """Return copies of the lists."""
-        return list(self.variables.values()), list(self._optimizers.values()), dict(self._awaited)
-
-    def shards(self) -> list[Shard]:
-        """Return all that live here."""
-        return [shard for held in self.variables.values() for shard in held.shards.values()]
-
     def has_optimizer(self, spec: ps_pb2.OptimizerSpec) -> bool:
-        """Is there one of this number and name, with this rule?"""
+        """Return whether there is an optimizer with this id, name and rule."""
         held = self._optimizers.get(spec.id)
         return held is not None and (held.spec.name, held.spec.rule) == (spec.name, spec.rule)
 
+    # These need the owner's lock
+
+    def contents(self) -> Contents:
+        """Return a copy of the contents."""
+        return list(self.variables.values()), list(self._optimizers.values()), dict(self._awaited)
+
+    def shards(self) -> list[Shard]:
+        """Return all shards that live here, and the metadata."""
+        return [self.metadata, *(shard for held in self.variables.values() for shard in held.shards.values())]
+
     def check_name(self, spec: ps_pb2.VariableSpec) -> None:
         """Refuse a variable whose name is taken or was deleted."""
-        if spec.name.startswith(tuple(self._deleted_prefixes)):
-            raise StaleError(f"variable {spec.name!r} was deleted, with all others whose names share its prefix")
+        if spec.evaluation in self._deleted_evaluations:
+            raise StaleError(f"variable {spec.name!r} was deleted, with all others of its evaluation")
         # The same spec again is a repetition of this request: its first answer was lost.
         if any(held.spec.name == spec.name and held.spec != spec for held in self.variables.values()):
             raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
 
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
-        """Enter an optimizer, or another form of it."""
+        """Enter an optimizer, or a new form of it."""
         self._optimizers[optimizer.spec.id] = optimizer
         self._awaited.pop(optimizer.spec.id, None)
 
-    def delete(self, name: str, variable: int = 0, prefix: str = "") -> list[int]:
-        """Remove what `Store.delete` says; return the numbers of those that were there."""
+    def delete(self, name: str, variable: int = 0, evaluation: int = 0) -> list[int]:
+        """Remove variables as described in `Store.delete`; return the ids of those that existed."""
 
-        def matches(number: int, named: str) -> bool:
-            return named.startswith(prefix) if prefix else named == name and variable in (0, number)
+        def matches(spec: ps_pb2.VariableSpec) -> bool:
+            return spec.evaluation == evaluation if evaluation else spec.name == name and variable in (0, spec.id)
 
-        if prefix and prefix not in self._deleted_prefixes:
-            self._deleted_prefixes.append(prefix)
-        deleted = [number for number, held in self.variables.items() if matches(number, held.spec.name)]
-        for number in deleted:
-            del self.variables[number]
-        self.pending = {number: named for number, named in self.pending.items() if not matches(number, named)}
+        if evaluation and evaluation not in self._deleted_evaluations:
+            self._deleted_evaluations.append(evaluation)
+        deleted = [id_ for id_, held in self.variables.items() if matches(held.spec)]
+        for id_ in deleted:
+            del self.variables[id_]
+        self.pending = {id_: spec for id_, spec in self.pending.items() if not matches(spec)}
         return deleted
 
     def forget_deleted(self) -> None:
-        """Late copies of creations are of another job now."""
-        self._deleted_prefixes.clear()
+        """Forget deletions by evaluation: late copies of creations are of another job now."""
+        self._deleted_evaluations.clear()
 
     def restore(self, variables: Sequence[HeldVariable], awaited: Mapping[int, ps_pb2.OptimizerSpec]) -> None:
-        """Put in what was saved."""
+        """Enter the saved variables and optimizers."""
         self.variables = {held.spec.id: held for held in variables}
         self._awaited = dict(awaited)
 
@@ -142,7 +144,7 @@ class Directory:
 def described(
     contents: Contents, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False
 ) -> ps_pb2.DescribeReply:
-    """Return what a directory knows of these names. UnknownVariableError names the first unknown one."""
+    """Return the specs of these names. UnknownVariableError names the first unknown one."""
     reply = ps_pb2.DescribeReply()
     held_variables, held_optimizers, awaited = contents
     by_name = {held.spec.name: held for held in held_variables}

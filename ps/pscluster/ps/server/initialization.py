@@ -1,4 +1,4 @@
-"""Initial values that are made on the server where they live: by its own initializers, or by the user's function."""
+"""Initial values computed on the server that holds them, by built-in initializers or by the user's function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
 
 
 def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str) -> Fill:
-    """Return what fills a shard. UnresolvedReference if the function's reference leads nowhere here."""
+    """Return a function that fills a shard. UnresolvedReference if the user's function can't be found here."""
     if not initializer.HasField("function"):
         try:
             built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
@@ -37,40 +37,40 @@ def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str)
 
 
 def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
-    arguments, keywords, part = _takes(function, shape, out.dtype)
+    arguments, keywords, block = _takes(function, shape, out.dtype)
     given = {"partition_shape": out.shape, "partition_offset": start}
     value = np.asarray(function(*arguments, **{keyword: given[keyword] for keyword in keywords}))
-    wanted = out.shape if part == "named" else shape
-    if part == "none" or (part == "any" and value.shape != out.shape):
+    expected = out.shape if block == "named" else shape
+    if block == "none" or (block == "any" and value.shape != out.shape):
         index = tuple(slice(a, a + n) for a, n in zip(start, out.shape, strict=True))
         with contextlib.suppress(ValueError):
             value = np.broadcast_to(value, shape)[index]
     if value.shape != out.shape:
-        raise ValueError(f"it returned an array of shape {value.shape}, but {wanted} was expected")
+        raise ValueError(f"it returned an array of shape {value.shape}, but {expected} was expected")
     np.copyto(out, converted(value, out.dtype, name, "initial value"))
 
 
 def _takes(
     function: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[tuple[object, ...], list[str], Literal["none", "named", "any"]]:
-    """The arguments for the function, positional and by keyword, and whether it asks for the part to be made.
+    """Return the positional arguments and keywords, and "named" or "any" if it takes those for the block to compute.
 
-    TensorFlow's users often give one that has its shape and dtype already, or takes any keywords.
+    TensorFlow's users often pass a function that has its shape and dtype already, or takes any keywords.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
         return (shape, dtype), [], "none"
-    part: Literal["none", "named", "any"] = "none"
+    block: Literal["none", "named", "any"] = "none"
     keywords = [keyword for keyword in ("partition_shape", "partition_offset") if keyword in signature.parameters]
     if keywords:
-        part = "named"
+        block = "named"
     elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
-        part, keywords = "any", ["partition_shape", "partition_offset"]
+        block, keywords = "any", ["partition_shape", "partition_offset"]
     for arguments in ((shape, dtype), ()):
         with contextlib.suppress(TypeError):
             signature.bind(*arguments, **dict.fromkeys(keywords))
-            return arguments, keywords, part
+            return arguments, keywords, block
     raise TypeError(
         f"it takes {signature}, but is called with (shape, dtype), and with partition_shape and partition_offset "
         "by keyword where it names them"
@@ -80,7 +80,7 @@ def _takes(
 def initial_values(
     spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
 ) -> dict[int, Array]:
-    """Make the initial values of one owner's shards. InvalidUpdateError, naming the variable, if one can't be made."""
+    """Compute the initial values of one owner's shards. InvalidUpdateError, naming the variable, if that fails."""
     arrays = {}
     for shard, where in enumerate(spec.owners):
         if where != owner:
@@ -93,7 +93,7 @@ def initial_values(
         )
         try:
             arrays[shard] = np.empty(block.shape, dtype)
-        except (MemoryError, ValueError):  # ValueError if not even a number of bytes can be that large
+        except (MemoryError, ValueError):  # ValueError if the size in bytes exceeds any integer type
             raise too_large from None
         try:
             fill(partition.shape, block.start, arrays[shard])
@@ -110,5 +110,5 @@ def initial_values(
 
 
 def no_handles(kind: str, key: str) -> Handle:
-    """For `resolve`: what runs on a server has no handles."""
+    """Refuse handles, for `resolve`: functions that run on a server have none."""
     raise MisuseError(f"a function that runs on a parameter server can't use {kind} {key!r}")

@@ -1,9 +1,9 @@
-"""What was lost with a parameter server's process: a lower bound, from what its clients were told.
+"""The updates that were lost with a parameter server's process: a lower bound, from what its clients have received.
 
-Every acknowledgement says how many updates the shard has had, and under which life of the server, a number that each
-process draws. A client sends the most it has heard of back with its next update, or before it asks what was lost. If
-that was under a life before, what it exceeds the restored count by is lost. Clients that are gone may know of more.
-What a log has lost is found without them.
+Every acknowledgement carries the shard's count of updates and the server's boot id, which each process draws. A client
+returns the highest count it has seen with its next update, or before it queries the losses. If it saw that count under
+an earlier boot id, its excess over the restored count is lost. Clients that have ended may have seen more. Losses of
+the log are found without clients.
 """
 
 from __future__ import annotations
@@ -12,68 +12,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pscluster.core.ids import fresh_id
+from pscluster.ps.spec import METADATA
 
 ShardKey = tuple[int, int]
 """Variable and shard."""
 
 UNKNOWN: ShardKey = (0, 0)
-"""In place of a shard: updates of which it can't be told what they updated."""
+"""In place of a shard, for updates that can't be attributed to one."""
 
-UNKNOWN_NAME = "(unknown)"
+NAMES = {UNKNOWN: "(unknown)", METADATA: "(metadata)"}
+"""Of what is not a shard of a variable."""
 
 
 @dataclass(slots=True)
 class Losses:
-    """Of one server. Pure; guarded by its owner's lock.
+    """The losses of one server. Pure; guarded by its owner's lock."""
 
-    Attributes:
-        life: of this process.
-        before: the lives of those that held the state before, in turn.
-        restored: did this process restore anything?
-        news: how often something was found to be lost.
-        total: by shard, acknowledged updates that are lost, at least, of all lives.
-        since: of these, those that were lost since the last of the lives before had saved.
-    """
-
-    life: int = field(default_factory=fresh_id)
-    before: Sequence[int] = ()
-    restored: bool = False
-    news: int = 0
-    total: dict[ShardKey, int] = field(default_factory=dict)
-    since: dict[ShardKey, int] = field(default_factory=dict)
+    boot_id: int = field(default_factory=fresh_id)  # this process's
+    before: Sequence[int] = ()  # boot ids of the processes that held the state earlier, oldest first
+    restored: bool = False  # whether this process restored anything
+    news: int = 0  # how often a loss was found
+    total: dict[ShardKey, int] = field(default_factory=dict)  # lost acknowledged updates, at least, over all boots
+    since: dict[ShardKey, int] = field(default_factory=dict)  # those lost since the last earlier process saved
     _restored: Mapping[ShardKey, int] = field(default_factory=dict)
 
     def restore(
         self,
-        lives: Sequence[int],
+        boot_ids: Sequence[int],
         counts: Mapping[ShardKey, int],
         lost: Mapping[ShardKey, int],
-        found: Mapping[ShardKey, int] | None = None,
-        since: Mapping[ShardKey, int] | None = None,
+        found: Mapping[ShardKey, int],
+        since: Mapping[ShardKey, int],
     ) -> None:
-        """The state was restored: it was held by these lives, and has these counts of updates.
+        """Begin from restored counts of updates, and the losses known before and `found` while restoring.
 
-        Args:
-            lost: what was known before.
-            found: what was found to be lost as the state was restored.
-            since: of `lost`, what processes have found that had restored the same and have saved nothing.
+        Those of `lost` in `since` were found by processes that had restored the same state and saved nothing.
         """
-        self.before, self.total, self._restored = tuple(lives), dict(lost), counts
+        self.before, self.total, self._restored = tuple(boot_ids), dict(lost), counts
         self.restored = bool(counts)
-        self.since = dict(since or {})
-        for shard, count in (found or {}).items():
+        self.since = dict(since)
+        for shard, count in found.items():
             self._count(shard, count)
 
-    def note(self, shard: ShardKey, life: int, seen: int) -> int:
-        """A client was told of so many updates under this life: how many are lost, if that is news, else 0."""
-        # What a life before the last one had acknowledged was compared when that one was restored.
-        if life in (0, self.life, *self.before[:-1]):
+    def note(self, shard: ShardKey, boot_id: int, seen: int) -> int:
+        """Return how many updates are lost, or 0 if that is known, given that a client saw `seen` under `boot_id`."""
+        # Acknowledgements of processes before the latest one were compared when that one restored.
+        if boot_id in (0, self.boot_id, *self.before[:-1]):
             return 0
         lost = seen - self._restored.get(shard, seen)
         return lost if self._count(shard, lost) else 0
 
     def _count(self, shard: ShardKey, lost: int) -> bool:
-        """Is it news that so many are lost?"""
+        """Record that `lost` updates of a shard are lost; return whether that is news."""
         more = lost - self.since.get(shard, 0)
         if more <= 0:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -49,31 +49,31 @@ IN_FLIGHT_VARIABLE = "PSCLUSTER_IN_FLIGHT_MIB"
 ROOT_VARIABLE = "PSCLUSTER_CHECKPOINT_ROOT"
 
 SEND_SECONDS = 0.25
-"""For answers that were made in the last moment to be sent, before connections are closed."""
+"""Time for the last answers to be sent before connections are closed."""
 
 
 def serve_ps(
     index: int,
     address: str,
     options: RoleOptions,
-    in_flight_mib: int = DEFAULT_MIB,
-    durability: DurabilityOptions | None = None,
-    checkpoint_roots: Sequence[str] = (),
-    own: str = "",
+    in_flight_mib: int,
+    durability: DurabilityOptions,
+    checkpoint_roots: Sequence[str],
+    own: str,
 ) -> Callable[[StopRequest], Callable[[], None]]:
-    """What `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
+    """Return what `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        mine = with_user_token(options, [address])
-        choose_serialization(address, mine)
-        role = ParameterServerRole(index, StateManager(durability or DurabilityOptions()), Roots(checkpoint_roots))
+        own_options = with_user_token(options, [address])
+        choose_serialization(address, own_options)
+        role = ParameterServerRole(index, StateManager(durability), Roots(checkpoint_roots))
         service = ParameterServerService(role, in_flight_mib << 20)
         server = RoleServer(
             make_identity("ps", index),
             role,
             {"ps": (SERVICE, service)},
             address,
-            mine,
+            own_options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
             telemetry=ServerTelemetry(role, service.budget),
             own=own,
@@ -97,16 +97,15 @@ def serve_ps(
     return serve
 
 
-def bounds_of_environ(environ: Mapping[str, str] = os.environ) -> tuple[int, tuple[str, ...]]:
-    """What it says of memory for large requests, in MiB, and of where checkpoints may lie.
+def bounds_of_environ() -> tuple[int, tuple[str, ...]]:
+    """Return the environment's memory for large requests, in MiB, and its checkpoint roots.
 
-    Raises:
-        ConfigurationError: the memory is no whole number of MiB.
+    ConfigurationError if the memory is not a whole number.
     """
-    text = environ.get(IN_FLIGHT_VARIABLE) or str(DEFAULT_MIB)
+    text = os.environ.get(IN_FLIGHT_VARIABLE) or str(DEFAULT_MIB)
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise ConfigurationError(f"{IN_FLIGHT_VARIABLE} is {text!r}; give a whole number of MiB, from 1 on")
-    return int(text), tuple(environ.get(ROOT_VARIABLE, "").split())
+    return int(text), tuple(os.environ.get(ROOT_VARIABLE, "").split())
 
 
 def durability_options(
@@ -118,12 +117,8 @@ def durability_options(
     *,
     fsync: bool = False,
 ) -> DurabilityOptions:
-    """How the server with this address keeps its state: as said, or as the environment says, or with snapshots.
-
-    Raises:
-        ConfigurationError: the environment names no kind of durability.
-    """
-    # The address tells clusters apart that share the directory.
+    """Return the durability of the server with this address, as `durability_named` does."""
+    # The address distinguishes clusters that share the directory.
     folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
     return DurabilityOptions(durability_named(kind), folder, every, fsync)
 
@@ -177,15 +172,13 @@ def command(
     snapshot_seconds: float,
     fsync: bool,
 ) -> None:
-    """Run this process' task."""
     config, index = own_task("ps")
     own = config.cluster.task_address("ps", index)
     address = listen_address(own, options)
-    keeping = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
-    serve = serve_ps(index, address, options, in_flight_mib, keeping, checkpoint_roots, own or "")
+    chosen = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
+    serve = serve_ps(index, address, options, in_flight_mib, chosen, checkpoint_roots, own or "")
     run_role("ps", index, options, serve)
 
 
 def main() -> None:
-    """Entry point."""
     main_of(command)

@@ -1,7 +1,9 @@
-"""What comes with a request: its bytes, as the chunks they came in, or where they are to stay."""
+"""The bytes of a request, in the chunks they arrived in or in arrays that the server goes on to use, and reuses."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,85 +20,120 @@ _NOTHING = memoryview(b"")
 
 
 class Payload:
-    """The bytes of a request, as the chunks they came in.
+    """The bytes of a request, in the chunks they arrived in.
 
-    Args:
-        chunks: if it is a list and `once`, this empties it.
-        once: what `blocks` has given is not asked for again: a chunk's memory goes with the last of its blocks.
-        arrays: segments, by where they begin, that came in arrays of their own, which nobody else has.
+    With `once`, `blocks` is called once for each segment: a list of chunks is emptied, and each is freed after its last
+    block. `arrays` are segments, by their start, that were received into separate arrays without other references.
     """
 
     def __init__(
         self, chunks: Sequence[memoryview], *, once: bool = False, arrays: Mapping[int, Array] | None = None
     ) -> None:
         self._arrays = arrays or {}
-        self._chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
+        self.chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
         self._once = once
         if once and isinstance(chunks, list):
             chunks.clear()
 
     def blocks(self, start: int, size: int, itemsize: int) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the segment, bytes) of the segment, cut where the chunks are; elements stay whole."""
-        places = self._places(start, size)
-        if any((high - low) % itemsize for _, _, low, high in places):
-            yield 0, memoryview(b"".join(self._chunks[number][low:high] for number, _, low, high in places))
+        """Yield (offset in the segment, bytes) for each chunk of the segment, without splitting elements."""
+        extents = self._extents(start, size)
+        if any((high - low) % itemsize for _, _, low, high in extents):
+            yield 0, memoryview(b"".join(self.chunks[index][low:high] for index, _, low, high in extents))
             return
-        for number, offset, low, high in places:
-            yield offset, self._chunks[number][low:high]
-            if self._once and high - low == self._sizes[number]:
-                self._chunks[number] = _NOTHING
+        for index, offset, low, high in extents:
+            yield offset, self.chunks[index][low:high]
+            if self._once and high - low == self._sizes[index]:
+                self.chunks[index] = _NOTHING
 
-    def _places(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
-        """Of a segment: number of the chunk, offset in the segment, and from where to where in the chunk."""
-        at, places = 0, []
-        for number, length in enumerate(self._sizes):
+    def _extents(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
+        """Return (chunk, offset in the segment, start and end in the chunk) for each chunk of a segment."""
+        at, extents = 0, []
+        for index, length in enumerate(self._sizes):
             low, high = max(start - at, 0), min(start + size - at, length)
             if low < high:
-                places.append((number, at + low - start, low, high))
+                extents.append((index, at + low - start, low, high))
             at += length
             if at >= start + size:
                 break
-        return places
+        return extents
 
     def own(self, start: int) -> Array | None:
-        """The segment that begins here, as an array to be kept; None if it did not come in one."""
+        """Return the segment that begins here if it was received into its own array, which may be retained."""
         return self._arrays.get(start)
 
     def array(self, start: int, count: int, dtype: npt.DTypeLike) -> Array:
-        """A segment as one array; a copy only where it crosses chunks."""
-        if len(self._chunks) == 1:
-            return np.frombuffer(self._chunks[0], dtype, count, start)
-        places = self._places(start, count * np.dtype(dtype).itemsize)
-        pieces = [self._chunks[number][low:high] for number, _, low, high in places]
+        """Return a segment as one array, copied only if it crosses chunks."""
+        if len(self.chunks) == 1:
+            return np.frombuffer(self.chunks[0], dtype, count, start)
+        extents = self._extents(start, count * np.dtype(dtype).itemsize)
+        pieces = [self.chunks[index][low:high] for index, _, low, high in extents]
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return np.frombuffer(data, dtype, count)
 
-    @property
-    def chunks(self) -> Sequence[memoryview]:
-        """As they came."""
-        return self._chunks
-
     def joined(self) -> memoryview:
-        """All of it."""
-        return self._chunks[0] if len(self._chunks) == 1 else memoryview(b"".join(self._chunks))
+        """Return all bytes, copied only if there are several chunks."""
+        return self.chunks[0] if len(self.chunks) == 1 else memoryview(b"".join(self.chunks))
 
     def ids(self, start: int, count: int) -> Ids:
-        """A segment of row numbers."""
         return self.array(start, count, np.int64).view(np.int64)
 
 
 class Staging:
-    """New arrays in which whole values come, to take the place of those that there are.
-
-    Args:
-        arrays: by where they begin in the payload, in order; nothing but padding is between them.
-    """
+    """New arrays into which whole values are received, to replace those of shards."""
 
     def __init__(self, arrays: Mapping[int, Array]) -> None:
-        self._arrays = arrays
+        self._arrays = arrays  # by their start in the payload, ascending, with nothing but padding between them
         self.sink = PayloadSink(ps_pb2.Request, [view(array) for array in arrays.values()])
 
     def payload(self) -> Payload:
-        """All of it, once it has come."""
+        """Return the whole payload, once it has arrived."""
         segments = [(view(array), memoryview(bytes(padding(array.nbytes)))) for array in self._arrays.values()]
         return Payload([chunk for segment in segments for chunk in segment], arrays=self._arrays)
+
+
+class ArrayPool:
+    """Arrays that whole assignments no longer need, for reuse by the next ones. Thread-safe.
+
+    The values of a whole assignment are received into a separate array; afterwards either that array or the one it
+    replaced is unused. If it were freed, malloc would rarely have the same block in one piece for the next assignment,
+    because other allocations take some of it, and the server would come to hold a third array.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: list[Array] = []  # the oldest first
+        self.nbytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a pooled array, or else a new one. Its values are undefined."""
+        with self._lock:
+            for index, array in enumerate(self._arrays):
+                if array.shape == shape and array.dtype == dtype:
+                    self.nbytes -= array.nbytes
+                    return self._arrays.pop(index)
+        return np.empty(shape, dtype)
+
+    def put(self, arrays: list[Array]) -> None:
+        """Empty the list, and pool those of its arrays that have no other references."""
+        with self._lock:
+            while arrays:
+                array = arrays.pop()
+                # The name and the call's argument count; a view, or a read in progress, would add one.
+                if sys.getrefcount(array) == _UNSHARED and array.flags.c_contiguous and array.flags.owndata:
+                    self._arrays.append(array)
+                    self.nbytes += array.nbytes
+
+    def shrink(self, nbytes: int) -> None:
+        """Free the oldest arrays until the rest take no more than `nbytes`."""
+        with self._lock:
+            while self.nbytes > max(nbytes, 0):
+                self.nbytes -= self._arrays.pop(0).nbytes
+
+
+def _unshared() -> int:
+    array = np.empty(0)
+    return sys.getrefcount(array)
+
+
+_UNSHARED = _unshared()

@@ -1,12 +1,13 @@
-"""Reads that are repeated, prepared by the server: by the bytes of a request, which arrays it asks for.
+"""Prepared reads: for the bytes of a request that was answered before, the arrays it reads.
 
-A request that is byte for byte one that was answered before need not be decoded and checked again. Only small whole
-arrays of variables are read so.
+A request that is repeated byte for byte need not be decoded and checked again. Only reads of small whole variables are
+prepared.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from pscluster.core.transport.frames import Buffer, before_payload, padding
@@ -14,19 +15,19 @@ from pscluster.ps.request_metrics import VariableCounts
 from pscluster.v1 import ps_pb2
 
 MAX_PREPARED = 64
-"""As many are kept; of more, the oldest go."""
+"""The most that are held; beyond that the oldest are dropped."""
 
 MAX_REQUEST_BYTES = 64 << 10
-"""Larger requests are not kept."""
+"""Larger requests are not prepared."""
 
 
 class PreparedRead:
-    """What a server answers to a request that it has seen before: these arrays, as they are now."""
+    """The answer to a request that the server has seen before: the current values of its arrays."""
 
     def __init__(
         self, sources: Sequence[tuple[threading.Lock, memoryview]], counts: Sequence[VariableCounts] = ()
     ) -> None:
-        self.times, self.seconds = 0, 0.0  # how often it was answered, and how long that took
+        self._times, self._seconds = 0, 0.0  # how often it was answered, and the time that took
         self._settled = 0, 0.0
         self._counts = counts
         self._sources: list[tuple[threading.Lock, memoryview, slice]] = []
@@ -38,8 +39,8 @@ class PreparedRead:
         self._head = before_payload(head, self._total) if self._total else head.SerializeToString()
 
     def settle(self) -> None:
-        """Have the variables know what was read of them since the last time: not each time, there may be hundreds."""
-        times, seconds = self.times - self._settled[0], self.seconds - self._settled[1]
+        """Add the reads since the last call to the variables' counts: not at each read, of maybe hundreds of arrays."""
+        times, seconds = self._times - self._settled[0], self._seconds - self._settled[1]
         self._settled = self._settled[0] + times, self._settled[1] + seconds
         if times:
             total = sum(len(values) for _, values, _ in self._sources) or 1
@@ -47,36 +48,13 @@ class PreparedRead:
                 counts.read(len(values) * times, seconds * len(values) / total, 0, times)
 
     def reply(self) -> list[Buffer]:
-        """The whole frame, in parts; each array as it is at one moment, under its shard's lock."""
+        """Return the whole frame, in parts; each array is copied under its shard's lock."""
+        begin = time.monotonic()
         payload = memoryview(bytearray(self._total))
-        for lock, values, place in self._sources:
+        for lock, values, segment in self._sources:
             with lock:
-                payload[place] = values
+                payload[segment] = values
+        took = time.monotonic() - begin  # computed first, since other threads may add at the same time
+        self._times += 1
+        self._seconds += took
         return [self._head, payload]
-
-
-class PreparedReads:
-    """Those of one store, by the bytes of their requests. Guarded by the store's lock, except `find`."""
-
-    def __init__(self) -> None:
-        self._prepared: dict[bytes, PreparedRead] = {}
-
-    def find(self, request: bytes) -> PreparedRead | None:
-        """Return what answers this request, byte for byte one that was prepared."""
-        return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # to hash it takes time, too
-
-    def add(self, request: bytes, prepared: PreparedRead) -> None:
-        """Keep one more, instead of the oldest if there are many."""
-        while len(self._prepared) >= MAX_PREPARED:
-            self._prepared.pop(next(iter(self._prepared))).settle()
-        self._prepared[request] = prepared
-
-    def settle(self) -> None:
-        """Have the variables know what was read of them so far."""
-        for prepared in self._prepared.values():
-            prepared.settle()
-
-    def clear(self) -> None:
-        """Forget all: what they read may be there no more."""
-        self.settle()
-        self._prepared.clear()

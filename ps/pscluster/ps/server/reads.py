@@ -1,20 +1,21 @@
-"""Reads on a server: what is asked for is looked up and checked, then copied, or captured to be sent in pieces."""
+"""Reads on a server: check each item, then copy it, or take a snapshot of it to send in pieces."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from pscluster.core.errors import InvalidUpdateError, ProtocolError, UnknownVariableError
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, UnavailableError, UnknownVariableError
 from pscluster.core.limits import MAX_ROWS_BYTES
-from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, view
-from pscluster.ps.optim import compute_dtype, new_slots
+from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
+from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import Array, Box, Ids, box_of, check_ids, table_of
@@ -26,19 +27,19 @@ from pscluster.v1 import ps_pb2
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What an item of a read reads: an array of a shard, or a box of it; for ids, the array as a table."""
+    """What an item of a read reads: an array of a shard, or a box of it; for ids the array as a table."""
 
     name: str
     shard: Shard
     array: Array
     size: int
-    dtype: np.dtype[Any]  # to be sent; another than the array's for an average that is still the value itself
+    dtype: np.dtype[Any]  # on the wire; differs from the array's while an average is still the value itself
     index: Box | None = None
-    values: bool = False  # it is the values, which may be in another array by now
+    values: bool = False  # reads the values, whose array may have been replaced since
 
 
 def reply_bytes(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> int:
-    """Payload bytes of the reply to a read that came with so many bytes of ids. Refuses what can't be read."""
+    """Return the payload bytes of the reply to a read with `ids_bytes` of ids. Refuse what can't be read."""
     store.check_job(request.job)
     total = at = 0
     for item in request.items:
@@ -50,16 +51,63 @@ def reply_bytes(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> in
 
 
 def read(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Iterator[Buffer]:
-    """The segments of the reply, in pieces, each shard as it was at one moment."""
-    for segment in segments(store, request, payload):
-        if isinstance(segment, Snapshot):
-            yield from segment
-        else:
-            yield segment
+    """Yield the segments of the reply in pieces, each shard as it was at one moment."""
+    with _unreadable_means_retry():
+        for segment in segments(store, request, payload):
+            if isinstance(segment, Snapshot):
+                yield from segment
+            else:
+                yield segment
+
+
+def frames(
+    store: Store, request: ps_pb2.Request, payload: Payload, total: int, frame_bytes: int
+) -> Generator[list[Buffer], None, None]:
+    """Yield the reply as frames, whose parts may be views of arrays that change: valid until the next is requested."""
+    done = before = 0
+    with _unreadable_means_retry(), closing(_groups(store, request.read, payload, total, frame_bytes)) as groups:
+        for buffers, again in groups:
+            if again:
+                done = before
+            before, done = done, done + sum(map(len, buffers))
+            reply = ps_pb2.Reply(id=request.id, again=again, last=done == total)
+            if not before:
+                reply.total_bytes = total
+                reply.read.SetInParent()
+            yield parts_of(reply, buffers)
+
+
+def _groups(
+    store: Store, request: ps_pb2.ReadRequest, payload: Payload, total: int, frame_bytes: int
+) -> Generator[tuple[list[Buffer], bool], None, None]:
+    """Yield the payload of each frame, and whether it replaces that of the previous frame."""
+    small, size = list[Buffer](), 0
+    with closing(segments(store, request, payload)) as in_turn:
+        for segment in in_turn:
+            if not isinstance(segment, Snapshot):
+                small.append(segment)
+                size += len(segment)
+                if size < CHUNK_BYTES:
+                    continue
+            yield from ((piece, False) for piece in pieces(small))
+            small, size = [], 0
+            if isinstance(segment, Snapshot):
+                for chunk, again in segment.chunks(frame_bytes // CHUNK_BYTES):
+                    yield [chunk], again
+        yield from ((piece, False) for piece in (pieces(small) if total else [[]]))
+
+
+@contextmanager
+def _unreadable_means_retry() -> Iterator[None]:
+    """Have the client repeat a read if its old values can't be read back from the disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(f"try again: {error.strerror}") from None
 
 
 def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Generator[Buffer | Snapshot, None, None]:
-    """The segments of the reply; of large arrays snapshots, each to be read before the next segment is taken."""
+    """Yield the segments of the reply; large arrays as snapshots, to be read before the next segment is taken."""
     at, begin = 0, time.monotonic()
     for item in request.items:
         source, next_at = _locate(store, item, at)
@@ -67,17 +115,15 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         if which == "ids":
             ids = payload.ids(at, item.rows.ids)
             check_ids(source.array, ids, source.name)
-            made: Buffer | Snapshot = _gather(source, ids)
+            segment: Buffer | Snapshot = _gather(source, ids)
         else:
-            made = _block(store, source)
-        del source  # while this waits for a client another array may take the place of the shard's
-        if isinstance(made, Snapshot):
-            try:
-                yield made
-            finally:
-                made.close()
+            segment = _block(store, source)
+        del source  # it would keep the shard's old array alive if that is replaced while the client is slow
+        if isinstance(segment, Snapshot):
+            with closing(segment):
+                yield segment
         else:
-            yield made
+            yield segment
         if padding(size):
             yield bytes(padding(size))
         at = next_at
@@ -88,7 +134,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
 
 
 def _block(store: Store, source: _Source) -> Buffer | Snapshot:
-    """All of an array, or a box of it: a copy, or of large values a snapshot, to be closed."""
+    """Return a copy of an array or of a box of it; of large values a snapshot, which the caller closes."""
     shard, array = source.shard, source.array
     selected = array if source.index is None else array[source.index]
     if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
@@ -100,43 +146,44 @@ def _block(store: Store, source: _Source) -> Buffer | Snapshot:
 
 
 def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
-    """What an item reads, and where the next item's ids begin in the payload."""
+    """Return what an item reads, and where the next item's ids begin in the payload."""
     held, shard = store.directory.find(item.variable, item.shard)
     array = values = shard.array
     dtype = array.dtype
     if item.slot == AVERAGE:
-        array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is its average
+        array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is the average
         dtype = compute_dtype(array.dtype)
     elif item.slot:
         array = _slots(store, held, shard, item.optimizer).get(item.slot)  # type: ignore[assignment]
         if array is None:
-            raise UnknownVariableError(f"the optimizer keeps no slot {item.slot!r} for {held.spec.name!r}")
+            raise UnknownVariableError(f"the optimizer has no slot {item.slot!r} for {held.spec.name!r}")
         dtype = array.dtype
-    which = item.rows.WhichOneof("kind")
+    which, name = item.rows.WhichOneof("kind"), held.spec.name
+    index: Box | None = None
     if which == "all":
-        return _Source(held.spec.name, shard, array, array.size * dtype.itemsize, dtype, values=array is values), at
-    if which == "slices":
-        index = box_of(item.rows.slices, array, held.spec.name)
+        size = array.size * dtype.itemsize
+    elif which == "slices":
+        index = box_of(item.rows.slices, array, name)
         size = math.prod(axis.count for axis in item.rows.slices.axes) * dtype.itemsize
-        return _Source(held.spec.name, shard, array, size, dtype, index, array is values), at
-    if which == "ids":
-        table = table_of(array, item.rows.leading, held.spec.name)
-        size = item.rows.ids * table.shape[1] * dtype.itemsize
+    elif which == "ids":
+        array = table_of(array, item.rows.leading, name)
+        size = item.rows.ids * array.shape[1] * dtype.itemsize
         if item.rows.ids > 1 and size > MAX_ROWS_BYTES:
             raise InvalidUpdateError(
-                f"{item.rows.ids:,} rows of {held.spec.name!r} take {size:,} bytes, the limit for one item of a "
-                f"read is {MAX_ROWS_BYTES:,}: divide it"
+                f"{item.rows.ids:,} rows of {name!r} take {size:,} bytes, the limit for one item of a read is "
+                f"{MAX_ROWS_BYTES:,}: divide it"
             )
-        ids_size = item.rows.ids * 8
-        return _Source(held.spec.name, shard, table, size, dtype), at + ids_size + padding(ids_size)
-    if which == "version":
-        version: Array = np.array([shard.version], "<u8")
-        return _Source(held.spec.name, shard, version, version.nbytes, version.dtype), at
-    raise ProtocolError("a read without rows")
+        at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+    elif which == "version":
+        array = np.array([shard.version], "<u8")
+        dtype, size = array.dtype, array.nbytes
+    else:
+        raise ProtocolError("a read without rows")
+    return _Source(name, shard, array, size, dtype, index, array is values), at
 
 
 def _slots(store: Store, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:
-    """The slots that an optimizer keeps beside a shard; they are made when they are first needed."""
+    """Return an optimizer's slots of a shard, created when they are first needed."""
     known = store.directory.optimizer(optimizer)
     with shard.lock:
         if optimizer not in shard.slots:
@@ -147,5 +194,5 @@ def _slots(store: Store, held: HeldVariable, shard: Shard, optimizer: int) -> di
 def _gather(source: _Source, ids: Ids) -> Buffer:
     out = np.empty((len(ids), source.array.shape[1]), source.array.dtype)
     with source.shard.lock:
-        np.take(source.array, ids, 0, out, "clip")  # "clip" spares NumPy a buffer; the ids are checked
+        np.take(source.array, ids, 0, out, "clip")  # the ids are checked; with "clip" NumPy needs no buffer
     return view(out.astype(source.dtype, copy=False))

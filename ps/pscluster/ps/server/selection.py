@@ -1,4 +1,4 @@
-"""Which elements of a shard an item of a read or an update is about: a box, or rows by number."""
+"""Which elements of a shard an item of a read or an update selects: a box, or rows by number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Box = tuple[slice | EllipsisType, ...]
 
 
 def box_of(slices: ps_pb2.Slices, array: Array, name: str) -> Box:
-    """The index of a box of the array. InvalidUpdateError if it reaches beyond it."""
+    """Return the index of a box of the array. InvalidUpdateError if the box reaches beyond it."""
     if len(slices.axes) != array.ndim:
         raise ProtocolError(f"a box of {len(slices.axes)} axes in {name!r}, whose shards have {array.ndim}")
     index = []
@@ -35,7 +35,7 @@ def box_of(slices: ps_pb2.Slices, array: Array, name: str) -> Box:
 
 
 def table_of(array: Array, leading: int, name: str) -> Array:
-    """The array as rows: its leading axes flattened to one, the others to the other. A view."""
+    """Return a view of the array as rows: its leading axes flattened to one, the rest to another."""
     leading = leading or 1
     if leading > array.ndim:
         raise InvalidUpdateError(f"rows over {leading} axes of {name!r}, which has {array.ndim}")
@@ -43,8 +43,8 @@ def table_of(array: Array, leading: int, name: str) -> Array:
 
 
 def check_ids(table: Array, ids: Ids, name: str) -> None:
-    """InvalidUpdateError if the table lacks one of these rows."""
+    """Raise InvalidUpdateError if the table lacks one of these rows."""
     rows = table.shape[0]
-    if len(ids) and ids.view(np.uint64).max() >= rows:  # a negative one is a very large one there
+    if len(ids) and ids.view(np.uint64).max() >= rows:  # as unsigned, negative ids are very large
         wrong = ids[(ids < 0) | (ids >= rows)][0]
         raise InvalidUpdateError(f"row {wrong} of a shard of {name!r} that has {rows} rows")

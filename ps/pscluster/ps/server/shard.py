@@ -1,9 +1,10 @@
 """One shard: its array, its optimizer slots, its lock, and consistent reads that do not stop updates.
 
-A read of a large shard goes out in chunks; an update in between must not be half in it. A `Snapshot` is
-lazy copy-on-write: it is registered under the lock, and an update first saves for it the blocks which it is
-about to change and which the snapshot has not given out yet. Nobody pays where the two do not meet, and the
-lock is held for one block's copy at a time, never while the network is slow.
+Large shards are read, and written to disk, in chunks, which must not contain half of an update that arrives meanwhile.
+A `Snapshot` is lazy copy-on-write: it registers under the lock, and before an update changes a block that the snapshot
+has not given out yet, it saves the block's old bytes, in memory up to a limit and beyond that in a file (`spill`). This
+costs nothing unless a read and an update meet, and the lock is held for the copy of one block at a time, never while
+waiting for the network or the disk.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.errors import UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
-from pscluster.ps.optim import compute_dtype
-from pscluster.ps.storage.capture import Capture, blocks_of_rows
+from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.storage.spill import SavedBlock, Spill
 
 Array = npt.NDArray[np.generic]
@@ -39,21 +38,20 @@ class Shard:
         self.steps: dict[int, int] = {}
         self.averages: dict[int, Array] = {}
         self._snapshots: list[Snapshot] = []
-        self._captures: list[Capture] = []
 
     @property
     def version(self) -> int:
-        """Rises before each update; never that of another server's shard, or of this one before it was restored."""
+        """A number that rises before each update, and is never one of another server, or of before a restore."""
         return self._first_version + self.changes
 
     def arrays(self) -> dict[str, Array]:
-        """All that is kept of it: the values, and by optimizer its slots and average. Under the lock."""
+        """Return all arrays by name: the values, and each optimizer's slots and average. Needs the lock."""
         slots = {f"slot/{number}/{name}": array for number, by in self.slots.items() for name, array in by.items()}
         averages = {f"average/{number}": array for number, array in self.averages.items()}
         return {"value": self.array, **slots, **averages}
 
     def put(self, arrays: Mapping[str, Array]) -> None:
-        """Slots and averages, named as `arrays` does."""
+        """Install slots and averages, named as in `arrays`."""
         for name, array in arrays.items():
             kind, _, rest = name.partition("/")
             if kind == "slot":
@@ -63,43 +61,29 @@ class Shard:
                 self.averages[int(rest)] = array
 
     def copy(self, optimizers: Container[int]) -> Shard:
-        """Another one, with the values and what these optimizers keep beside them as they are now. Takes the lock."""
+        """Return a shard with copies of the values and of these optimizers' slots and averages. Takes the lock."""
         with self.lock:
-            made = Shard(self.array.copy())
-            for number, slots in self.slots.items():
-                if number in optimizers:
-                    made.slots[number] = {name: array.copy() for name, array in slots.items()}
-            made.steps = {number: step for number, step in self.steps.items() if number in optimizers}
-            made.averages = {number: array.copy() for number, array in self.averages.items() if number in optimizers}
-        return made
-
-    def capture(self, spill: Spill) -> Capture:
-        """All of it as it is now, to be given to `release`. Under the lock.
-
-        Args:
-            spill: keeps what changes before it is read.
-        """
-        capture = Capture(self.arrays(), self.lock, spill)
-        self._captures.append(capture)
-        return capture
-
-    def release(self, capture: Capture) -> None:
-        """The capture has been read or given up. Takes the lock."""
-        with self.lock:
-            self._captures.remove(capture)
-        capture.drop()
+            arrays = {
+                name: array.copy()
+                for name, array in self.arrays().items()
+                if name == "value" or int(name.split("/")[1]) in optimizers
+            }
+            shard = Shard(arrays["value"])
+            shard.put(arrays)
+            shard.steps = {number: step for number, step in self.steps.items() if number in optimizers}
+        return shard
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values and of all slots. Takes no lock: it may miss what an update is just adding."""
+        """Bytes of the values, slots and averages. Takes no lock: may miss slots that an update is just adding."""
         slots = sum(array.nbytes for by_name in list(self.slots.values()) for array in by_name.values())
         return self.array.nbytes + slots + sum(array.nbytes for array in list(self.averages.values()))
 
     def average(self, optimizer: int, momentum: float, ids: npt.NDArray[np.int64] | None) -> None:
-        """Move the exponential average of the values (Keras' `use_ema`) by one step; of these rows only, if given.
+        """Move the exponential average of the values (Keras' `use_ema`), or of the rows `ids` only, by one step.
 
-        The first one is the values themselves. Averages of half types are kept in float32, or they would stand
-        still. To be called under the lock, behind the update.
+        The average begins as the values. Averages of half types are held in float32, since in their own precision they
+        would not move. Call this after the update, under the lock.
         """
         average: Any = self.averages.get(optimizer)
         values: Any = self.array
@@ -114,108 +98,94 @@ class Shard:
             average[rows] += (values[rows] - average[rows]) * share
 
     def replace(self, array: Array) -> bool:
-        """Have these values, in this array, instead of all that there are. Under the lock.
-
-        Nothing happens (False) while somebody reads the shard or writes it to disk: the array that there was would be
-        kept whole until that is done.
-        """
-        if self._captures or self._snapshots:
+        """Replace the array, unless a snapshot would hold the old one; return whether that is done. Needs the lock."""
+        if self._snapshots:
             return False
         self.array = array
         return True
 
+    # The next three save old bytes for snapshots before the values, slots and averages, which share one shape, change.
+    # They need the lock.
+
     def before_change(self) -> None:
-        """To be called under the lock before any of it changes."""
+        """Prepare for a change anywhere in the shard."""
         for snapshot in self._snapshots:
             snapshot.save(None)
-        for capture in self._captures:
-            capture.save(None)
 
     def before_span_changes(self, start: int, stop: int) -> None:
-        """To be called under the lock before these elements change, in C order, of all arrays that have as many."""
-        size = self.array.itemsize
+        """Prepare for a change of the elements [start, stop), numbered in C order."""
         for snapshot in self._snapshots:
+            size = snapshot.dtype.itemsize
             snapshot.save(range(start * size // CHUNK_BYTES, -(-stop * size // CHUNK_BYTES)))
-        for capture in self._captures:
-            capture.save_span(start, stop, self.array.size)
 
     def before_rows_change(self, ids: npt.NDArray[np.int64], leading: int = 1) -> None:
-        """To be called under the lock before these rows change, numbered over so many leading axes."""
-        if not (self._snapshots or self._captures):
-            return
-        shape = self.array.shape
-        row_bytes = math.prod(shape[leading:]) * self.array.itemsize
-        blocks = blocks_of_rows(ids, row_bytes, CHUNK_BYTES)
-        for snapshot in self._snapshots:
-            snapshot.save(blocks)
-        for capture in self._captures:
-            capture.save(ids, math.prod(shape[1:leading]))
+        """Prepare for a change of these rows, which are numbered over the first `leading` axes."""
+        if self._snapshots:
+            elements = math.prod(self.array.shape[leading:])
+            for snapshot in self._snapshots:
+                snapshot.save(blocks_of_rows(ids, elements * snapshot.dtype.itemsize))
 
     def snapshot(self, start: int, stop: int, spill: Spill) -> Snapshot:
-        """A consistent read of the bytes [start, stop), to be closed. Takes the lock.
-
-        Args:
-            start: in the array's bytes.
-            stop: in the array's bytes.
-            spill: keeps what changes before it is read.
-        """
+        """Return a consistent view of the bytes [start, stop) of the values; the caller closes it. Takes the lock."""
         with self.lock:
-            snapshot = Snapshot(self, start, stop, spill)
-            self._snapshots.append(snapshot)
-        return snapshot
+            return Snapshot(self.lock, self.array, start, stop, spill, self._snapshots)
 
-    def forget(self, snapshot: Snapshot) -> None:
-        """The snapshot has been read or given up. Takes the lock."""
-        with self.lock:
-            self._snapshots.remove(snapshot)
+    def capture(self, spill: Spill) -> dict[str, Snapshot]:
+        """Return snapshots of all arrays, by name as in `arrays`; the caller closes each. Needs the lock."""
+        return {
+            name: Snapshot(self.lock, array, 0, array.nbytes, spill, self._snapshots)
+            for name, array in self.arrays().items()
+        }
 
 
 class Snapshot:
-    """The bytes [start, stop) of a shard as they were when this was made, given out once, in order."""
+    """The bytes [start, stop) of one of a shard's arrays at one moment, given out once, in order.
 
-    def __init__(self, shard: Shard, start: int, stop: int, spill: Spill) -> None:
-        self._shard = shard
+    Must be created under the shard's lock. Stays in `registered` until it is closed.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, array: Array, start: int, stop: int, spill: Spill, registered: list[Snapshot]
+    ) -> None:
+        self.dtype, self.shape = array.dtype, array.shape
+        self._lock = lock
+        self._registered = registered
         self._spill = spill
-        self._bytes = view(shard.array)
+        self._bytes = view(array)
         self._position = start
         self._stop = stop
         self._saved: dict[int, SavedBlock] = {}
+        registered.append(self)
 
     def save(self, blocks: Iterable[int] | None) -> None:
-        """Keep the old bytes of these blocks, as far as they are still to be given out. Under the lock."""
+        """Save the old bytes of these blocks (None: all) unless they have been given out. Needs the lock."""
         first, last = self._position // CHUNK_BYTES, -(-self._stop // CHUNK_BYTES)
         for block in range(first, last) if blocks is None else blocks:
             if first <= block < last and block not in self._saved:
                 self._saved[block] = self._spill.save(self._bytes[block * CHUNK_BYTES : (block + 1) * CHUNK_BYTES])
 
     def __iter__(self) -> Iterator[bytes]:
-        """Chunks that end at block boundaries."""
-        return (chunk for chunk, _ in self.packed(bytes))
-
-    def packed(self, pack: Callable[[memoryview], bytes]) -> Iterator[tuple[bytes, int]]:
-        """What `pack`, which copies it, makes of each chunk, and the chunk's size."""
-        made: tuple[bytes, int] | None = None
+        """Yield copies of the chunks, which end at block boundaries."""
+        copy: bytes | None = None
         for chunk, again in self.chunks():
-            if made is not None and not again:
-                yield made
-            made = pack(chunk), len(chunk)
-        if made is not None:
-            yield made
+            if copy is not None and not again:
+                yield copy
+            copy = bytes(chunk)
+        if copy is not None:
+            yield copy
 
     def chunks(self, blocks: int = 1) -> Iterator[tuple[memoryview, bool]]:
-        """Chunks to be copied or sent before the next is asked for; and whether it begins where the one before did.
+        """Yield chunks of at most `blocks` blocks, each with True if it replaces the previous one from its beginning.
 
-        It is of the live array, and nobody has the lock, so that neither has to wait. An update that comes in between
-        saves the block first: then what was copied may be torn, and is given again as it was. Of several blocks so is
-        each, one by one, and then nothing but single ones: where there is one update there may be others.
-
-        Args:
-            blocks: in a chunk, at most.
+        Copy or send a chunk before requesting the next one. Chunks are views of the live array and are given out
+        without the lock, so that neither reader nor updates wait. If an update arrives meanwhile it saves the block
+        first; the copied chunk may be torn, and is given out again with its old bytes. If that happens to a chunk of
+        several blocks, they are repeated one by one, and later ones come singly, too: more updates may follow.
         """
         again = False
         while self._position < self._stop:
             start, block = self._position, self._position // CHUNK_BYTES
-            with self._shard.lock:
+            with self._lock:
                 saved = self._saved.pop(block, None)
                 count = next((n for n in range(1, blocks) if block + n in self._saved), blocks) if saved is None else 1
                 end = min((block + count) * CHUNK_BYTES, self._stop)
@@ -223,24 +193,29 @@ class Snapshot:
                     self._position = end
             if saved is None:
                 yield self._bytes[start:end], again
-                with self._shard.lock:
-                    again = any(number in self._saved for number in range(block, block + count))
+                with self._lock:
+                    again = any(index in self._saved for index in range(block, block + count))
                     if again and count > 1:
                         blocks = 1
                         continue
                     saved = self._saved.pop(block, None)
                     self._position = end
             if saved is not None:
-                try:
-                    old = saved.read()
-                except OSError as error:
-                    raise UnavailableError(f"try again: {error.strerror}") from None
+                old = saved.read()
                 base = block * CHUNK_BYTES
                 yield memoryview(old)[start - base : end - base], again
                 again = False
 
     def close(self) -> None:
-        """No more will be read."""
-        self._shard.forget(self)
+        """Stop saving old bytes, and release those that were saved."""
+        with self._lock:
+            self._registered.remove(self)
         self._saved.clear()
         self._bytes = memoryview(b"")
+
+
+def blocks_of_rows(rows: npt.NDArray[np.int64], row_bytes: int) -> set[int]:
+    """Return the blocks that contain these rows of `row_bytes` bytes each."""
+    first, last = rows * row_bytes // CHUNK_BYTES, ((rows + 1) * row_bytes - 1) // CHUNK_BYTES
+    pairs = set(zip(first.tolist(), last.tolist(), strict=True))
+    return {block for low, high in pairs for block in range(low, high + 1)}

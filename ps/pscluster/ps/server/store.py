@@ -1,14 +1,13 @@
-"""What a parameter server holds for a job: the directory with its shards, and the ledger of applied updates.
+"""A parameter server's state for a job: the directory with its shards, and the ledger of applied updates.
 
-This is the state and its locks; `creation` adds to it, `reads` and `updates` go through it.
+This module holds the state and its locks; `creation` adds to it, `reads` and `updates` use it.
 
-Updates and reads of different shards run at the same time, those of one shard one after the other. An update
-request is checked whole before any of it is applied; then each item is applied under its shard's lock, in
-which the ledger is asked and told, so that a repetition that arrives while the first is in progress waits
-for it and finds it done. Closing an incarnation takes every shard's lock once after marking it: whatever was
-in progress has ended when the reply goes out.
+Updates and reads of different shards run in parallel, those of one shard one after another. An update request is
+checked whole before any of it is applied. Then each item is applied under its shard's lock, together with the query and
+entry in the ledger, so that a repetition that arrives during the first copy waits for it and finds it done. Closing an
+incarnation takes every shard's lock once after marking it, so updates in progress have ended before the reply.
 
-Locks, in order: a variable's while it is made, a shard's, then the store's. None is held over a network call.
+Locks, in order: a variable's while it is made, a shard's, then the store's. None is held during a network call.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import view
-from pscluster.ps.request_metrics import StoreCounts, VariableCounts
+from pscluster.ps.request_metrics import StoreCounts
 from pscluster.ps.server.dedup import Ledger
 from pscluster.ps.server.directory import Contents, Directory, HeldOptimizer, HeldVariable, described
-from pscluster.ps.server.losses import UNKNOWN, UNKNOWN_NAME, Losses
-from pscluster.ps.server.prepared_reads import MAX_REQUEST_BYTES, PreparedRead, PreparedReads
+from pscluster.ps.server.losses import NAMES, Losses, ShardKey
+from pscluster.ps.server.prepared_reads import MAX_PREPARED, MAX_REQUEST_BYTES, PreparedRead
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
@@ -31,11 +30,11 @@ from pscluster.v1 import ps_pb2
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 256
-"""So many intervals of functions are taken in under the lock, before others get it."""
+"""The most intervals of functions that are entered before the lock is released for others."""
 
 
 class _Guarded:
-    """A ledger under its lock, entered several times by each update."""
+    """A ledger under its lock. Each update enters it several times, so this is no generator."""
 
     def __init__(self, lock: threading.Lock, ledger: Ledger) -> None:
         self._lock, self._ledger = lock, ledger
@@ -49,26 +48,26 @@ class _Guarded:
 
 
 class Store:
-    """The state of one job on one server. See the module's docstring for what may happen at the same time."""
+    """The state of one job on one server. See the module's docstring for its concurrency."""
 
     def __init__(self, index: int, job: int = 0) -> None:
         self.index = index
         self.job = job
         self.counts = StoreCounts()
         self.spill = Spill()
-        """Keeps what changes before it is written to disk, or sent."""
+        """Old bytes of blocks that change before they are written or sent."""
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._guarded = _Guarded(self._lock, self._ledger)
         self.directory = Directory(index)
-        self._prepared = PreparedReads()
+        self._prepared: dict[bytes, PreparedRead] = {}  # by their requests
         self.losses = Losses()
         self._creating: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
 
     # The directory
 
     def check_job(self, job: int) -> None:
-        """StaleError if a request is of another job."""
+        """Raise StaleError if a request is of another job."""
         if job != self.job or not job:
             raise StaleError(
                 f"ps {self.index} serves another job, or none: it was restarted and has lost its variables, or "
@@ -76,23 +75,16 @@ class Store:
             )
 
     def take_over(self, job: int) -> None:
-        """Another coordinator goes on with what is here. When this returns, nothing of the one before is applied any
-        more, for it is of another job."""
+        """Continue under another coordinator. After this returns, no update of the previous one is applied."""
         with self._lock:
             self.job = job
             self._ledger.forget_functions()
-            self._prepared.clear()
-            self.directory.forget_deleted()  # and numbers may come again
+            self._forget_prepared()
+            self.directory.forget_deleted()  # their ids may be reused
             shards = self.directory.shards()
         _pass_through(shards)
 
-    def has_optimizer(self, spec: ps_pb2.OptimizerSpec) -> bool:
-        """Is there one of this number and name, with this rule?"""
-        with self._lock:
-            return self.directory.has_optimizer(spec)
-
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
-        """Enter an optimizer, or another form of it."""
         with self._lock:
             self.directory.put_optimizer(optimizer)
 
@@ -102,10 +94,9 @@ class Store:
             self.directory.check_name(spec)
 
     def add(self, spec: ps_pb2.VariableSpec, job: int, make: Callable[[], HeldVariable]) -> None:
-        """Enter the variable that `make` makes, unless it is there.
+        """Make a variable and enter it, unless it exists.
 
-        The same again is a copy of the request that comes late: what was made by the first may be trained by now, or
-        is still being made.
+        A repetition is a late copy of the request: the variable may have been trained since, or is still being made.
         """
         with self._lock:
             creating = self._creating.setdefault(spec.id, threading.Lock())
@@ -113,14 +104,14 @@ class Store:
             with self._lock:
                 known = self.directory.variables.get(spec.id)
                 if known is None:
-                    self.directory.pending[spec.id] = spec.name
+                    self.directory.pending[spec.id] = spec
             if known is None:
                 known = self._enter(spec, job, make)
         if known.spec != spec:
             raise InvalidUpdateError(f"variable id {spec.id} is taken by {known.spec.name!r}")
 
     def _enter(self, spec: ps_pb2.VariableSpec, job: int, make: Callable[[], HeldVariable]) -> HeldVariable:
-        """Make a variable, and enter it unless it was deleted, or its name was taken, meanwhile."""
+        """Make a variable, and enter it unless meanwhile it was deleted or its name was taken."""
         made = None
         try:
             made = make()
@@ -135,17 +126,17 @@ class Store:
             raise StaleError(f"variable {spec.name!r} was deleted while it was made")
         return made
 
-    def delete(self, name: str, variable: int = 0, prefix: str = "") -> None:
-        """Remove a variable, of this number if one is given; one that is not there is fine.
+    def delete(self, name: str, variable: int = 0, evaluation: int = 0) -> None:
+        """Remove a variable, if it exists and has this id (if one is given).
 
-        With a prefix instead of a name: all whose names begin so, and none of them is made any more.
+        With an evaluation instead of a name, remove all variables of its snapshot, and refuse their creation.
         """
         with self._lock:
-            deleted = self.directory.delete(name, variable, prefix)
+            deleted = self.directory.delete(name, variable, evaluation)
             if deleted:
-                self._prepared.clear()
-            for number in deleted if prefix else ():
-                self._creating.pop(number, None)
+                self._forget_prepared()
+            for deleted_id in deleted if evaluation else ():
+                self._creating.pop(deleted_id, None)
 
     def describe(
         self, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False
@@ -153,28 +144,28 @@ class Store:
         """Return what the directory knows of these names. UnknownVariableError names the first unknown one."""
         return described(self.held(), variables, optimizers, everything)  # not under the lock
 
-    # What is kept on disk
+    # Contents
 
     def held(self) -> Contents:
-        """Return the directory's contents."""
         with self._lock:
             return self.directory.contents()
 
     def ledger(self) -> _Guarded:
-        """Return the memory of updates, to be used within `with`: under its lock."""
+        """Return a context manager that gives the ledger under its lock."""
         return self._guarded
 
-    def traffic(self) -> list[tuple[str, int, VariableCounts]]:
-        """Of each variable its name, the bytes of its shards here, slots included, and what was read and updated."""
+    def traffic(self) -> list[tuple[HeldVariable, int]]:
+        """Return each variable, with its counts up to date, and the bytes of its shards here with slots."""
         with self._lock:
-            self._prepared.settle()
+            for prepared in self._prepared.values():
+                prepared.settle()
             held, _, _ = self.directory.contents()
-        return [(each.spec.name, sum(shard.nbytes for shard in each.shards.values()), each.counts) for each in held]
+        return [(each, sum(shard.nbytes for shard in each.shards.values())) for each in held]
 
     def totals(self) -> tuple[int, int]:
-        """How many shards are held, and their bytes, slots included."""
+        """Return the number of shards and their bytes, slots included."""
         shards = self._all_shards()
-        return len(shards), sum(shard.nbytes for shard in shards)
+        return len(shards) - 1, sum(shard.nbytes for shard in shards)  # the metadata is not counted, and has none
 
     def _all_shards(self) -> list[Shard]:
         with self._lock:
@@ -183,97 +174,99 @@ class Store:
     # Incarnations and functions
 
     def close_incarnation(self, incarnation: int) -> None:
-        """When this returns, no update of the incarnation is being or will be applied."""
+        """Refuse an incarnation. After this returns, none of its updates is being or will be applied."""
         with self._lock:
             self._ledger.close(incarnation)
         _pass_through(self._all_shards())
 
     @property
     def remembered(self) -> int:
-        """How many updates are remembered, so that a repetition of them is found."""
+        """The number of updates that are remembered to detect repetitions."""
         with self._lock:
             return self._ledger.remembered
 
     @property
     def term(self) -> int:
-        """What was sent under an earlier one is refused."""
+        """The present term; updates of earlier ones are refused."""
         return self._ledger.term
 
     def finish_functions(
         self, intervals: Sequence[tuple[int, int]], keys: Iterable[int] = (), *, shut_out: bool = False
     ) -> None:
-        """These functions have ended, and those with these keys will not be run again.
+        """Forget functions that have ended, and keys whose functions will not run again.
 
-        With `shut_out`: when this returns, no update of theirs is being or will be applied.
+        With `shut_out`, none of their updates is being or will be applied after this returns.
         """
-        pieces = [intervals[at : at + _AT_ONCE] for at in range(0, len(intervals), _AT_ONCE)]
-        for piece in pieces:
+        for at in range(0, len(intervals), _AT_ONCE):
             with self._lock:
-                self._ledger.finish(piece)
-        left = list(keys)
-        while left:
+                self._ledger.finish(intervals[at : at + _AT_ONCE])
+        over = list(keys)
+        for at in range(0, len(over), _AT_ONCE):
             with self._lock:
-                self._ledger.forget(left[:_AT_ONCE])
-            del left[:_AT_ONCE]
+                self._ledger.forget(over[at : at + _AT_ONCE])
         if shut_out:
             _pass_through(self._all_shards())
 
     # Prepared reads
 
     def prepared(self, request: bytes) -> PreparedRead | None:
-        """What answers this request, byte for byte one that was prepared."""
-        return self._prepared.find(request)
+        """Return the prepared answer to this request, if it was prepared byte for byte."""
+        return self._prepared.get(request) if len(request) <= MAX_REQUEST_BYTES else None  # hashing takes time, too
 
     def prepare(self, data: bytes, request: ps_pb2.ReadRequest) -> None:
-        """Keep what answers a request that was just answered, if it is for whole arrays of variables only."""
-        if request.job != self.job:  # of the job before, answered by its own store
+        """Prepare a request that was just answered, if it reads only whole arrays of variables."""
+        if request.job != self.job:  # of the previous job, whose store has answered it
             return
         if len(data) > MAX_REQUEST_BYTES or any(item.slot or not item.rows.all for item in request.items):
             return
         with self._lock:
             try:
-                found = [self.directory.find(item.variable, item.shard) for item in request.items]
+                targets = [self.directory.find(item.variable, item.shard) for item in request.items]
             except UnknownVariableError:  # deleted since
                 return
-            if len({id(shard) for _, shard in found}) < len(found):  # nobody of ours asks so: it would be kept, too
+            if len({id(shard) for _, shard in targets}) < len(targets):  # our clients read each shard once
                 return
-            sources = [(shard.lock, view(shard.array)) for _, shard in found]
-            self._prepared.add(data, PreparedRead(sources, [held.counts for held, _ in found]))
+            sources = [(shard.lock, view(shard.array)) for _, shard in targets]
+            while len(self._prepared) >= MAX_PREPARED:
+                self._prepared.pop(next(iter(self._prepared))).settle()
+            self._prepared[data] = PreparedRead(sources, [held.counts for held, _ in targets])
+
+    def _forget_prepared(self) -> None:
+        """Drop all, since their arrays may have been removed. Needs the lock."""
+        for prepared in self._prepared.values():
+            prepared.settle()
+        self._prepared.clear()
 
     # Losses
 
-    def note_lost(self, told: Iterable[tuple[int, int, int, int]]) -> None:
-        """Compare what a client was told by a process before this one with what was restored.
-
-        Args:
-            told: variable, shard, life of the process, updates.
-        """
+    def note_lost(self, seen: Iterable[tuple[int, int, int, int]]) -> None:
+        """Compare counts that a client saw, as (variable, shard, boot id of the sender, count), with those restored."""
         if not self.losses.restored:
             return
-        for variable, shard, life, updates in told:
+        for variable, shard, boot_id, updates in seen:
             with self._lock:
-                lost = self.losses.note((variable, shard), life, updates)
-            held = self.directory.variables.get(variable)
-            if lost and held is not None:
-                name = held.spec.name
+                lost = self.losses.note((variable, shard), boot_id, updates)
+            if lost and (name := self._name_of((variable, shard))):
                 logger.warning("at least %d acknowledged updates of %r, shard %d, were lost", lost, name, shard)
 
     @property
     def lost(self) -> dict[str, int]:
-        """Acknowledged updates that are lost, at least, by variable: on the shard that has lost most."""
-        found: dict[str, int] = {}
+        """By variable, the acknowledged updates that are lost, at least, on the shard that lost most."""
+        by_name: dict[str, int] = {}
         with self._lock:
-            for (variable, shard), lost in self.losses.total.items():
-                if variable in self.directory.variables:
-                    name = self.directory.variables[variable].spec.name
-                    found[name] = max(lost, found.get(name, 0))
-                elif (variable, shard) == UNKNOWN:
-                    found[UNKNOWN_NAME] = lost
-        return found
+            for shard, lost in self.losses.total.items():
+                if name := self._name_of(shard):
+                    by_name[name] = max(lost, by_name.get(name, 0))
+        return by_name
+
+    def _name_of(self, shard: ShardKey) -> str:
+        """The name under which losses of a shard are counted; empty: its variable was deleted."""
+        held = self.directory.variables.get(shard[0])
+        return NAMES.get(shard, "") if held is None else held.spec.name
 
 
 def _pass_through(shards: Sequence[Shard]) -> None:
-    """Whatever was in progress on them has ended."""
+    """Wait until updates in progress on these shards have ended."""
     for shard in shards:
         with shard.lock:
             pass

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from typing import ClassVar
 
 from pscluster.core.metrics.registry import OTHER, Labels, Metric, Snapshot, Telemetry
-from pscluster.ps.request_metrics import VariableCounts
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.role import ParameterServerRole
-from pscluster.ps.spec import OURS, PINNED
 
 _BY = ("variable",)
 
-_OF_VARIABLES: dict[str, tuple[Metric, Callable[[VariableCounts], float]]] = {
-    metric.name: (metric, value)
-    for metric, value in (
-        (Metric("variable_pulls_total", "counter", "shards read, whole or rows", _BY), lambda c: c.pulls),
-        (Metric("variable_pulled_bytes_total", "counter", "values read", _BY), lambda c: c.pulled_bytes),
-        (Metric("variable_pull_seconds_total", "counter", "time to read and send them", _BY), lambda c: c.pull_seconds),
-        (Metric("variable_pushes_total", "counter", "updates of shards applied", _BY), lambda c: c.pushes),
-        (Metric("variable_pushed_bytes_total", "counter", "values of updates applied", _BY), lambda c: c.pushed_bytes),
-        (
-            Metric("variable_push_seconds_total", "counter", "time to apply them, including waits for the shard", _BY),
-            lambda c: c.push_seconds,
-        ),
-        (Metric("variable_rows_read_total", "counter", "rows read by number", _BY), lambda c: c.rows_read),
-        (Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY), lambda c: c.rows_updated),
-    )
+_OF_VARIABLES = {  # fields of VariableCounts
+    "pulls": Metric("variable_pulls_total", "counter", "shards read, whole or rows", _BY),
+    "pulled_bytes": Metric("variable_pulled_bytes_total", "counter", "values read", _BY),
+    "pull_seconds": Metric("variable_pull_seconds_total", "counter", "time to read and send them", _BY),
+    "pushes": Metric("variable_pushes_total", "counter", "updates of shards applied", _BY),
+    "pushed_bytes": Metric("variable_pushed_bytes_total", "counter", "values of updates applied", _BY),
+    "push_seconds": Metric("variable_push_seconds_total", "counter", "time to apply them and wait for the shard", _BY),
+    "rows_read": Metric("variable_rows_read_total", "counter", "rows read by number", _BY),
+    "rows_updated": Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY),
 }
 
 
@@ -49,8 +41,8 @@ class ServerTelemetry(Telemetry):
         Metric("lock_wait_seconds_total", "counter", "time that updates waited for their shard"),
         Metric("in_flight_bytes", "gauge", "memory for large requests under way"),
         Metric("variables", "gauge", "variables with shards here"),
-        Metric("variable_bytes", "gauge", "their shards, with what optimizers keep", _BY),
-        *(metric for metric, _ in _OF_VARIABLES.values()),
+        Metric("variable_bytes", "gauge", "their shards, with optimizer slots and averages", _BY),
+        *_OF_VARIABLES.values(),
         Metric("snapshot_seconds", "histogram", "to save a generation of the state"),
         Metric("snapshot_bytes_total", "counter", "written of generations"),
         Metric("snapshot_failures_total", "counter", "generations that could not be saved"),
@@ -66,23 +58,24 @@ class ServerTelemetry(Telemetry):
         self._labels = Labels()
 
     def own(self) -> Snapshot:
-        """From the store, the service and the manager."""
+        """Return the metrics of the store, the service and the state manager."""
         role, store, counts = self._role, self._role.store, self._role.counts
-        # The largest first, for whom there are labels; what an evaluation copies comes and goes.
-        traffic = sorted(store.traffic(), key=lambda each: (each[0].startswith(PINNED), -each[1]))
-        labels = self._labels.choose([name for name, _, _ in traffic if not name.startswith(OURS)])
-        sizes: dict[str, float] = {}
-        lost: dict[str, float] = {}
+        # The largest get labels first, and evaluation snapshots, which come and go, last.
+        traffic = sorted(store.traffic(), key=lambda each: (each[0].spec.evaluation > 0, -each[1]))
+        labels = self._labels.choose([held.spec.name for held, _ in traffic if not held.spec.evaluation])
+        lost: dict[str, float] = defaultdict(float)
         for name, count in store.lost.items():
-            lost[labels.get(name, OTHER)] = lost.get(labels.get(name, OTHER), 0) + count
-        by_metric: dict[str, dict[str, float]] = {name: {} for name in _OF_VARIABLES}
-        for name, nbytes, counted in traffic:
-            label = labels.get(name, OTHER)
-            sizes[label] = sizes.get(label, 0) + nbytes
-            if name.startswith(PINNED):
-                continue  # when it goes, a counter would fall
-            for metric, (_, value) in _OF_VARIABLES.items():
-                by_metric[metric][label] = by_metric[metric].get(label, 0) + value(counted)
+            lost[labels.get(name, OTHER)] += count
+        sizes: dict[str, float] = defaultdict(float)
+        by_metric: dict[str, dict[str, float]] = {metric.name: defaultdict(float) for metric in _OF_VARIABLES.values()}
+        for held, nbytes in traffic:
+            label = labels.get(held.spec.name, OTHER)
+            sizes[label] += nbytes
+            if held.spec.evaluation:
+                continue  # a counter would fall when the snapshot is deleted
+            for field, metric in _OF_VARIABLES.items():
+                value = getattr(held.counts, field)
+                by_metric[metric.name][label] += value
         return {
             "pull_seconds": counts.pulls.plain(),
             "push_seconds": counts.pushes.plain(),

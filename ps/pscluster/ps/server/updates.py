@@ -9,19 +9,22 @@ import math
 import time
 from dataclasses import dataclass
 
+import grpc
 import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import reach
+from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
-from pscluster.ps.optim import apply_dense, apply_rows, deduplicate, new_slots
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.metadata import Metadata, check_texts
 from pscluster.ps.server.payload import Ids, Payload
 from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_of
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
-from pscluster.ps.spec import OWN_RULE, SESSION_BYTES, check_kind
+from pscluster.ps.spec import METADATA, OWN_RULE, SESSION_BYTES, check_kind
 from pscluster.v1 import ps_pb2
 
 _ARITHMETIC: dict[int, np.ufunc] = {
@@ -36,7 +39,7 @@ _ARITHMETIC: dict[int, np.ufunc] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An item of an update, checked: what it changes and where its bytes lie in the payload."""
+    """A checked item of an update: what it changes, and where its bytes are in the payload."""
 
     item: ps_pb2.UpdateItem
     held: HeldVariable
@@ -47,24 +50,33 @@ class Change:
     values_at: int
 
     @property
-    def takes_place(self) -> bool:
-        """Are its values all of a shard whose array may become another? Of small ones prepared reads keep views."""
+    def replaces_array(self) -> bool:
+        """Whether it assigns a whole shard, whose array may be replaced: prepared reads hold views of small ones."""
         whole = self.item.kind == ps_pb2.ASSIGN and self.item.rows.WhichOneof("kind") == "all" and not self.item.scalar
         return whole and self.shard.array.nbytes > SESSION_BYTES
 
 
-def check_update(store: Store, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Change]:
-    """Admit an update, and check all that can be said before its payload is there."""
+def check_update(
+    store: Store, request: ps_pb2.UpdateRequest, total_bytes: int, context: grpc.ServicerContext | None = None
+) -> list[Change]:
+    """Admit an update, and check all that can be checked before its payload arrives; `context` is of its call."""
     store.check_job(request.job)
     with store.ledger() as ledger:
         ledger.admit(_origin(request))
-    return changes_of(store, request, total_bytes)
+    return changes_of(store, request, total_bytes, context)
 
 
-def changes_of(store: Store, request: ps_pb2.UpdateRequest, total_bytes: int) -> list[Change]:
-    """What each item of an update changes, and where its bytes are. Refuses what does not fit together."""
+def changes_of(
+    store: Store, request: ps_pb2.UpdateRequest, total_bytes: int, context: grpc.ServicerContext | None = None
+) -> list[Change]:
+    """Return what each item of an update changes, and where its bytes are. Refuse items that do not fit."""
     changes, at = [], 0
     for item in request.items:
+        if item.kind == ps_pb2.PUT:
+            if context is not None:
+                check_coordinator(context, "a job's metadata")
+            changes.append(_put_of(store, item, at))
+            continue
         held, shard = store.directory.find(item.variable, item.shard)
         name = held.spec.name
         if item.kind != ps_pb2.ASSIGN and item.kind != ps_pb2.APPLY_GRADIENT and item.kind not in _ARITHMETIC:
@@ -102,6 +114,19 @@ def changes_of(store: Store, request: ps_pb2.UpdateRequest, total_bytes: int) ->
     return changes
 
 
+def _put_of(store: Store, item: ps_pb2.UpdateItem, at: int) -> Change:
+    if (
+        (item.variable, item.shard) != METADATA
+        or store.index
+        or item.value_bytes
+        or item.scalar
+        or item.HasField("rows")
+    ):
+        raise ProtocolError(f"metadata {item.name[:80]!r} that is not for the metadata of ps 0 alone")
+    check_texts({item.name: item.text})
+    return Change(item, store.directory.held_metadata, store.directory.metadata, None, None, at, at)
+
+
 def apply(
     store: Store,
     request: ps_pb2.UpdateRequest,
@@ -109,15 +134,13 @@ def apply(
     payload: Payload,
     applied: list[int] | None = None,
 ) -> ps_pb2.UpdateReply:
-    """Apply a checked request whose payload has wholly come, each item once.
+    """Apply each item of a checked request, whose payload has fully arrived, once.
 
-    Args:
-        applied: gets, for each item in turn, how many updates its shard has had with this one; 0 if it was
-            applied before. Where this raises, for the items up to there.
+    Adds to `applied` the shard's count of updates after each item, or 0 if it was applied before, until this raises.
     """
     applied = [] if applied is None else applied
     origin = _origin(request)
-    store.note_lost((item.variable, item.shard, item.life, item.seen) for item in request.items)
+    store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
     ids_of: list[Ids | None] = []
     for change in changes:
         ids = None
@@ -126,7 +149,7 @@ def apply(
             table = table_of(change.shard.array, change.item.rows.leading, change.held.spec.name)
             check_ids(table, ids, change.held.spec.name)
         ids_of.append(ids)
-    reply = ps_pb2.UpdateReply(life=store.losses.life)
+    reply = ps_pb2.UpdateReply(boot_id=store.losses.boot_id)
     for change, ids in zip(changes, ids_of, strict=True):
         item, begin = change.item, time.monotonic()
         if not change.shard.lock.acquire(blocking=False):
@@ -148,7 +171,7 @@ def apply(
             reach("ps.update.before")
             change.shard.changes += 1
             try:
-                with np.errstate(all="ignore"):  # infinity and NaN are the caller's to look for
+                with np.errstate(all="ignore"):  # infinity and NaN are for the caller to check
                     _apply(change, ids, payload)
             except PsClusterError:
                 raise
@@ -162,7 +185,7 @@ def apply(
             reach("ps.update.after")
             with store.ledger() as ledger:
                 ledger.record(origin, item.variable, item.shard, item.nth)
-            if item.life == reply.life:
+            if item.boot_id == reply.boot_id:
                 store.counts.staleness.add(change.shard.updates - item.seen)
             change.shard.updates += 1
             applied.append(change.shard.updates)
@@ -179,7 +202,7 @@ def apply(
 
 
 def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
-    """Apply one item of a request again, as its shard's update with this count, and remember it."""
+    """Apply one item of a logged request as its shard's update number `count`, and remember it."""
     origin, ids = _origin(request), None
     if change.item.rows.WhichOneof("kind") == "ids":
         ids = payload.ids(change.ids_at, change.item.rows.ids)
@@ -188,27 +211,29 @@ def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload:
         _apply(change, ids, payload)
         change.shard.updates = count
     if origin.function and request.job != store.job:
-        return  # the coordinator that it was of is gone, and the next one numbers its functions anew
+        return  # of a previous coordinator; the present one numbers its functions anew
     with store.ledger() as ledger:
         ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
 
 
 def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
-    """Under the shard's lock."""
+    """Needs the shard's lock."""
     shard, dtype = change.shard, change.shard.array.dtype
     slots: dict[str, Array] = {}
     step = 0
     if change.optimizer is not None:
-        number = change.optimizer.spec.id
-        if number not in shard.slots:
-            shard.slots[number] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
-        slots, step = shard.slots[number], shard.steps.get(number, 0) + 1
+        optimizer = change.optimizer.spec.id
+        if optimizer not in shard.slots:
+            shard.slots[optimizer] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
+        slots, step = shard.slots[optimizer], shard.steps.get(optimizer, 0) + 1
     if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
         _apply_own(change, ids, slots, step, payload)
     elif ids is not None:
         _apply_rows(change, ids, slots, step, payload)
     elif change.index is not None or change.item.scalar:
         _apply_slices(change, payload)
+    elif isinstance(shard, Metadata):
+        shard.assign(change.item.name, change.item.text)
     else:
         _apply_dense(change, slots, step, payload)
     if change.optimizer is not None:
@@ -218,7 +243,7 @@ def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
 
 
 def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
-    """A gradient by a rule of the user's, which may raise at any block: the shard is as before then."""
+    """Apply a gradient by a user's rule, which may raise at any block; then restore the shard."""
     rows = slice(None) if ids is None else ids
     arrays = [change.shard.array, *slots.values()]
     before = [array[rows].copy() if array.ndim else array.copy() for array in arrays]
@@ -252,7 +277,7 @@ def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, pa
 
 
 def _apply_slices(change: Change, payload: Payload) -> None:
-    """Values for a box of the shard, or one value for all that is selected."""
+    """Apply values for a box of the shard, or one value for all selected elements."""
     shard, dtype = change.shard, change.shard.array.dtype
     target = shard.array if change.index is None else shard.array[change.index]
     values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
@@ -272,7 +297,7 @@ def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Pa
     for offset, piece in payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize):
         values = np.frombuffer(piece, dtype)
         span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
-        # Not all of it at the beginning: what is kept of the old values takes the place of what has been applied.
+        # Not for the whole shard at the beginning: old values then take memory only as chunks of new ones are freed.
         shard.before_span_changes(span.start, span.stop)
         if change.optimizer is not None:
             parts = {name: array.reshape(-1)[span] for name, array in slots.items()}

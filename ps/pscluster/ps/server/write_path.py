@@ -1,11 +1,11 @@
-"""The one way of whatever changes the state: decode, admit, validate, apply, log, reply.
+"""The path of all requests that change the state: decode, validate, admit, apply, log, reply.
 
     Push, or a session's request
-      decode     a header, and a payload that is still to come if it is large
-      validate   `updates.check_update`, `check_create`: all that can be said before the payload is there
-      admit      `admission.Budget`: memory for the payload; then it is received
+      decode     a header, and a payload that is still to arrive if it is large
+      validate   `updates.check_update`, `check_create`: all that can be checked before the payload arrives
+      admit      `admission.Budget`: memory for the payload, which is then received
       apply      `updates.apply`: each item once, under its shard's lock; `creation.create`
-      log        `StateManager.logged`, `StateManager.save`: it is as durable as the user has chosen
+      log        `StateManager.logged`, `StateManager.save`: as durable as the user has chosen
       reply
 
 Values that are assigned whole to large shards are received into arrays that take the place of the shards' own.
@@ -13,23 +13,25 @@ Values that are assigned whole to large shards are received into arrays that tak
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from pscluster.core.errors import ProtocolError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.functions.definitions import UnresolvedReference
+from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_PICKLE_BYTES
 from pscluster.core.security.access import check_coordinator
+from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, pack, unpack
-from pscluster.core.transport.server_call import server_call
+from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.admission import Budget, check_amount
-from pscluster.ps.server.array_pool import ArrayPool
-from pscluster.ps.server.incoming import CUT_OFF, Incoming
-from pscluster.ps.server.payload import Payload, Staging
+from pscluster.ps.server.payload import ArrayPool, Payload, Staging
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store
@@ -40,15 +42,38 @@ from pscluster.v1 import ps_pb2
 
 _MAX_PUSH_BYTES = 1 << 46  # what is received is bounded by the items' sizes; this bounds the declaration
 
+_LARGE_HEADER_BYTES = 64 << 10
+"""Requests with larger headers are decoded and checked one at a time, while others continue beside them."""
+
+_CUT_OFF = "the stream ended before its last frame: nothing was applied"
+
+
+class Incoming:
+    """Receives requests of more than one frame; the watchdog cancels calls whose frames stop arriving."""
+
+    def __init__(self, watchdog: StallWatchdog) -> None:
+        self.watchdog = watchdog
+        self._large = threading.Lock()
+
+    def turn(self, data: bytes, payload_bytes: int) -> AbstractContextManager[object]:
+        """Return a context in which to handle a request; it admits one request with large headers at a time."""
+        return self._large if len(data) - payload_bytes > _LARGE_HEADER_BYTES else contextlib.nullcontext()
+
+    def assemble(self, assembler: Assembler, frames: Iterator[bytes], context: grpc.ServicerContext) -> None:
+        """Receive the rest of a request's frames. ProtocolError if they end too early."""
+        with self.watchdog.with_call(context) as progress:
+            while not assembler.complete:
+                data = next(frames, None)
+                if data is None:
+                    raise ProtocolError(_CUT_OFF)
+                request, payload = unpack(data, ps_pb2.Request)
+                assembler.add(request, payload)
+                if len(payload):
+                    progress()
+
 
 class WritePath:
-    """Takes updates and creations from the servicer. Thread-safe.
-
-    Args:
-        budget: memory for large requests.
-        incoming: receives what comes in frames.
-        restore: called with a request to restore a checkpoint that was too large for one message.
-    """
+    """Handles updates and creations for the servicer. Thread-safe."""
 
     def __init__(
         self,
@@ -60,37 +85,37 @@ class WritePath:
         self._role = role
         self._budget = budget
         self._incoming = incoming
-        self._restore = restore
+        self._restore = restore  # for requests that are too large for one message
         self.pool = ArrayPool()
-        self._mixed = False  # have large updates of different kinds come?
+        self._mixed = False  # whether large updates of different kinds have arrived
 
-    # Small requests, whose payload is there
+    # Small requests, with their payload
 
-    def update(self, store: Store, request: ps_pb2.Request, payload: Payload) -> ps_pb2.UpdateReply:
-        """Check and apply an update."""
-        changes = updates.check_update(store, request.update, request.total_bytes)
+    def update(
+        self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
+    ) -> ps_pb2.UpdateReply:
+        changes = updates.check_update(store, request.update, request.total_bytes, context)
         return write(self._role.manager, store, request.update, changes, payload, request.total_bytes)
 
     def create(
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
     ) -> ps_pb2.CreateReply:
-        """Check a creation, and make what it asks for."""
         _check_create(store, request, context)
         return self._create(store, request.create, payload)
 
-    # Large ones
+    # Large requests
 
     def push(self, store: Store, frames: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, int, bytes]:
-        """Take a request in frames; return "push" or nothing that is counted, its bytes, and the answer."""
+        """Receive and apply a request in frames; return "push" (or "": not counted), its bytes, and the answer."""
         changes: list[Change] = []
         data = next(frames, None)
         if data is None:
-            raise ProtocolError(CUT_OFF)
+            raise ProtocolError(_CUT_OFF)
         first, payload = unpack(data, ps_pb2.Request)
         body = first.WhichOneof("body")
         if body == "update":
-            with self._incoming.turn(data, payload):
-                changes = updates.check_update(store, first.update, first.total_bytes)
+            with self._incoming.turn(data, len(payload)):
+                changes = updates.check_update(store, first.update, first.total_bytes, context)
             check_amount(changes, first.total_bytes, self._budget.limit)
         elif body == "create":
             _check_create(store, first, context)
@@ -99,17 +124,17 @@ class WritePath:
         else:
             raise ProtocolError("a Push is an update, a creation or a request to restore")
         if self._may_stage(first.total_bytes, changes):
-            with self._budget.taken(first.total_bytes, context):
+            with self._budget.reserve(first.total_bytes, context):
                 server_call(context).has_taken_memory()
-                # By a function of its own, of which nothing is left when others get the memory.
-                update, left = self._update_staged(store, first, payload, changes, frames, context)
-                self.pool.keep(left)
+                # A separate function, so that no reference is left when the memory is released to other requests.
+                update, unused = self._update_staged(store, first, payload, changes, frames, context)
+                self.pool.put(unused)
                 self.pool.shrink(first.total_bytes + self._budget.left)
                 return "push", first.total_bytes, pack(ps_pb2.Reply(id=first.id, last=True, update=update))
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
         del data, payload
-        with self._budget.taken(first.total_bytes, context):
+        with self._budget.reserve(first.total_bytes, context):
             server_call(context).has_taken_memory()
             self._make_room()
             self._incoming.assemble(assembler, frames, context)
@@ -128,23 +153,23 @@ class WritePath:
             return "", 0, pack(reply)
 
     def _make_room(self) -> None:
-        """For an update that is kept as it comes."""
+        """Shrink the pool to the unused budget, before an update is received as chunks."""
         if self.pool.nbytes > self._budget.left:
             self.pool.shrink(self._budget.left)
             self._mixed = True
 
     def _may_stage(self, total_bytes: int, changes: Sequence[Change]) -> bool:
-        """May the values of an update come straight into arrays that take the place of those that there are?
+        """Return whether the values of an update may be received straight into arrays that replace those of shards.
 
-        Not with a log: what is written there would be an array that later updates change. Nor where a shard is named
-        twice: all of the arrays are made before anything comes, and are to be no more than what the server holds. Nor
-        large ones, unless they go alone and others do not come in between: see `array_pool`.
+        Not with a log: it would write arrays that later updates change. Not if a shard is named twice: all arrays are
+        made before any data arrives, and must not take more than the server holds already. Not for large updates,
+        unless they exceed the whole budget, and so run alone, and no others have come in between: see `ArrayPool`.
         """
         limit = self._budget.limit
         if total_bytes > limit // 4 and (total_bytes <= limit or self._mixed):
             return False
         distinct = len({id(change.shard) for change in changes}) == len(changes) > 0
-        return distinct and not self._role.manager.logs and all(change.takes_place for change in changes)
+        return distinct and not self._role.manager.logs and all(change.replaces_array for change in changes)
 
     def _update_staged(
         self,
@@ -155,9 +180,9 @@ class WritePath:
         frames: Iterator[bytes],
         context: grpc.ServicerContext,
     ) -> tuple[ps_pb2.UpdateReply, list[Array]]:
-        """An update whose values may take the place of those that there are; and the arrays of no use any more."""
-        there = [change.shard.array for change in changes]
-        arrays = [self.pool.take(array.shape, array.dtype) for array in there]
+        """Receive an update into new arrays and apply it; return the reply, and the arrays that are now unused."""
+        replaced = [change.shard.array for change in changes]
+        arrays = [self.pool.take(array.shape, array.dtype) for array in replaced]
         self.pool.shrink(self._budget.left)
         staging = Staging({change.values_at: array for change, array in zip(changes, arrays, strict=True)})
         sink = staging.sink
@@ -166,15 +191,15 @@ class WritePath:
         before = sink.missing
         with self._incoming.watchdog.with_call(context) as progress:
             for data in frames:
-                if data:  # else it is where it belongs
+                if data:  # else the transport has put it into the array
                     sink.take(data, len(data))
                 if sink.missing < before:
                     progress()
                 before = sink.missing
         if not sink.complete:
-            raise ProtocolError(CUT_OFF)
+            raise ProtocolError(_CUT_OFF)
         reply = write(self._role.manager, store, first.update, changes, staging.payload(), first.total_bytes)
-        of_each = zip(changes, there, arrays, strict=True)
+        of_each = zip(changes, replaced, arrays, strict=True)
         return reply, [new if change.shard.array is old else old for change, old, new in of_each]
 
     # Creations
@@ -182,28 +207,22 @@ class WritePath:
     def _create(self, store: Store, request: ps_pb2.CreateRequest, payload: Payload) -> ps_pb2.CreateReply:
         if request.HasField("rule") and len(payload.joined()):
             self._role.manager.check_rule(request.optimizer.name)
-        known = request.HasField("optimizer") and store.has_optimizer(request.optimizer)
+        known = request.HasField("optimizer") and store.directory.has_optimizer(request.optimizer)
         try:
             reach("ps.create.before")
             creation.create(store, request, payload)
             reach("ps.create.after")
-            if request.initializer.name != COPY:  # no function runs while copies are made: see `describe`
-                self._save(waits=known)
+            if request.initializer.name != COPY:  # functions wait for copies: `describe` saves later
+                try:
+                    self._role.manager.save()
+                except PsClusterError as error:
+                    if known:  # the client retries while the disk is full, as with an update
+                        raise UnavailableError(str(error)) from None
+                    raise
             reach("ps.create.saved")
         except UnresolvedReference as reason:
             return ps_pb2.CreateReply(unresolved=str(reason) or "no reason given")
         return ps_pb2.CreateReply()
-
-    def _save(self, *, waits: bool) -> None:
-        """Return when it is on disk. Who changes what there is waits for a disk without room, as with an update."""
-        try:
-            self._role.manager.save()
-        except UnavailableError:
-            raise
-        except PsClusterError as error:
-            if waits:
-                raise UnavailableError(str(error)) from None
-            raise
 
 
 def write(
@@ -214,11 +233,7 @@ def write(
     payload: Payload,
     total_bytes: int,
 ) -> ps_pb2.UpdateReply:
-    """Apply a checked update and log it; return when it may be acknowledged.
-
-    Raises:
-        UnavailableError: with a log, it can't be taken, or can't be acknowledged.
-    """
+    """Apply a checked update and log it; return once it may be acknowledged."""
     with manager.logged(store, request, changes, payload, total_bytes) as applied:
         reply = updates.apply(store, request, changes, payload, applied)
     reach("ps.acknowledge.before")
@@ -227,9 +242,9 @@ def write(
 
 def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
     create = request.create
-    # A step may set the rate of an optimizer whose rule the server has.
-    if not create.HasField("optimizer") or create.HasField("rule") or not store.has_optimizer(create.optimizer):
-        check_coordinator(context, "the creation of variables and of optimizers")
+    known = create.HasField("optimizer") and store.directory.has_optimizer(create.optimizer)
+    if not known or create.HasField("rule"):  # a step may set the rate of an optimizer whose rule the server has
+        check_coordinator(context, "the creation of variables and optimizers")
     expected = creation.expected_bytes(store, create)
     if create.HasField("optimizer") and not create.HasField("rule") and request.total_bytes:
         raise ProtocolError(f"{request.total_bytes:,} bytes with an optimizer whose rule does not come with it")
@@ -243,7 +258,7 @@ def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerC
 
 
 def _check_restore(request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
-    check_coordinator(context, "the restoring of checkpoints")
+    check_coordinator(context, "the restoration of checkpoints")
     if request.total_bytes > MAX_CONTROL_BYTES:
         raise ProtocolError(
             f"a request to restore of {request.total_bytes:,} bytes, the limit is {MAX_CONTROL_BYTES:,}"

@@ -1,25 +1,25 @@
-"""What a parameter server keeps on disk, so that its death costs little or nothing.
+"""A parameter server's state on disk, so that its death costs little or nothing.
 
     policy.py            the decisions: when to save, whether an update may be taken, when it may be acknowledged. Pure
-    capture.py           a shard as it was at one moment, read while updates go on
-    generations.py       generations: what is saved at one time, as a tensor file and a manifest
-    log.py               the tail of updates after a generation
-    manager.py           the shell: a thread that saves, and what the service calls
-    replay.py            a store made of a generation and a log
-    checkpoint_parts.py  what a server does for a checkpoint: mark, write, read beside, take the place
-    tensor_files.py      the safetensors format of checkpoints, and where files lie (fsspec)
-    roots.py             where checkpoints may lie
+    generations.py       generations: the state saved at one time, as a file of tensors and a manifest
+    log.py               the updates after a generation
+    manager.py           the shell: a thread that saves, and the methods that the service calls
+    replay.py            restores a store from a generation and a log
+    checkpoint_parts.py  a server's part of a checkpoint: mark, write, stage, commit
+    tensor_files.py      the safetensors format of both, on paths and URLs (fsspec)
+    spill.py             the old bytes that snapshots still need
+    roots.py             where checkpoints are allowed
 
-A server's state on disk is a row of generations. A generation is a manifest, which names for each shard the file and
-the place where its values lie; shards that have not changed stay where an earlier generation put them. With a log, the
-updates behind a generation are in segments that bear its number and later ones.
+A server's state on disk is a sequence of generations. A generation's manifest names the file and offset of each array;
+shards that have not changed stay in the file of an earlier generation. With a log, the updates after a generation are
+in segments with its number and later ones.
 
     directory of a server
-      lock                       held by the process that serves
-      state-000007.manifest      a manifest; the newest whole one counts, the one before is kept
-      state-000007.data          what changed since generation 6
+      lock                       held by the serving process
+      state-000007.manifest      a manifest; the newest whole one counts, the previous one is kept as well
+      state-000007.safetensors   the shards that changed since generation 6
       log-000007.bin             the updates since generation 7 began
-      losses                     what is known to be lost
+      losses                     the updates known to be lost
 
-What may be lost is the user's choice (`--durability`): see docs/guarantees.md.
+The user chooses what may be lost (`--durability`): see docs/guarantees.md.
 """

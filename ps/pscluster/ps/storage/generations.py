@@ -1,47 +1,39 @@
-"""Generations on disk: written so that a half-written one is never taken for one, read so that no flipped bit passes.
+"""Generations on disk: a half-written one is never used, and no flipped bit goes unnoticed.
 
-A generation counts from the moment its manifest has its name; what it refers to is written before. Arrays have a CRC-32
-for every MiB, the manifest has one. The newest generation that is whole counts; the one before is kept in case it is
-not. Everything else is removed.
+A generation counts from the moment its manifest has its name; all files it refers to are written before. The manifest
+has a checksum, and contains those of the arrays, which are in safetensors files. The newest whole generation counts;
+the previous one is retained in case the newest turns out damaged. Everything else is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import ConfigurationError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.errors import CheckpointError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.core.limits import MAX_RANK
-from pscluster.core.transport.frames import CHUNK_BYTES, view
-from pscluster.ps.storage.capture import Capture
 from pscluster.ps.storage.disk import write_all
-from pscluster.v1 import state_pb2
+from pscluster.ps.storage.tensor_files import Array, read, stream
+from pscluster.v1 import ps_pb2, state_pb2
 
-Array = npt.NDArray[Any]
 M = TypeVar("M", bound=Message)
 
 _MAGIC = b"PSSTATE1"
 _LOSSES = "losses"
 _SPARE = "log.spare"
 _HEAD = struct.Struct("<8sIQ")  # magic, CRC-32 and length of the manifest
-_ALIGNMENT = 64
 _READERS = 4
-_NAMES = re.compile(r"(state|log)-(\d{6,})\.(manifest|data|bin)(\.new)?")
+_NAMES = re.compile(r"(state|log)-(\d{6,})\.(manifest|safetensors|bin)(\.new)?")
 
 
 class DamagedError(PsClusterError):
@@ -49,11 +41,7 @@ class DamagedError(PsClusterError):
 
 
 class StateDirectory:
-    """A server's directory. One process at a time; one thread at a time writes.
-
-    Raises:
-        ConfigurationError: it can't be made or written, or another process uses it.
-    """
+    """A server's directory, for one process, and one writing thread, at a time. ConfigurationError if it can't be."""
 
     def __init__(self, path: Path, *, fsync: bool = False) -> None:
         self.path = path
@@ -72,72 +60,89 @@ class StateDirectory:
             other = os.pread(self._lock, 20, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise ConfigurationError(
-                f"another parameter server (pid {other}) already keeps its state in {path}; if it belongs to another "
+                f"another parameter server (pid {other}) already stores its state in {path}; if it belongs to another "
                 "cluster, give each its own --state-dir"
             ) from None
         os.pwrite(self._lock, f"{os.getpid():<19}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the directory for other processes."""
         os.close(self._lock)
 
     def _file(self, generation: int, ending: str) -> Path:
         return self.path / f"state-{generation:06d}.{ending}"
 
     def log_file(self, generation: int) -> Path:
-        """The segment of the log that begins with this generation."""
+        """Return the path of the log segment that begins with this generation."""
         return self.path / f"log-{generation:06d}.bin"
 
-    def _found(self) -> Iterator[tuple[Path, str, int, str]]:
+    def _files(self) -> Iterator[tuple[Path, str, int, str]]:
+        """Yield each file's path, kind, generation and ending."""
         for path in self.path.iterdir():
             if match := _NAMES.fullmatch(path.name):
                 yield path, match[1], int(match[2]), match[3] + (match[4] or "")
 
+    def _numbers(self, kind: str, ending: str) -> list[int]:
+        return sorted(number for _, a_kind, number, an_ending in self._files() if (a_kind, an_ending) == (kind, ending))
+
     def generations(self) -> list[int]:
-        """That have a manifest, the newest first."""
-        found = [number for _, kind, number, ending in self._found() if (kind, ending) == ("state", "manifest")]
-        return sorted(found, reverse=True)
+        """Return the generations that have a manifest, newest first."""
+        return self._numbers("state", "manifest")[::-1]
 
     def log_segments(self) -> list[int]:
-        """The generations with which segments of the log begin, ascending."""
-        return sorted(number for _, kind, number, ending in self._found() if (kind, ending) == ("log", "bin"))
+        """Return the generations that begin segments of the log, ascending."""
+        return self._numbers("log", "bin")
 
     def clear(self) -> None:
-        """Remove all generations and logs."""
-        # The manifests first, the oldest last of them: should this be broken off, what is left is whole.
-        for path, _, _, _ in sorted(self._found(), key=lambda each: (each[3] != "manifest", -each[2])):
+        # Manifests first, newest to oldest: if this is interrupted, the generations that remain are whole.
+        for path, _, _, _ in sorted(self._files(), key=lambda file: (file[3] != "manifest", -file[2])):
             path.unlink(missing_ok=True)
         for name in (_LOSSES, f"{_LOSSES}.new", _SPARE):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_unused(self, needed: Iterable[state_pb2.Manifest], logs_from: int) -> None:
-        """Remove what these generations do not need, and segments of the log before the one of this number."""
-        kept = {self._file(manifest.generation, "manifest").name for manifest in needed}
-        kept |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
-        for path, kind, number, ending in list(self._found()):
-            if path.name in kept or (kind == "log" and number >= logs_from):
+        """Remove all files but those of these generations, and of log segments from generation `logs_from` on."""
+        in_use = {self._file(manifest.generation, "manifest").name for manifest in needed}
+        in_use |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
+        for path, kind, number, ending in list(self._files()):
+            if path.name in in_use or (kind == "log" and number >= logs_from):
                 continue
             if kind == "log" and ending == "bin":
-                path.replace(self.path / _SPARE)  # one is enough
+                path.replace(self.path / _SPARE)  # one spare is enough
             else:
                 path.unlink(missing_ok=True)
 
     def reuse_segment(self, path: Path) -> None:
-        """If a segment of the log is needed no more, let it have this name."""
+        """Rename an unused segment of the log, if there is one, to this name."""
         if self.fsync and (self.path / _SPARE).exists():
-            self.sync_names()  # else a power failure may bring its old name back, with what is written now in it
+            self.sync_names()  # else a power failure could restore its old name, with new contents
         with contextlib.suppress(FileNotFoundError):
             (self.path / _SPARE).rename(path)
 
     # Writing
 
+    def write_arrays(
+        self, generation: int, arrays: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]
+    ) -> int:
+        """Write a generation's arrays, as `tensor_files.stream` does; return the bytes. On errors, none are left."""
+        path, size = self._file(generation, "safetensors"), 0
+        with self._new_file(path) as number:
+
+            def put(chunk: bytes) -> None:
+                nonlocal size
+                size = write_all(number, [chunk], size)
+
+            stream(put, arrays, data)
+        for array in arrays:
+            array.file = path.name
+        return size
+
     @contextlib.contextmanager
-    def data_file(self, generation: int) -> Iterator[DataFile]:
-        """A file for the arrays of a generation; removed if the block raises."""
-        path = self._file(generation, "data")
+    def _new_file(self, path: Path) -> Iterator[int]:
+        """Give a descriptor to write a file with; sync it if so configured, or remove it if the block raises."""
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            yield DataFile(path.name, number)
+            yield number
             if self.fsync:
                 os.fsync(number)
         except BaseException:
@@ -147,39 +152,30 @@ class StateDirectory:
             os.close(number)
 
     def commit(self, manifest: state_pb2.Manifest) -> None:
-        """Write the manifest: from now on the generation counts."""
+        """Write the manifest, with which the generation counts."""
         self._write_message(self._file(manifest.generation, "manifest"), manifest)
 
     def give_up(self, generation: int) -> None:
-        """A generation could not be saved: nothing is left of it. The log's segment stays."""
-        for ending in ("data", "manifest.new", "manifest"):
+        """Remove a generation that could not be saved, but not the log's segment."""
+        for ending in ("safetensors", "manifest.new", "manifest"):
             with contextlib.suppress(OSError):
                 self._file(generation, ending).unlink()
 
     def write_losses(self, losses: state_pb2.SavedLosses) -> None:
-        """Take the place of what was written before."""
         self._write_message(self.path / _LOSSES, losses)
 
     def _write_message(self, path: Path, message: Message) -> None:
         body = message.SerializeToString()
         new = path.with_name(path.name + ".new")
-        number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        with self._new_file(new) as number:
             write_all(number, [_HEAD.pack(_MAGIC, zlib.crc32(body), len(body)), body], 0)
-            if self.fsync:
-                os.fsync(number)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(number)
         reach("ps.manifest.before")
         new.replace(path)
         if self.fsync:
             self.sync_names()
 
     def sync_names(self) -> None:
-        """Names of files survive a machine's death from now on."""
+        """Sync the directory, so that the names of its files survive a crash of the machine."""
         number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(number)
@@ -189,11 +185,11 @@ class StateDirectory:
     # Reading
 
     def manifest(self, generation: int) -> state_pb2.Manifest:
-        """DamagedError if it is not whole."""
+        """Read a manifest. DamagedError if it is not whole."""
         return self._read_message(self._file(generation, "manifest"), state_pb2.Manifest)
 
     def losses(self) -> state_pb2.SavedLosses | None:
-        """What was written last; None if nothing was, or it is damaged."""
+        """Read the record of losses; None if there is none, or it is damaged."""
         try:
             return self._read_message(self.path / _LOSSES, state_pb2.SavedLosses)
         except (OSError, DamagedError):
@@ -212,73 +208,21 @@ class StateDirectory:
         raise DamagedError(f"{path} is damaged, or of another version")
 
     def read(self, shard: state_pb2.SavedShard) -> dict[str, Array]:
-        """The arrays of a shard, by name. DamagedError if they are not what was written."""
-        return {saved.name: self._read_array(saved) for saved in shard.arrays}
+        """Read a shard's arrays, by name. DamagedError if they are damaged, OSError if they may be whole."""
+        return {saved.array: self._read_array(saved) for saved in shard.arrays}
 
     def read_all(self, manifest: state_pb2.Manifest) -> list[dict[str, Array]]:
-        """Of all shards, on several threads."""
+        """Read the arrays of all shards, on several threads."""
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(self.read, manifest.shards))
 
-    def _read_array(self, saved: state_pb2.SavedArray) -> Array:
+    def _read_array(self, saved: ps_pb2.SavedTensor) -> Array:
         if "/" in saved.file or not _NAMES.fullmatch(saved.file):
             raise DamagedError(f"a manifest in {self.path} refers to {saved.file!r}")
-        path = self.path / saved.file
         try:
-            dtype = dtype_named(saved.dtype)
-        except (MisuseError, ProtocolError) as error:
-            raise DamagedError(f"{path}: {saved.name}: {error}") from None
-        sums = -(-saved.bytes // CHUNK_BYTES)
-        if (
-            len(saved.shape) > MAX_RANK
-            or math.prod(saved.shape) * dtype.itemsize != saved.bytes
-            or len(saved.crc32) != sums
-        ):
-            raise DamagedError(f"{path}: {saved.name} is not of {saved.bytes} bytes and {sums} checksums")
-        try:
-            array: Array = np.empty(tuple(saved.shape), dtype)
-        except (MemoryError, ValueError) as error:
-            raise DamagedError(f"{path}: {saved.name} is too large: {error}") from None
-        data = view(array)
-        try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(saved.offset)
-                for number, crc in enumerate(saved.crc32):
-                    chunk = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-                    got = 0
-                    while got < len(chunk) and (more := file.readinto(chunk[got:])):
-                        got += more
-                    if got < len(chunk) or zlib.crc32(chunk) != crc:
-                        at = saved.offset + number * CHUNK_BYTES
-                        raise DamagedError(f"{path} is damaged between bytes {at:,} and {at + len(chunk):,}")
-        except FileNotFoundError:
-            raise DamagedError(f"{path} is missing") from None
-        except (ValueError, OverflowError):  # an offset that no file has
-            raise DamagedError(f"{path} has no byte {saved.offset:,}") from None
-        return array
-
-
-class DataFile:
-    """The arrays of a generation, one behind the other."""
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name = name
-        self._number = number
-        self.size = 0
-
-    def add(self, arrays: Mapping[str, Array], capture: Capture) -> list[state_pb2.SavedArray]:
-        """Write the arrays of a shard, as they were captured."""
-        saved = {}
-        for name, array in arrays.items():
-            self.size += -self.size % _ALIGNMENT
-            entry = saved[name] = state_pb2.SavedArray(
-                name=name, file=self.name, offset=self.size, bytes=array.nbytes, dtype=array.dtype.name
-            )
-            entry.shape.extend(array.shape)
-            entry.crc32.extend([0] * -(-array.nbytes // CHUNK_BYTES))
-            self.size += array.nbytes
-        for block in capture.blocks():
-            entry = saved[block.array]
-            entry.crc32[block.offset // CHUNK_BYTES] = zlib.crc32(block.data)
-            write_all(self._number, [block.data], entry.offset + block.offset)
-        return list(saved.values())
+            return read(self.path / saved.file, saved)
+        except CheckpointError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                raise cause from None
+            raise DamagedError(str(error)) from None

@@ -1,28 +1,28 @@
-"""The log: updates behind a generation, each acknowledged once it is in the file.
+"""The log: updates after a generation, each acknowledged once it is in the file.
 
-Space is set aside before an update is applied, so that a full disk refuses it and does not lose it. Records are
-written by one thread for all that wait (group commit): whoever comes while nobody writes does, for the others too.
+Space is reserved before an update is applied, so that a full disk refuses the update instead of losing it. One thread
+writes the records of all that wait (group commit): the first to arrive while no thread is writing.
 
-A log is a row of segments. Each begins with a generation and names the one before it, so that none can be missing or
-another one's; it is cut to what was written when the next one begins.
+A log is a sequence of segments. Each begins with a generation and names the previous segment, so that a missing or
+foreign one is detected; it is truncated to what was written when the next one begins.
 
-The head of a segment names the boot of the machine in which it is written, and bears a mark, twice, which says how far
-the segment is acknowledged and how far it was synced. Each batch goes through these states, and may be found in any of
+The head of a segment names the boot of the machine that wrote it, and holds, twice, a mark that says how far the
+segment is acknowledged and how far it was synced. Each batch passes through these states, and may be found in any of
 them:
 
     written, in part or whole --(--fsync: synced)--> marked --> acknowledged
 
-While the machine runs, the kernel keeps all that was written, whatever becomes of the process. Below the mark all
-of it has to be as it was written: what is wrong there is damage. A batch beyond it was never acknowledged: what is not
-whole is dropped. After another boot the mark itself may be older or newer than the records. With `--fsync` everything
-below what was synced, by the mark or by where a later batch begins, has to be there. What is missing beyond that was
-lost with the machine: it is dropped with all behind it, logged, and counted as far as it can be known.
+While the machine runs, the kernel holds all that was written even if the process dies, so below the mark anything that
+differs is damage. A batch beyond the mark was never acknowledged and is dropped unless it is whole. After another boot
+the mark itself may be older or newer than the records. With `--fsync` everything that was synced, according to the mark
+or to where a later batch begins, must be there. Anything missing beyond that was lost with the machine: it is dropped
+with all that follows, logged, and counted as far as possible.
 
-Only the last segment may end otherwise than it was written. A record's header has a checksum of its own, so that its
-length and number are known where its body is damaged.
+Only the last segment may end differently from how it was written. A record's header has its own checksum, so that its
+length and number are known even if its body is damaged.
 
-A segment that is needed no more becomes the next one: to write over pages that are there costs a quarter of making new
-ones. What is left in it of its former life bears another generation.
+An unused segment is reused for the next one: overwriting existing pages costs a quarter of allocating new ones. Its
+leftover records carry another generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -55,26 +55,26 @@ logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# Magic, generation, that of the segment before (0: none), boot id, CRC-32 of these.
+# Magic, generation, that of the previous segment (0: none), boot id, CRC-32 of these.
 _SEGMENT = struct.Struct("<8sQQ16sI")
 _SEGMENT_MAGIC = b"PSSLOG02"
-# How far it is acknowledged, how far it was synced (0: nothing is), how many records are acknowledged; CRC-32 of these.
+# End of what is acknowledged, end of what was synced (0: nothing), number of acknowledged records; CRC-32 of these.
 _MARK = struct.Struct("<QQQI")
 _FIRST = _SEGMENT.size + 2 * _MARK.size
-"""Where the first record begins. The mark stands there twice: one flipped bit leaves the other."""
+"""Where the first record begins. The mark is stored twice, so that one survives a flipped bit in the other."""
 
 _MAGIC = 0x5053_4C47
-# Magic; checksums of the rest of the header, and of the record; its length; where the batch begins that it was written
-# with; the segment's generation; its number in the segment, from 1 on.
+# Magic; checksums of the rest of the header, and of the record; its length; where its batch begins; the segment's
+# generation; its number in the segment, from 1.
 _HEAD = struct.Struct("<IIIQQQQ")
 _HEAD_REST = 8
 _GROW, _MOST = 16 << 20, 256 << 20  # steps by which a segment grows
-_ROOM = 256  # of a record, beside what the request and the payload take
+_ROOM = 256  # for a record, besides its request and payload
 
 
 @functools.cache
 def boot_id() -> bytes:
-    """Return what names this boot of the machine; b"" where the system does not tell."""
+    """Return the id of this boot of the machine; b"" if the system has none."""
     try:
         return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
     except (OSError, ValueError):
@@ -86,13 +86,19 @@ def _with_crc(form: struct.Struct, *fields: bytes | int) -> bytes:
     return data + struct.pack("<I", zlib.crc32(data))
 
 
+def _checked(form: struct.Struct, data: bytes, at: int) -> tuple[Any, ...] | None:
+    """Return the fields without their CRC; None if that does not match."""
+    *fields, crc = form.unpack_from(data, at)
+    return tuple(fields) if crc == zlib.crc32(data[at : at + form.size - 4]) else None
+
+
 def _header(checksum: int, size: int, batch: int, generation: int, number: int) -> bytes:
     rest = _HEAD.pack(_MAGIC, 0, checksum, size, batch, generation, number)[_HEAD_REST:]
     return struct.pack("<II", _MAGIC, zlib.crc32(rest)) + rest
 
 
 class Log:
-    """The segment that is being written."""
+    """The segment that is being written. Thread-safe."""
 
     def __init__(self, directory: StateDirectory) -> None:
         self._directory = directory
@@ -107,17 +113,11 @@ class Log:
         self._records = 0  # in the segment
 
     def begin_segment(self, generation: int, before: int, saved: int) -> bool:
-        """What is flushed from now on goes into the segment of this generation.
+        """Begin the segment of this generation; return whether the log was broken: the generation holds all updates.
 
-        Args:
-            before: of the segment that was the last one when the process began.
-            saved: the last generation that is on disk. An empty segment of a later one, which failed, goes.
-
-        Returns:
-            Was the log broken? Then all updates that were taken have ended, and the generation holds them.
-
-        Raises:
-            OSError: there is no room. The segment before goes on.
+        `before` is the last segment that was found when the process began. An empty segment of a generation later than
+        `saved`, the last one on disk, is of one that failed, and is removed. OSError if there is no room; then the
+        previous segment continues.
         """
         path = self._directory.log_file(generation)
         with self._changed:
@@ -132,13 +132,13 @@ class Log:
                 unused = self._segment > saved and self._end == _FIRST
                 previous = self._previous if unused else self._segment or before
                 head = _with_crc(_SEGMENT, _SEGMENT_MAGIC, generation, previous, boot_id())
-                end = write_all(file, [head, *self._mark(_FIRST, 0)], 0)
+                end = write_all(file, [head, *_mark(_FIRST, 0, self._directory.fsync)], 0)
                 if self._directory.fsync:
                     os.fsync(file)
                 if self._file >= 0:
                     os.ftruncate(self._file, self._end)
                     self._allocated = self._end
-                    if self._directory.fsync:  # what was behind its end must not come back once it is not the last
+                    if self._directory.fsync:  # leftovers after its end must not come back once it is not the last
                         os.fsync(self._file)
                 reach("ps.segment.before")
                 new.replace(path)  # with its name it is the last segment
@@ -160,7 +160,7 @@ class Log:
             return bool(self._plan.broken)
 
     def mended(self) -> None:
-        """A generation that was begun behind a failure is saved."""
+        """Resume: a generation that was begun after the failure is saved."""
         with self._changed:
             self._plan.mended()
             self._changed.notify_all()
@@ -172,11 +172,11 @@ class Log:
 
     @property
     def broken(self) -> str:
-        """Why no update is taken; empty: they are."""
+        """Why updates are refused; empty if they are not."""
         return self._plan.broken
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Wait for the write in progress, and close the segment."""
         with self._changed:
             while self._writing:
                 self._changed.wait()
@@ -187,10 +187,9 @@ class Log:
     # For an update
 
     def take(self, size: int) -> tuple[int, int]:
-        """Before an update of so many bytes, payload and all, is applied: its ticket, and the space set aside.
+        """Reserve space before an update of `size` bytes is applied; return its ticket and space.
 
-        Raises:
-            UnavailableError: the log can't take it now; nothing was applied.
+        UnavailableError if the log can't take it now.
         """
         with self._changed:
             if self._plan.broken or self._file < 0:
@@ -198,7 +197,7 @@ class Log:
             room = size + _ROOM
             missing = self._end + self._promised + room - self._allocated
             if missing > 0:
-                # In few, large steps, as far as there is room: many small ones make every write four times as slow.
+                # In few, large steps if there is room: many small ones make every write four times as slow.
                 more = missing + min(max(_GROW, self._allocated), _MOST)
                 try:
                     try:
@@ -216,7 +215,7 @@ class Log:
             return self._plan.take(), room
 
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
-        """Behind an update: return when its record is flushed. UnavailableError if it can't be."""
+        """Write the record of an applied update; return once it is flushed. UnavailableError if it can't be."""
         parts = [memoryview(part) for part in parts_of(record, payload)]
         checksum = _checksum(*parts)
         with self._changed:
@@ -224,7 +223,7 @@ class Log:
                 self._queue.append((ticket, room, checksum, parts))
             while ticket not in self._done:
                 if self._plan.broken:
-                    self._end_ticket(ticket, room)
+                    self.give_back(ticket, room)
                     raise UnavailableError(f"an update could not be logged: {self._plan.broken}")
                 if self._writing:
                     self._changed.wait()
@@ -233,17 +232,14 @@ class Log:
             self._done.discard(ticket)
 
     def give_back(self, ticket: int, room: int) -> None:
-        """The update changed nothing."""
+        """Release the space of an update without a record."""
         with self._changed:
-            self._end_ticket(ticket, room)
-
-    def _end_ticket(self, ticket: int, room: int) -> None:
-        self._promised -= room
-        self._plan.close(ticket)
-        self._changed.notify_all()
+            self._promised -= room
+            self._plan.close(ticket)
+            self._changed.notify_all()
 
     def wait_for_others(self) -> None:
-        """Behind a repetition: return when all updates taken so far are flushed. UnavailableError if they can't be."""
+        """Return once all updates taken so far are flushed, for a repetition. UnavailableError if they can't be."""
         with self._changed:
             horizon = self._plan.horizon()
             while self._plan.broken or not self._plan.passed(horizon):
@@ -251,11 +247,8 @@ class Log:
                     raise UnavailableError(f"the first copy of an update could not be logged: {self._plan.broken}")
                 self._changed.wait()
 
-    def _mark(self, end: int, count: int) -> list[bytes | memoryview]:
-        return _mark(end, end if self._directory.fsync else 0, count)
-
     def _write(self) -> None:
-        """Under the lock, which is not held while the disk is at work: write all that waits."""
+        """Write all queued records. Called under the lock, which is released during the write."""
         batch, self._queue, self._writing = self._queue, [], True
         file, at, generation, number = self._file, self._end, self._segment, self._records
         self._changed.release()
@@ -269,7 +262,7 @@ class Log:
             if self._directory.fsync:
                 os.fdatasync(file)
             reach("ps.log.written")
-            write_all(file, self._mark(end, number), _SEGMENT.size)
+            write_all(file, _mark(end, number, self._directory.fsync), _SEGMENT.size)
         except Exception as error:
             reason = getattr(error, "strerror", None) or repr(error)
             failure = f"the log in {self._directory.path} could not be written ({reason})"
@@ -289,19 +282,15 @@ class Log:
 
 
 class _Segment(NamedTuple):
-    """What the head of a segment says."""
-
     generation: int
     previous: int
     same_boot: bool
-    end: int  # how far it was acknowledged, as far as the mark knows
-    synced: int  # 0: it is not
-    records: int  # that were acknowledged, as far as the mark knows
+    end: int  # of what was acknowledged, according to the mark
+    synced: int  # end of what was synced; 0: nothing
+    records: int  # that were acknowledged, according to the mark
 
 
 class _Header(NamedTuple):
-    """What the header of a record says."""
-
     checksum: int
     size: int
     batch: int
@@ -310,35 +299,26 @@ class _Header(NamedTuple):
 
 @dataclass
 class Dropped:
-    """What the log has lost of what was acknowledged.
-
-    Attributes:
-        updates: by number of the job's holding, variable and shard: which updates of the shard.
-        unknown: records of which it can't be told what they updated.
-    """
+    """The acknowledged updates that the log has lost, as numbers by store id, variable and shard."""
 
     updates: defaultdict[tuple[int, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    unknown: int = 0
+    unknown: int = 0  # records whose updates can't be identified
 
     def add(self, record: state_pb2.LogRecord) -> None:
         """Count a record that can be read."""
         for item, count in zip(record.update.items, record.updates, strict=False):
             if count:
-                self.updates[record.holding, item.variable, item.shard].add(count)
+                self.updates[record.store_id, item.variable, item.shard].add(count)
 
 
 def records(
     paths: Sequence[Path], first: int, *, cut: bool = False, dropped: Dropped | None = None
 ) -> Iterator[tuple[state_pb2.LogRecord, memoryview]]:
-    """The records of the segments from generation `first` on, and their payloads, in order.
+    """Yield the records of the segments from generation `first` on, and their payloads, in order.
 
-    Args:
-        paths: of all segments, ascending.
-        cut: cut the last one behind its last whole record: what comes next is another segment.
-        dropped: is told what was lost with the machine.
-
-    Raises:
-        DamagedError: something is missing, or not what was written.
+    `paths` are of all segments, ascending. With `cut` the last one is truncated after its last whole record, as later
+    records go to another segment. `dropped` counts what was lost with the machine. DamagedError if anything else is
+    missing, or is not what was written.
     """
     before, named = None, frozenset[int]()
     for path in paths:
@@ -352,9 +332,9 @@ def records(
                 raise DamagedError(f"the segment of the log before {path} is missing, or belongs to another log")
             before = generation
             last = path == paths[-1]
-            data = bytes(_FIRST) + file.read()  # so that places are those in the file
+            data = bytes(_FIRST) + file.read()  # so that offsets are those in the file
             end, count = yield from _records_of(path, head, data, last, dropped)
-        # One without records, of a generation that failed, may be passed over by the next: it was to be removed.
+        # The next segment may skip one without records, of a generation that failed: it should have been removed.
         named = frozenset((generation,)) if count else frozenset((generation, previous))
         if last and cut:
             _cut(path, head, end, count)
@@ -363,19 +343,15 @@ def records(
 
 
 def _cut(path: Path, head: _Segment, end: int, count: int) -> None:
-    """Leave so many records. What was lost behind them is not to be found lost again."""
+    """Truncate to `count` records, and move the mark so that losses after them are not counted again."""
     os.truncate(path, end)
-    if (head.end, head.records) == (end, count):
-        return
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_all(file, _mark(end, end if head.synced else 0, count), _SEGMENT.size)
-    finally:
-        os.close(file)
+    if (head.end, head.records) != (end, count):
+        with path.open("r+b", buffering=0) as file:
+            write_all(file.fileno(), _mark(end, count, head.synced > 0), _SEGMENT.size)
 
 
 def lost_in(paths: Sequence[Path], first: int) -> Dropped:
-    """What of a damaged log can still be read, of the segments from generation `first` on: all of it is lost."""
+    """Count all that can still be read of a damaged log, from generation `first` on, as lost."""
     dropped = Dropped()
     for path in paths:
         with path.open("rb") as file, contextlib.suppress(DamagedError):
@@ -386,28 +362,19 @@ def lost_in(paths: Sequence[Path], first: int) -> Dropped:
 
 
 def _segment_head(path: Path, data: bytes) -> _Segment:
-    if len(data) == _FIRST:
-        magic, generation, previous, boot, crc = _SEGMENT.unpack_from(data)
-        marks = [
-            _MARK.unpack_from(data, at)
-            for at in (_SEGMENT.size, _SEGMENT.size + _MARK.size)
-            if zlib.crc32(data[at : at + _MARK.size - 4]) == int.from_bytes(data[at + _MARK.size - 4 :][:4], "little")
-        ]
-        if (
-            magic == _SEGMENT_MAGIC
-            and crc == zlib.crc32(data[: _SEGMENT.size - 4])
-            and path.name == f"log-{generation:06d}.bin"
-            and marks
-        ):
-            end, synced, count, _ = max(marks)
-            return _Segment(generation, previous, boot == boot_id() != b"", end, synced, count)
+    if len(data) == _FIRST and (head := _checked(_SEGMENT, data, 0)) is not None:
+        magic, generation, previous, boot = head
+        offsets = _SEGMENT.size, _SEGMENT.size + _MARK.size
+        marks = [mark for at in offsets if (mark := _checked(_MARK, data, at)) is not None]
+        if magic == _SEGMENT_MAGIC and path.name == f"log-{generation:06d}.bin" and marks:
+            return _Segment(generation, previous, boot == boot_id() != b"", *max(marks))
     raise DamagedError(f"{path} is damaged at its beginning, or is not a segment of a log")
 
 
 def _records_of(
     path: Path, head: _Segment, data: bytes, last: bool, dropped: Dropped | None
 ) -> Generator[tuple[state_pb2.LogRecord, memoryview], None, tuple[int, int]]:
-    """Of one segment. Returns where in the file the last whole one ends, and how many they are."""
+    """Yield the records of one segment; return where the last whole one ends, and their number."""
     at, count, view = _FIRST, 0, memoryview(data)
     while at < len(data):
         if (end := _whole(view, at, head.generation, count + 1)) == 0:
@@ -417,7 +384,7 @@ def _records_of(
         except ProtocolError as error:
             raise DamagedError(f"{path} holds an invalid record at byte {at:,}: {error}") from None
         at, count = end, count + 1
-    if at < _has_to_be_whole(data, head, at) or (not last and (at < head.end or any(view[at:]))):
+    if at < _required_end(data, head, at) or (not last and (at < head.end or any(view[at:]))):
         raise DamagedError(f"{path} is damaged at byte {at:,}, with updates that were acknowledged")
     if last and not head.same_boot:
         missing = Dropped() if dropped is None else dropped
@@ -432,18 +399,18 @@ def _records_of(
     return at, count
 
 
-def _has_to_be_whole(data: bytes, head: _Segment, hole: int) -> int:
-    """Up to which byte there has to be all that was written, where something is wrong at `hole`."""
+def _required_end(data: bytes, head: _Segment, hole: int) -> int:
+    """Return the end of the bytes that can't have been lost with the machine, given that some are wrong at `hole`."""
     if head.same_boot:
         return head.end
     if not head.synced:
         return 0
-    # A batch begins when the one before is synced.
+    # A batch begins once the previous one is synced.
     return max([head.synced, *(header.batch for _, header in _headers(data, hole, head.generation))])
 
 
 def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dropped) -> int:
-    """Count, at least, the records that were acknowledged behind the first whole ones."""
+    """Count at least the records that were acknowledged after the first `whole` ones."""
     found, view = list(_headers(data, hole, head.generation)), memoryview(data)
     acknowledged = max([head.end, *(header.batch for _, header in found)])
     lost = [(at, header) for at, header in found if at < acknowledged and header.number > whole]
@@ -460,18 +427,18 @@ def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dro
 
 
 def _headers(data: bytes, at: int, generation: int) -> Iterator[tuple[int, _Header]]:
-    """The headers that are whole, from a place on, whatever lies between them."""
+    """Yield the intact headers from `at` on, whatever is between them."""
     mark, view = struct.pack("<I", _MAGIC), memoryview(data)
     while (at := data.find(mark, at)) >= 0:
         header = _header_at(view, at, generation)
         if header is not None:
             yield at, header
-        # What a body holds is not looked at, if it is there: it may be anything.
+        # Skip intact bodies: they may contain anything, headers too.
         at += _HEAD.size + header.size if header is not None and _whole(view, at, generation, header.number) else 1
 
 
 def _header_at(data: memoryview, at: int, generation: int) -> _Header | None:
-    """None if there is none that is whole, and of this segment."""
+    """Return the header at this offset; None if there is no intact one of this segment."""
     if len(data) < at + _HEAD.size:
         return None
     magic, crc, checksum, size, batch, segment, number = _HEAD.unpack_from(data, at)
@@ -481,7 +448,7 @@ def _header_at(data: memoryview, at: int, generation: int) -> _Header | None:
 
 
 def _whole(data: memoryview, at: int, generation: int, number: int) -> int:
-    """Where the record at this place ends; 0 if there is none with this number, or it is not whole."""
+    """Return where the record at this offset ends; 0 if it does not have this number, or is not whole."""
     header = _header_at(data, at, generation)
     if header is None or header.number != number or not header.size:
         return 0
@@ -490,14 +457,13 @@ def _whole(data: memoryview, at: int, generation: int, number: int) -> int:
     return end if whole else 0
 
 
-def _mark(end: int, synced: int, count: int) -> list[bytes | memoryview]:
-    mark = _with_crc(_MARK, end, synced, count)
-    return [mark, mark]
+def _mark(end: int, count: int, synced: bool) -> list[bytes | memoryview]:
+    return [_with_crc(_MARK, end, end if synced else 0, count)] * 2
 
 
 def _checksum(*parts: memoryview) -> int:
-    """Half of XXH3's 64 bits: a quarter of the time that a CRC takes, where every update waits for it."""
-    found = xxhash.xxh3_64()
+    """Return half of XXH3's 64 bits: every update waits for it, and a CRC takes four times as long."""
+    checksum = xxhash.xxh3_64()
     for part in parts:
-        found.update(part)
-    return found.intdigest() & 0xFFFF_FFFF
+        checksum.update(part)
+    return checksum.intdigest() & 0xFFFF_FFFF

@@ -1,4 +1,4 @@
-"""How a server keeps its state: what users choose, and the environment's variables for it."""
+"""The durability of a server's state: the user's choices, and their environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE_VARIABLE = "PSCLUSTER_STATE_DIR"
 
 
 class Durability(enum.Enum):
-    """What a parameter server's death may cost."""
+    """What may be lost if a parameter server's process dies."""
 
     NONE = "none"  # all that it held
     SNAPSHOT = "snapshot"  # what was acknowledged since the last generation
@@ -24,7 +24,7 @@ class Durability(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DurabilityOptions:
-    """How a server keeps its state; see the command line's help for each."""
+    """How a server persists its state; see the command line's help for each option."""
 
     kind: Durability = Durability.NONE
     directory: Path | None = None
@@ -33,7 +33,7 @@ class DurabilityOptions:
 
 
 def durability_named(kind: str | None) -> Durability:
-    """The kind that is named, or else the environment's, or else snapshots. ConfigurationError if it is none."""
+    """Return the named kind, or else the environment's, or else snapshots. ConfigurationError if it is unknown."""
     named = kind or os.environ.get(DURABILITY_VARIABLE) or Durability.SNAPSHOT.value
     try:
         return Durability(named)
@@ -43,7 +43,7 @@ def durability_named(kind: str | None) -> Durability:
 
 
 def default_directory() -> Path:
-    """Where servers keep their state unless told otherwise: the environment's, or the user's own."""
+    """Return the directory for states without `--state-dir`: the environment's, or the user's own."""
     if named := os.environ.get(STATE_VARIABLE):
         return Path(named)
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"

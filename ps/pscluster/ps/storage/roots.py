@@ -1,5 +1,7 @@
-"""Where checkpoints may lie, for a server that was told: a request names a directory, and nothing but its caller's
-honesty keeps that from being another one. Without roots every directory will do that the server's user may use."""
+"""Restrict where a server writes and reads checkpoints.
+
+Requests name the directory, so without roots a caller can choose any that the server's user may access.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +18,37 @@ _LOCAL = ("file://", "local://")
 
 
 class Roots:
-    """Directories, or URLs of fsspec, inside of which all checkpoints are.
-
-    Args:
-        roots: none: anywhere.
-    """
+    """Directories, or fsspec URLs, that contain all checkpoints. Without any, all are allowed."""
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
         self._shown = ", ".join(roots)
         self._roots = [_plain(root) for root in roots]
 
     def path_of(self, directory: str, file: str) -> str:
-        """The path of a file in a directory, to be opened as it is. CheckpointError if it would lead elsewhere."""
+        """Return the path of a file in a directory, to be opened as is. CheckpointError if it is outside the roots."""
         path = join(directory, file)
         if not self._roots:
             return path
-        found = _found(path)
-        if found is None or not any(found.startswith(root.rstrip("/") + "/") for root in self._roots):
+        resolved = _resolved(path)
+        if resolved is None or not any(resolved.startswith(root.rstrip("/") + "/") for root in self._roots):
             raise CheckpointError(
                 f"{directory[:200]!r} is outside of {self._shown}, where this server keeps its checkpoints: name a "
                 "directory inside it, or start it with another --checkpoint-root"
             )
-        return found
+        return resolved
 
 
 def _plain(path: str) -> str:
-    """Absolute, without links and dots, where it is local, whatever way it says so; without a slash at its end."""
+    """Return a local path, in any notation, as absolute and without links and dots. No trailing slash."""
     if "::" in path or ("://" in path and not path.startswith(_LOCAL)):
         return path.rstrip("/")
-    # As fsspec reads it, which knows more ways than one: `file:`, `~`.
+    # Read it as fsspec does, which has several notations: `file:`, `~`.
     local: str = LocalFileSystem._strip_protocol(path)
     return os.path.realpath(local)
 
 
-def _found(path: str) -> str | None:
-    """What is opened for this path; None if where it leads can't be told."""
+def _resolved(path: str) -> str | None:
+    """Return the path that is opened for this one; None if it can't be determined."""
     if "\0" in path:
         return None
     plain = _plain(path)

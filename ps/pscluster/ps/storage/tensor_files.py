@@ -1,28 +1,33 @@
 """The safetensors format, written as a stream and read by tensor: https://github.com/huggingface/safetensors.
 
-Eight bytes, the header's length, little-endian; the header, a JSON object, name to dtype, shape and place; the bytes of
-the tensors. Written by hand since the library takes whole arrays only, and ours are captured copy-on-write while they
-go out. Complex numbers, which the format lacks, are pairs of real ones along a last axis. Paths may be URLs (fsspec).
+Eight bytes, the header's length, little-endian; the header, a JSON object from names to dtypes, shapes and offsets; the
+bytes of the tensors. We write it ourselves because the library takes only whole arrays, and ours are copied on write
+while they are sent. Complex numbers, which the format lacks, are pairs of real ones along a last axis. Paths given as
+strings may be URLs (fsspec).
+
+The offset of each tensor and its checksum (XXH3, 128 bits) are stored in the manifest of a generation or the index of a
+checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import fsspec
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.limits import MAX_RANK
 from pscluster.core.transport.frames import view
+from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
 
@@ -47,147 +52,140 @@ _NAMES = {
 _PAIRS = {"complex64": "F32", "complex128": "F64"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorToWrite:
-    """A tensor, whose bytes come in order when they are asked for."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    data: Iterable[bytes]
+class Saved(Protocol):
+    """A tensor in a file: `ps_pb2.SavedTensor`, or an entry of a checkpoint's index."""
 
     @property
-    def nbytes(self) -> int:
-        """Of all elements."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+    def tensor(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def checksum(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenTensor:
-    """Where a tensor is."""
+class WrittenFile(NamedTuple):
+    """A file's header and size: with its tensors' entries, enough to detect any flipped bit."""
 
-    offset: int
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """What was written: enough to find any bit that flips."""
-
-    tensors: list[WrittenTensor]
-    header_sha256: str
+    header_checksum: str
     header_bytes: int
-    nbytes: int
+    bytes: int
+
+
+def tensor_to_write(tensor: str, dtype: np.dtype[Any], shape: Sequence[int], array: str = "") -> ps_pb2.SavedTensor:
+    """Return the entry of a tensor before it is written: without offset and checksum."""
+    size = math.prod(shape) * dtype.itemsize
+    return ps_pb2.SavedTensor(array=array, tensor=tensor, dtype=dtype.name, shape=shape, bytes=size)
 
 
 def tensor_name(variable: str, array: str) -> str:
-    """What an array of a variable is called: "w", "w/adam/m" for "slot/adam/m", "w/adam/average" for "average/adam"."""
+    """Return the tensor's name: "w", "w/adam/m" for "slot/adam/m", "w/adam/average" for "average/adam"."""
     kind, _, rest = array.partition("/")
     return {"value": variable, "slot": f"{variable}/{rest}", "average": f"{variable}/{rest}/average"}[kind]
 
 
 def join(directory: str, file: str) -> str:
-    """The path of a file in a directory. CheckpointError if it would lead elsewhere."""
+    """Return the path of a file in a directory. CheckpointError if it would lead elsewhere."""
     if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
         raise CheckpointError(f"{file!r} is not the name of a file in a checkpoint")
     return f"{directory.rstrip('/')}/{file}"
 
 
-def _entry(dtype: np.dtype[Any], shape: Sequence[int]) -> tuple[str, list[int]]:
-    if dtype.name in _PAIRS:
-        return _PAIRS[dtype.name], [*shape, 2]
-    return _NAMES[dtype.name], list(shape)
-
-
-def header_of(tensors: Sequence[TensorToWrite], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """What stands before the tensors, and where each begins behind it. CheckpointError if names are not unique."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    starts, at = [], 0
+def _header(tensors: Sequence[ps_pb2.SavedTensor]) -> bytes:
+    """Return the header with its length. CheckpointError if names are not unique."""
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    at = 0
     for tensor in tensors:
-        if tensor.name in header:
-            raise CheckpointError(f"two tensors would be named {tensor.name!r}: rename a variable or an optimizer")
-        dtype, shape = _entry(tensor.dtype, tensor.shape)
-        starts.append(at)
-        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
+        if tensor.tensor in header:
+            raise CheckpointError(f"two tensors would be named {tensor.tensor!r}: rename a variable or an optimizer")
+        pair = _PAIRS.get(tensor.dtype)
+        header[tensor.tensor] = {
+            "dtype": pair or _NAMES[tensor.dtype],
+            "shape": [*tensor.shape, 2] if pair else list(tensor.shape),
+            "data_offsets": [at, at + tensor.bytes],
+        }
+        at += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, starts
+    return len(text).to_bytes(8, "little") + text
 
 
-def write(path: str, tensors: Sequence[TensorToWrite], metadata: dict[str, str]) -> WrittenFile:
-    """Write a file. CheckpointError, with the reason, if that fails; a part of it may be there then."""
-    header, starts = header_of(tensors, metadata)
-    written, total = [], len(header)
+def stream(
+    put: Callable[[bytes], object], tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]
+) -> WrittenFile:
+    """Write a file piece by piece, taking each tensor's `data` as it is written; set its offset and checksum."""
+    header = _header(tensors)
+    put(header)
+    at = len(header)
+    for tensor, chunks in zip(tensors, data, strict=True):
+        checksum = xxh3_128()
+        for chunk in chunks:
+            checksum.update(chunk)
+            put(chunk)
+        tensor.offset, tensor.checksum = at, checksum.hexdigest()
+        at += tensor.bytes
+    return WrittenFile(xxh3_128(header).hexdigest(), len(header), at)
+
+
+def write(path: str, tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]) -> WrittenFile:
+    """Call `stream` for a path. CheckpointError, with the reason, if that fails; it may leave an incomplete file."""
     try:
         with fsspec.open(path, "wb") as file:
-            file.write(header)
-            for tensor, start in zip(tensors, starts, strict=True):
-                digest = hashlib.sha256()
-                for chunk in tensor.data:
-                    digest.update(chunk)
-                    file.write(chunk)
-                written.append(WrittenTensor(len(header) + start, tensor.nbytes, digest.hexdigest()))
-                total += tensor.nbytes
+            return stream(file.write, tensors, data)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be written: {_reason(error)}") from error
-    return WrittenFile(written, hashlib.sha256(header).hexdigest(), len(header), total)
-
-
-def chunks_of(path: str, offset: int, nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Bytes of a file. CheckpointError if they are not there."""
-    try:
-        with fsspec.open(path, "rb") as file:
-            file.seek(offset)
-            left = nbytes
-            while left:
-                chunk = file.read(min(left, chunk_bytes))
-                if not chunk:
-                    raise CheckpointError(f"{path} is too short: {left:,} bytes are missing at its end")
-                left -= len(chunk)
-                yield chunk
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} can't be read: {_reason(error)}") from error
 
 
 def verified(
-    path: str, what: str, offset: int, nbytes: int, sha256: str, chunk_bytes: int = CHUNK_BYTES
+    path: str | Path, what: str, offset: int, nbytes: int, checksum: str, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[bytes]:
-    """Bytes of a file; CheckpointError at their end if they are not those that were written."""
-    digest = hashlib.sha256()
-    for chunk in chunks_of(path, offset, nbytes, chunk_bytes):
-        digest.update(chunk)
-        yield chunk
-    if digest.hexdigest() != sha256:
+    """Yield bytes of a file. CheckpointError if they can't be read, or, after the last, if their checksum is wrong."""
+    actual, remaining = xxh3_128(), nbytes
+    try:
+        with path.open("rb") if isinstance(path, Path) else fsspec.open(path, "rb") as file:
+            file.seek(offset)
+            while remaining:
+                chunk = file.read(min(remaining, chunk_bytes))
+                if not chunk:
+                    raise CheckpointError(f"{path} is too short: {remaining:,} bytes are missing at its end")
+                remaining -= len(chunk)
+                actual.update(chunk)
+                yield chunk
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"{path} can't be read: {_reason(error)}") from error
+    if actual.hexdigest() != checksum:
         raise CheckpointError(f"{path} is damaged: {what} is not what was written")
 
 
-def read(path: str, tensor: str, dtype: str, shape: Sequence[int], place: WrittenTensor) -> Array:
-    """A tensor, verified. CheckpointError if it is not what was written, or can't be."""
-    array = _empty(path, tensor, dtype, shape, place.nbytes)
+def read(path: str | Path, saved: Saved) -> Array:
+    """Read and verify a tensor. CheckpointError if it is not what was written, or its entry makes no sense."""
+    array = _empty(path, saved)
     data, at = view(array), 0
-    for chunk in verified(path, tensor, place.offset, place.nbytes, place.sha256):
+    for chunk in verified(path, saved.tensor, saved.offset, saved.bytes, saved.checksum):
         data[at : at + len(chunk)] = chunk
         at += len(chunk)
     return array
 
 
-def _empty(path: str, tensor: str, dtype: str, shape: Sequence[int], nbytes: int) -> Array:
-    """Room for a tensor; none is taken if the shape is not one of so many bytes."""
+def _empty(path: str | Path, saved: Saved) -> Array:
+    """Return an empty array for a tensor. CheckpointError, before it takes memory, if shape and bytes disagree."""
+    shape = tuple(saved.shape[:MAX_RANK])
     try:
-        found = dtype_named(dtype)
+        dtype = dtype_named(saved.dtype)
     except (MisuseError, ProtocolError) as error:
-        raise CheckpointError(f"{path}: {tensor}: {error}") from None
-    if len(shape) > MAX_RANK or math.prod(shape) * found.itemsize != nbytes:
-        takes = math.prod(shape[:MAX_RANK]) * found.itemsize
-        raise CheckpointError(
-            f"{path}: {tensor} of {dtype}{list(shape[:MAX_RANK])} takes {takes:,} bytes, not {nbytes:,}"
-        )
+        raise CheckpointError(f"{path}: {saved.tensor}: {error}") from None
+    size, what = math.prod(shape) * dtype.itemsize, f"{saved.tensor} of {saved.dtype}{list(shape)}"
+    if len(saved.shape) > MAX_RANK or size != saved.bytes:
+        raise CheckpointError(f"{path}: {what} takes {size:,} bytes, not {saved.bytes:,}")
     try:
-        return np.empty(tuple(shape), found)
+        return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
-        raise CheckpointError(f"{path}: {tensor} of {dtype}{list(shape)} is too large: {error}") from None
+        raise CheckpointError(f"{path}: {what} is too large: {error}") from None
 
 
 def _reason(error: BaseException) -> str:

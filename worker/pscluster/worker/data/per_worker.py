@@ -1,7 +1,7 @@
-"""A worker's share of a per-worker dataset: built where it is used, from the user's `dataset_fn`.
+"""A worker's part of a per-worker dataset: built where it is used, from the user's `dataset_fn`.
 
-Every worker calls the same function with a context of its own and iterates over what it returns. An error,
-in the function or in the iteration, is kept and raised in the step that asks for an element.
+Every worker calls the same function with its own context and iterates over the result. An error, in the function or in
+the iteration, is stored and raised in the step that requests an element.
 """
 
 from __future__ import annotations
@@ -23,26 +23,20 @@ from pscluster.core.handles import Handle
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a `dataset_fn(context)` learns of the worker it runs on.
+    """What a `dataset_fn(context)` is told about the worker it runs on."""
 
-    Attributes:
-        worker_index: of this worker, from 0.
-        num_workers: how many workers the cluster has.
-        seed: differs between workers and between `iter()` calls, the same when the run is repeated.
-    """
-
-    worker_index: int
-    num_workers: int
-    seed: int
+    worker_index: int  # of this worker, from 0
+    num_workers: int  # of the cluster
+    seed: int  # differs between workers and between `iter()` calls; the same if the run is repeated
 
     @property
     def input_pipeline_id(self) -> int:
-        """The peer's name for `worker_index`; here it does tell workers apart."""
+        """TensorFlow's name for `worker_index`; here it does distinguish workers."""
         return self.worker_index
 
     @property
     def num_input_pipelines(self) -> int:
-        """The peer's name for `num_workers`."""
+        """TensorFlow's name for `num_workers`."""
         return self.num_workers
 
     @property
@@ -51,20 +45,20 @@ class InputContext:
         return 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The peer's name; with one replica the same number."""
+        """Return the same number, as there is one replica (TensorFlow's name)."""
         return global_batch_size
 
 
 def mixed_seed(seed: int, resource_seed: int, worker_index: int) -> int:
-    """A 63-bit seed made of these three."""
+    """Return a 63-bit seed derived from these three."""
     state = np.random.SeedSequence([seed, resource_seed, worker_index]).generate_state(1, np.uint64)
     return int(state[0]) >> 1
 
 
 def call_dataset_fn(dataset_fn: Callable[..., Any], context: InputContext) -> Any:
-    """`dataset_fn()` or `dataset_fn(context)`, whichever its signature asks for.
+    """Call `dataset_fn()` or `dataset_fn(context)`, depending on its signature.
 
-    It may return such a function, too, as the peer's tutorial does with `distribute_datasets_from_function`.
+    It may itself return such a function, as in TensorFlow's tutorial with `distribute_datasets_from_function`.
     """
     dataset = _called(dataset_fn, context)
     return _called(dataset, context) if callable(dataset) and not isinstance(dataset, Iterable) else dataset
@@ -87,18 +81,12 @@ def _called(dataset_fn: Callable[..., Any], context: InputContext) -> Any:
 
 
 def given(elements: Iterable[Any]) -> Iterable[Any]:
-    """The `dataset_fn` of a per-worker dataset that was given as it is."""
+    """Return the elements: the `dataset_fn` of a per-worker dataset that was given without one."""
     return elements
 
 
 class EndOfIterator(StopIteration):
-    """The end of a worker's iterator, to be told from that of any other one when a step lets it out.
-
-    Attributes:
-        given: how many elements there were.
-        ended: what had so many.
-        advice: how to mend the step.
-    """
+    """The end of a worker's iterator, distinguishable from that of any other when it leaves a step."""
 
     ended = "the dataset of this worker"
     advice = (
@@ -111,45 +99,53 @@ class EndOfIterator(StopIteration):
         self.given = given
 
     def error(self) -> EndOfDatasetError:
-        """The error of a step that asked for too much."""
+        """Return the error for a step that requested too many elements."""
         return EndOfDatasetError(f"{self.ended} ended after {self.given} elements: {self.advice}")
 
 
-class WorkerIterator(Handle):
-    """What a step function gets for a per-worker iterator: this worker's own."""
-
-    handle_kind = "iterator"
+class _Built(Handle):
+    """The result of a `dataset_fn`, or the error that it raised, for the step that requests an element."""
 
     def __init__(
         self, key: str, build: Callable[[], Iterable[Any]], waited: Callable[[float], None] = lambda _: None
     ) -> None:
-        """`waited` is told the seconds that each element took."""
+        """`waited` is called with the seconds that each element took."""
         self._key = key
+        self._build = build
         self._waited = waited
         self._lock = threading.Lock()
-        self._given = 0
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
-        self._iterator: Iterator[Any] | None = None
         try:
-            dataset = build()
-            if not isinstance(dataset, Iterable):
-                raise TypeError(
-                    f"dataset_fn returned a {type(dataset).__name__}: it must return something to iterate over"
-                )
-            self._iterator = iter(dataset)
-        except BaseException as error:  # a sys.exit(), too, is for the step that asks for an element
-            self._keep(error)
+            self._take(build())
+        except BaseException as error:  # even a sys.exit() is for the step that requests an element
+            self._store(error)
 
     @property
     def handle_key(self) -> str:
-        """The resource's number."""
         return self._key
 
-    @property
-    def given(self) -> int:
-        """How many elements were given out."""
-        return self._given
+    def _take(self, dataset: Iterable[Any]) -> None:
+        raise NotImplementedError
+
+    def _store(self, error: BaseException) -> None:
+        self._error, self._trace = error, error.__traceback__
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(self._trace)  # else the traceback would grow with every step
+
+
+class WorkerIterator(_Built):
+    """This worker's own iterator, which a step function gets for a per-worker iterator."""
+
+    handle_kind = "iterator"
+    given = 0  # elements so far
+
+    def _take(self, dataset: Iterable[Any]) -> None:
+        if not isinstance(dataset, Iterable):
+            raise TypeError(f"dataset_fn returned a {type(dataset).__name__}: it must return something to iterate over")
+        self._iterator = iter(dataset)
 
     def __iter__(self) -> Self:
         return self
@@ -158,65 +154,42 @@ class WorkerIterator(Handle):
         if (function := current_function()) is not None:
             function.check()
         with self._lock:
-            if self._error is not None:
-                raise self._error.with_traceback(self._trace)  # else it would grow with every step
-            assert self._iterator is not None  # there is an error or an iterator
+            self._check()
             begin = time.monotonic()
             try:
                 element = next(self._iterator)
             except StopIteration:
-                raise EndOfIterator(self._given) from None
+                raise EndOfIterator(self.given) from None
             except Exception as error:
-                self._keep(error)
+                self._store(error)
                 raise
-            self._given += 1
+            self.given += 1
             self._waited(time.monotonic() - begin)
             return element
 
-    def _keep(self, error: BaseException) -> None:
-        self._error, self._trace = error, error.__traceback__
-
     def get_next(self) -> Any:
-        """The next element (the peer's name). EndOfDatasetError behind the last one."""
+        """Return the next element (TensorFlow's name). Raise EndOfDatasetError after the last one."""
         try:
             return next(self)
         except EndOfIterator as end:
             raise end.error() from None
 
 
-class WorkerDataset(Handle):
-    """What a step function gets for a per-worker dataset: this worker's own, of which each `iter()` begins anew."""
+class WorkerDataset(_Built):
+    """This worker's own dataset, which a step function gets for a per-worker dataset. Each `iter()` starts over."""
 
     handle_kind = "dataset"
 
-    def __init__(self, key: str, build: Callable[[], Iterable[Any]], waited: Callable[[float], None]) -> None:
-        """`waited` is told the seconds that each element took."""
-        self._key = key
-        self._build = build
-        self._waited = waited
-        self._dataset: Iterable[Any] | None = None  # None: to be made anew
-        self._taking = threading.Lock()
-        self._error: BaseException | None = None
-        self._trace: TracebackType | None = None
-        try:
-            self._dataset = build()
-        except BaseException as error:  # a sys.exit(), too, is for the step that asks for an element
-            self._error = error
-            self._trace = error.__traceback__
-
-    @property
-    def handle_key(self) -> str:
-        """The resource's number."""
-        return self._key
+    def _take(self, dataset: Iterable[Any]) -> None:
+        self._dataset: Iterable[Any] | None = dataset  # None: build another one
 
     def __iter__(self) -> WorkerIterator:
         return WorkerIterator(self._key, self._fresh, self._waited)
 
     def _fresh(self) -> Iterable[Any]:
-        if self._error is not None:
-            raise self._error.with_traceback(self._trace)
-        with self._taking:
+        self._check()
+        with self._lock:
             dataset = self._dataset
-            if isinstance(dataset, Iterator):  # a generator, for one, can be gone through once
+            if isinstance(dataset, Iterator):  # such as a generator, which can be used only once
                 self._dataset = None
         return self._build() if dataset is None else dataset

@@ -1,16 +1,16 @@
-"""What a distributed dataset gives for a place in its order: the order, the reading, `map` and `batch`. Pure but for
-what the user's source and functions do.
+"""Pipelines of distributed datasets: the order of an epoch, reading, `map` and `batch`. Pure, except for the user's
+source and functions.
 
-An epoch has an order of its own, made of the seed and its number alone, so that every worker finds the same one. The
-source is cut into splits of so many examples; a shuffled epoch goes through the splits in random order, and through
-the examples of each split in random order. Memory and reading are then those of a split, not of the whole.
+The order of an epoch depends only on the seed and the epoch's number, so that every worker computes the same one. The
+source is cut into splits; a shuffled epoch takes the splits in random order, and the examples of each split in random
+order. So only a split must be read and held in memory, not the whole source.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -35,20 +35,12 @@ from pscluster.worker.data.sources import (
     unstacked,
 )
 
-SPLIT = 1024
-"""Examples a split, where nothing is said."""
-
+SPLIT = 1024  # default number of examples in a split
 _AT_ONCE_BYTES = 1 << 18
 
 
 class Order:
-    """Which example stands at which place of an epoch.
-
-    Args:
-        length: examples.
-        split: examples a split.
-        seed: of the shuffling; None: they stand as they are in the source.
-    """
+    """The order of `length` examples in each epoch; without a seed, that of the source. A split has `split` of them."""
 
     def __init__(self, length: int, split: int, seed: int | None) -> None:
         self.length = length
@@ -58,24 +50,24 @@ class Order:
         self._within = lru_cache(4)(self._within_of)
 
     def pieces(self, epoch: int, start: int, stop: int) -> Iterator[tuple[Numbers, int, int]]:
-        """The examples at the places [start, stop), by split: their numbers, and the split's first and last + 1."""
+        """Yield the examples at the positions [start, stop), by split: their numbers, and the split's [first, end)."""
         splits, starts = self._splits(epoch if self.seed is not None else 0)
-        place = bisect.bisect_right(starts, start) - 1  # a tenth of what NumPy's takes, for one number
+        index = bisect.bisect_right(starts, start) - 1  # ten times as fast as NumPy's, for one number
         while start < stop:
-            split = int(splits[place])
+            split = int(splits[index])
             first = split * self.split
             size = min(self.split, self.length - first)
-            here = start - int(starts[place])
-            count = min(size - here, stop - start)
+            offset = start - int(starts[index])
+            count = min(size - offset, stop - start)
             if self.seed is None:
-                numbers = np.arange(first + here, first + here + count)
+                numbers = np.arange(first + offset, first + offset + count)
             else:
-                numbers = first + self._within(epoch, split)[here : here + count]
+                numbers = first + self._within(epoch, split)[offset : offset + count]
             yield numbers, first, first + size
-            start, place = start + count, place + 1
+            start, index = start + count, index + 1
 
     def _splits_of(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """The splits in their order, and the place at which each begins."""
+        """Return the splits in their order, and the position at which each begins."""
         count = -(-self.length // self.split)
         splits = np.arange(count) if self.seed is None else _random(self.seed, epoch).permutation(count)
         sizes = np.where(splits == count - 1, self.length - (count - 1) * self.split, self.split)
@@ -97,82 +89,81 @@ def _random(*seeds: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Pipeline(Sent):
-    """A source, and what is done with its examples. Travels to the workers."""
+    """A source, and the processing of its examples. Travels to the workers."""
 
     source: Source | Files
     name: str
     seed: int | None = None
     split: int = SPLIT
-    each: tuple[Callable[[Any], Any], ...] = ()  # for each example, before they are put together
+    each: tuple[Callable[[Any], Any], ...] = ()  # for each example, before batching
     batch: int | None = None
     drop_remainder: bool = False
     then: tuple[Callable[[Any], Any], ...] = ()  # for each batch
-    ahead: int = 2  # batches that a worker reads before they are asked for
+    ahead: int = 2  # batches that a worker reads ahead
 
     @property
     def length(self) -> int:
-        """Places of an epoch: examples, or files."""
+        """The number of positions of an epoch: examples, or files."""
         return len(self.source)
 
     @property
     def kept(self) -> int:
-        """Those that are visited."""
+        """The number of positions that are visited."""
         if self.drop_remainder and self.batch and not isinstance(self.source, Files):
             return self.length - self.length % self.batch
         return self.length
 
     @property
     def element(self) -> int:
-        """Places that one element takes."""
+        """The number of positions that one element takes."""
         return 1 if isinstance(self.source, Files) else self.batch or 1
 
     def count(self, start: int, stop: int) -> int | None:
-        """How many elements these places have; None: that is known when they are read."""
+        """Return the number of elements at these positions; None if that is known only when they are read."""
         return None if isinstance(self.source, Files) else -(-(stop - start) // self.element)
 
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
-        """Of these places, in order. In the place of one that can't be read stands the DatasetError that says why."""
+        """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
         step = self.element
         if isinstance(self.source, Files):
-            for place in range(start, stop):
-                yield from self._of_file(self.source, epoch, place)
+            for position in range(start, stop):
+                yield from self._of_file(self.source, epoch, position)
             return
-        at_once = step  # to read a small batch takes less time than to get to it: several, then
-        if isinstance(self.source, Arrays):
-            at_once *= max(1, _AT_ONCE_BYTES // max(1, step * self.source.example_bytes))
-        for begin in range(start, stop, at_once):
-            end, block = min(begin + at_once, stop), None
+        stride = step
+        if isinstance(self.source, Arrays):  # read several small batches at once: seeking takes longer than reading
+            stride *= max(1, _AT_ONCE_BYTES // max(1, step * self.source.example_bytes))
+        for begin in range(start, stop, stride):
+            end, block = min(begin + stride, stop), None
             if end - begin > step:
-                with suppress(Exception):  # one by one: then it is known which can't be read
-                    block = self._block(list(self._order.pieces(epoch, begin, end)))
+                with suppress(Exception):  # then read one by one, to find out which can't be read
+                    block = self._block(epoch, begin, end)
             for first in range(begin, end, step):
                 after = min(first + step, end)
-                of_it = None if block is None else map_leaves(itemgetter(slice(first - begin, after - begin)), block)
-                yield self._element(epoch, first, after, of_it)
+                own = None if block is None else map_leaves(itemgetter(slice(first - begin, after - begin)), block)
+                yield self._element(epoch, first, after, own)
 
-    def _block(self, places: Sequence[tuple[Numbers, int, int]]) -> Any:
+    def _block(self, epoch: int, start: int, stop: int) -> Any:
         assert not isinstance(self.source, Files)
         blocks = []
-        for numbers, first, after in places:
+        for numbers, first, after in self._order.pieces(epoch, start, stop):
             block = self.source.read(numbers, first, after)
-            if not isinstance(self.source, Arrays):  # whose blocks are as they must be
+            if not isinstance(self.source, Arrays):  # our own, whose blocks are right
                 check_block(block, len(numbers))
             blocks.append(block)
         return joined(blocks)
 
     def _element(self, epoch: int, start: int, stop: int, block: Any) -> Any:
-        """`block`: its examples, if they were read."""
-        places = list(self._order.pieces(epoch, start, stop)) if block is None else []
+        """`block` has the element's examples, if they were read."""
         try:
-            return self._made(self._block(places) if block is None else block)
+            return self._processed(self._block(epoch, start, stop) if block is None else block)
         except Exception as error:
             numbers = np.concatenate([each for each, _, _ in self._order.pieces(epoch, start, stop)])
             some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
             what = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
             return self._failed(what, stop - start, error)
 
-    def _of_file(self, files: Files, epoch: int, place: int) -> Iterator[Any]:
-        ((numbers, _, _),) = self._order.pieces(epoch, place, place + 1)
+    def _of_file(self, files: Files, epoch: int, position: int) -> Iterator[Any]:
+        ((numbers, _, _),) = self._order.pieces(epoch, position, position + 1)
         number = int(numbers[0])
         what = f"the file {files.paths[number]!r}, number {number} of the source, in epoch {epoch},"
         try:
@@ -187,52 +178,50 @@ class Pipeline(Sent):
         order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number + 1).permutation(size)
         step = self.batch or 1
         for start in range(0, size - size % step if self.drop_remainder else size, step):
-            places = order[start : start + step]
-            try:
-                made = self._made(take(block, places))
-            except Exception as error:
-                made = self._failed(f"examples {start:,} to {start + len(places) - 1:,} of {what}", len(places), error)
-            yield made
+            indices = order[start : start + step]
+            yield self._of_examples(block, indices, start, what)
 
     def _of_stream(self, examples: Iterator[Any], what: str, epoch: int, number: int) -> Iterator[Any]:
-        """As they come, so that no more than a batch is held; of shuffled ones no more than a split besides."""
+        """Yield elements as they come. At most a batch is held in memory, plus a split if shuffled."""
         step, start = self.batch or 1, 0
         if self.seed is not None:
             examples = self._shuffled(examples, epoch, number)
         while True:
             try:
                 block = list(itertools.islice(examples, step))
-            except Exception as error:  # what is behind it can't be read either
-                yield self._failed(f"what comes behind the first {start:,} examples of {what}", 1, error)
+            except Exception as error:  # the rest can't be read either
+                yield self._failed(f"what comes after the first {start:,} examples of {what}", 1, error)
                 return
             if not block or (len(block) < step and self.drop_remainder):
                 return
-            try:
-                made = self._made(block)
-            except Exception as error:
-                made = self._failed(f"examples {start:,} to {start + len(block) - 1:,} of {what}", len(block), error)
-            yield made
-            del made
+            yield self._of_examples(block, None, start, what)
             start += len(block)
 
+    def _of_examples(self, block: Any, indices: Numbers | None, start: int, what: str) -> Any:
+        try:
+            return self._processed(block if indices is None else take(block, indices))
+        except Exception as error:
+            count = len(block if indices is None else indices)
+            return self._failed(f"examples {start:,} to {start + count - 1:,} of {what}", count, error)
+
     def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
-        """Split by split: in a random order in each."""
+        """Yield the examples split by split, each in a random order."""
         assert self.seed is not None
         for split in itertools.count(1):
             block = list(itertools.islice(examples, self.split))
-            for place in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
-                example, block[place] = block[place], None  # it is not held any longer than it is needed
+            for index in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
+                example, block[index] = block[index], None  # so that it can be freed as soon as it was used
                 yield example
             if len(block) < self.split:
                 return
 
-    def _made(self, block: Any) -> Any:
+    def _processed(self, block: Any) -> Any:
         if self.each or self.batch is None:
             examples = unstacked(block)
             for function in self.each:
                 examples = [function(example) for example in examples]
             block = examples
-        # A step may write to what it gets: the source stays as it is.
+        # Copied, since a step may write to its element, which must not change the source.
         element = map_leaves(_copied, block[0]) if self.batch is None else stacked(block)
         for function in self.then:
             element = function(element)
@@ -249,5 +238,5 @@ class Pipeline(Sent):
 
 
 def numbered(pipeline: Pipeline, _number: int) -> Pipeline:
-    """What the worker calls for the pipeline with this number."""
+    """Return the pipeline: what a worker calls for the one with this number."""
     return pipeline

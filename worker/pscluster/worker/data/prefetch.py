@@ -1,20 +1,20 @@
 """Parts of distributed datasets on a worker: what a function gets for one, and the thread that reads ahead.
 
-A part is a range of places of an epoch, bound to a function before it is sent: whoever runs it reads the same. Its
-elements are read in order, by one thread at a time and by one for the whole worker, since sources and the user's
-functions need not be thread-safe. Which thread, is a question of how long reading takes, smoothed, of each dataset:
+A part is a range of positions of an epoch, bound to a function before that is sent: any worker that runs it reads the
+same. Its elements are read in order, and by one thread at a time in the whole worker, since sources and the user's
+functions need not be thread-safe. Which thread depends on how long reading takes, averaged for each dataset:
 
-    long       the reader's thread, which works for the parts in the order in which they came, each up to `ahead`
-               elements before they are asked for, and for no more than the running one and `_PARTS` behind it
-    not long   the function's own, when it asks: to hand an element over from thread to thread takes longer, since each
-               of the two has to be woken and to wait for Python's lock. Not long is less than `_SHORT_SECONDS`, or less
-               than `_SHORT_SHARE` of the time from one element to the next
+    slow   the reader's thread, for the parts in the order in which they came, each up to `ahead` elements in advance,
+           and only for the running part and the `_PARTS` after it
+    fast   the function's own, on demand: handing an element from thread to thread takes longer, since both must be
+           woken and wait for Python's lock. Fast is less than `_SHORT_SECONDS`, or less than `_SHORT_SHARE` of the
+           time from one element to the next
 
 States of a part, all under the reader's lock:
 
-    WAITING --add--> READING --the last element was read--> READ --close--> CLOSED    whenever its function has ended
+    WAITING --add--> READING --the last element was read--> READ --close--> CLOSED    from any state, with its function
 
-An element is read while the lock is free: what is read for a part that was closed meanwhile is dropped.
+The lock is free while an element is read: what is read for a part that was closed in the meantime is dropped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import resource
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
@@ -38,22 +39,22 @@ logger = logging.getLogger(__name__)
 _PARTS = 2
 _SHORT_SECONDS = 0.00025
 _SHORT_SHARE = 1 / 16
-_PAUSE_SECONDS = 1.0  # whatever is longer was no step
-_SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts for what it costs all of them
+_PAUSE_SECONDS = 1.0  # anything longer was not a step
+_SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts only for its share
 _PLACE = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
 _OF_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
-_CHECK_SECONDS = 0.1  # so often a function that waits for data looks whether it is to stop
+_CHECK_SECONDS = 0.1  # how often a function that waits for data checks whether it must stop
 
 
 class EndOfPart(EndOfIterator):
-    """All elements of a part were given out."""
+    """All elements of a part have been returned."""
 
     ended = "the part of the dataset"
     advice = "loop over it with `for element in part`, or give each function more with parts()"
 
 
 class Part(Handle):
-    """What a step function gets for a part of a dataset: an iterator over its elements."""
+    """An iterator over the elements of a part of a dataset, for a step function."""
 
     handle_kind = "part"
 
@@ -63,7 +64,7 @@ class Part(Handle):
         self._reader = reader
         self._skips = skips
         if (place := _PLACE.fullmatch(key)) is None:
-            raise ProtocolError(f"{key[:80]!r} is no part of a dataset")
+            raise ProtocolError(f"{key[:80]!r} is not a part of a dataset")
         self.dataset, *places = place.groups()
         self._epoch, self._start, self._stop = map(int, places)
         self._elements = pipeline.elements(self._epoch, self._start, self._stop)
@@ -71,14 +72,13 @@ class Part(Handle):
         self.ready: deque[Any] = deque()
         self.read = self.closed = False
         self.given = 0
-        self.waited = 0.0
-        """Seconds for which its function waited."""
+        self.waited = 0.0  # seconds, by its function
         self.skipped: list[DatasetError] = []
         self.pace = Pace()
 
     @property
     def handle_key(self) -> str:
-        """The dataset's number, the epoch, the first place and the one behind the last."""
+        """The dataset's id, the epoch, the first position and the one after the last."""
         return self._key
 
     @property
@@ -101,12 +101,12 @@ class Part(Handle):
                 self.waited += took
             begin = time.perf_counter()
             if not found:
-                continue  # it takes long: is the function still wanted?
-            if isinstance(element, _Fatal):  # what is behind it can't be read either: nothing to be skipped
-                if isinstance(element.error, FunctionCancelled):
-                    raise element.error
-                said = f"{type(element.error).__name__}: {element.error}"
-                raise DatasetError(f"{self._what} can't be read: {said}") from element.error
+                continue  # reading takes long: check whether the function must stop
+            if isinstance(element, _Fatal):  # the rest can't be read either, so it can't be skipped
+                error = element.error
+                if isinstance(error, FunctionCancelled):
+                    raise error
+                raise DatasetError(f"{self._what} can't be read: {type(error).__name__}: {error}") from error
             if not isinstance(element, DatasetError):
                 self.given += 1
                 return element
@@ -115,7 +115,7 @@ class Part(Handle):
             self.skipped.append(element)
 
     def read_one(self) -> None:
-        """Not under the lock: the next element, or what went wrong with it, into `ready`."""
+        """Read the next element, or its error, into `ready`. Not under the lock."""
         try:
             element = next(self._elements)
         except StopIteration:
@@ -130,11 +130,11 @@ class Part(Handle):
                 self.read = self._left == 0
 
     def skip_rest(self) -> None:
-        """What is left of it is not wanted: it counts as visited."""
+        """Skip the remaining elements: they count as visited."""
         self._reader.close(self)
 
     def check_read(self) -> None:
-        """MisuseError if the function that had it has ended before its end: examples would be lost in silence."""
+        """Raise MisuseError if its function returned without reading all of it: examples would be lost silently."""
         if self.closed or (self.read and not self.ready):
             return
         try:
@@ -147,18 +147,18 @@ class Part(Handle):
         )
 
 
+@dataclass
 class _Fatal:
-    """What ended the reading of a part."""
+    """The error that ended the reading of a part."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 class _Stopwatch:
-    """How long this thread takes for something, without what passes while others have its processor.
+    """Measures this thread's time for something, without the time while others have its processor.
 
-    Where all cores have work a thread that was just woken is soon put off again, for milliseconds: that tells nothing
-    of reading. One that has not slept meanwhile, for its data or for Python's lock, takes its processor time.
+    On busy cores, a thread that was just woken is soon preempted for milliseconds, which says nothing about reading. So
+    if the thread has not slept, for data or for Python's lock, its processor time counts.
     """
 
     def __init__(self) -> None:
@@ -171,37 +171,36 @@ class _Stopwatch:
 
 
 def _times_slept() -> float:
-    """This thread; where the system does not say, another number each time."""
+    """Return how often this thread has slept; if the system does not tell, a different number each time."""
     return time.perf_counter() if _OF_THREAD is None else resource.getrusage(_OF_THREAD).ru_nvcsw
 
 
 class Pace:
-    """How long reading takes, and how long it is from one element to the next; smoothed. Under the reader's lock."""
+    """Smoothed times of reading an element, and from one element to the next. Under the reader's lock."""
 
     def __init__(self) -> None:
         self._reading = self._between = 0.0
         self._last: float | None = None
 
     def read(self, seconds: float) -> None:
-        """An element was read."""
+        """Note the time of reading an element."""
         self._reading += _SMOOTHING * (seconds - self._reading)
 
     def given(self, now: float) -> None:
-        """A function has got one."""
+        """Note that a function has got an element."""
         if self._last is not None:
             self._between += _SMOOTHING * (min(now - self._last, _PAUSE_SECONDS) - self._between)
         self._last = now
 
     def is_slow(self) -> bool:
-        """Does it pay to read ahead?"""
+        """Return whether reading ahead pays off."""
         return self._reading > max(_SHORT_SECONDS, _SHORT_SHARE * self._between)
 
 
 class Reader:
-    """Reads ahead, where that pays; see the module's docstring."""
+    """Reads ahead, if that pays off; see the module's docstring. The user's functions run in `context`."""
 
     def __init__(self, context: FunctionContext) -> None:
-        """`context`: what the user's functions run in."""
         self._context = context
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for functions: an element was read
@@ -209,34 +208,33 @@ class Reader:
         self._parts: list[Part] = []  # in the order in which they came
         self._paces: dict[str, Pace] = {}  # by dataset
         self._reading = False
-        self.is_slow = False  # is any dataset?
+        self.is_slow = False  # any dataset is
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, part: Part) -> None:
-        """It is to be read."""
+        """Read the part from now on."""
         with self._lock:
             part.pace = self._paces.setdefault(part.dataset, part.pace)
             self._parts.append(part)
             self._wake()
 
     def close(self, part: Part) -> None:
-        """Its function has ended, or gone elsewhere."""
+        """Close a part whose function has ended, or gone to another worker."""
         with self._lock:
             part.closed = True
             part.ready.clear()
             if part in self._parts:
                 self._parts.remove(part)
-            self._wake()  # another one may be among the first now
+            self._wake()  # the next part may be read now
             self._changed.notify_all()
 
     def forget(self, dataset: str) -> None:
-        """It is in no use any more."""
         with self._lock:
             self._paces.pop(dataset, None)
 
     def end(self) -> None:
-        """The job is over."""
+        """End the reading: the job is over."""
         with self._lock:
             self._closed = True
             self._parts.clear()
@@ -244,7 +242,7 @@ class Reader:
             self._changed.notify_all()
 
     def next_of(self, part: Part) -> tuple[bool, Any]:
-        """(True, the next element), or (False, None) after a while without one. EndOfPart behind the last one."""
+        """Return (True, the next element), or (False, None) after `_CHECK_SECONDS`. Raise EndOfPart after the last."""
         with self._lock:
             until = time.monotonic() + _CHECK_SECONDS
             while not (part.ready or part.read or part.closed) and self._reading:
@@ -260,7 +258,7 @@ class Reader:
             return True, element
 
     def _read(self, part: Part) -> None:
-        """Under the lock, which is free meanwhile."""
+        """Read an element. Under the lock, which is free during the reading."""
         self._reading = True
         self._lock.release()
         reading = _Stopwatch()
@@ -288,7 +286,7 @@ class Reader:
                     self._read(part)
 
     def _wake(self) -> None:
-        """The thread, if there is something for it to do. Under the lock."""
+        """Wake the thread, or start it, if there is something to read. Under the lock."""
         if not self.is_slow or self._closed or self._next_wanted() is None:
             return
         if self._thread is None:
@@ -297,7 +295,7 @@ class Reader:
         self._wanted.notify()
 
     def _next_wanted(self) -> Part | None:
-        """What is to be read ahead now, if anything. Under the lock."""
+        """Return the part to read ahead now, if any. Under the lock."""
         if not self._reading:
             for part in self._parts[: 1 + _PARTS]:
                 if not part.read and len(part.ready) < part.pipeline.ahead and part.pace.is_slow():

@@ -1,7 +1,7 @@
-"""Where the examples of a distributed dataset come from: one way to read each kind of thing that has a length.
+"""Sources of the examples of a distributed dataset: one for each kind of data that has a length.
 
-A source has a length and `read(numbers, start, stop)`: a block with the examples of these numbers, all of which lie
-in [start, stop). A block is a structure (dict, tuple) of arrays whose first axes are the examples', or a list of
+A source has a length and `read(numbers, start, stop)`, which returns a block with the examples of these numbers, all in
+[start, stop). A block is a structure (dict, tuple) of arrays whose first axis is that of the examples, or a list of
 examples. `take` and `stacked` make batches of blocks.
 """
 
@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -28,30 +29,45 @@ from pscluster.core.values.arrays import described, plain_dtype
 
 Numbers = npt.NDArray[np.int64]
 
-_KEPT_BLOCKS = 2  # by a source that reads ranges only: batches that follow one another lie in the same
+_KEPT_BLOCKS = 2  # of a source that reads only ranges: successive batches are often in the same one
 
 
 class Source(Protocol):
-    """See the module's docstring."""
+    """A source: see the module's docstring."""
 
     def __len__(self) -> int: ...
 
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
-        """The examples with these numbers, in this order."""
+        """Return the examples with these numbers, in this order."""
 
 
 class Sent:
-    """Base of dataclasses that are sent without what they have read so far, their cached properties."""
+    """Base of dataclasses that are sent without their cached properties, which hold what they have read."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(cast("Any", self))}
 
 
+@dataclass(init=False, eq=False)
+class _Sized(Sent):
+    """A source with the length of the object that it reads."""
+
+    _of: Any
+    _length: int
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        self._length = len(of)
+
+    def __len__(self) -> int:
+        return self._length
+
+
 @dataclass(frozen=True)
 class MappedArray:
-    """An array in a file, or a part of one: sent by the file's name, and mapped where it is read.
+    """An array in a file, or a slice of one: sent by the file's name, and mapped where it is read.
 
-    What a peer says of it is not believed: see `open`.
+    A peer's description is not trusted: see `open`.
     """
 
     path: str
@@ -62,7 +78,7 @@ class MappedArray:
 
     @classmethod
     def of(cls, array: np.memmap[Any, Any]) -> MappedArray | None:
-        """None if it is not the file's: a computed one, or one of a file without a name."""
+        """Describe an array. Return None if its data is not in a file with a name."""
         root: Any = array
         while isinstance(root.base, np.memmap):
             root = root.base
@@ -72,22 +88,22 @@ class MappedArray:
         return cls(str(root.filename), described(array.dtype), array.shape, array.strides, root.offset + here - first)
 
     def open(self) -> npt.NDArray[Any]:
-        """Mapped, to be read only.
+        """Map it read-only.
 
         Raises:
-            MisuseError: where pickles are off: a file outside of the folders that this worker was given.
-            ProtocolError: elements that hold pointers, or an array that does not lie within the file.
+            MisuseError: it is not a regular file; or pickles are off, and it lies outside this worker's folders.
+            ProtocolError: its elements hold pointers, or it does not lie within the file.
             OSError: the file can't be read.
         """
         dtype = plain_dtype(self.dtype)
         if dtype.itemsize == 0 or dtype.subdtype is not None:
-            raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which none has")
+            raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which can't be")
         path = chosen_policy().data_file(str(self.path))
-        # What is no file (a pipe, a device) must neither hold the worker nor be read; opened first, then looked at.
+        # A pipe or device must neither block the worker nor be read. Open first, then check what was opened.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise MisuseError(f"{str(path)[:1000]!r} is no file to map an array from")
+            raise MisuseError(f"{str(path)[:1000]!r} is not a file to map an array from")
         with open(descriptor, "rb") as file:
             raw = np.memmap(file, np.uint8, "r")
         try:
@@ -100,109 +116,77 @@ class MappedArray:
 
 
 @dataclass(init=False, eq=False)
-class Arrays(Sent):
-    """Arrays whose first axes are the examples'; tuples and dicts of such. Mapped ones are read where they lie."""
+class Arrays(_Sized):
+    """Arrays whose first axis is that of the examples; tuples and dicts of such. Mapped ones are read from files."""
 
-    _structure: Any
-    _length: int
     example_bytes: int
 
     def __init__(self, structure: Any) -> None:
-        self._structure = map_leaves(_named, structure)
+        self._of = map_leaves(_named, structure)
         lengths = {len(leaf) for leaf in leaves(structure)}
         if len(lengths) != 1:
             raise ValueError(f"the arrays of a source have {sorted(lengths)} examples: give arrays of one length")
         self._length = lengths.pop()
         self.example_bytes = sum(leaf.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves(structure))
 
-    def __len__(self) -> int:
-        return self._length
-
     @cached_property
     def _opened(self) -> Any:
-        return map_leaves(lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._structure)
+        return map_leaves(lambda leaf: leaf.open() if isinstance(leaf, MappedArray) else leaf, self._of)
 
     def read(self, numbers: Numbers, _start: int, _stop: int, /) -> Any:
-        """A copy, which the step may write to."""
+        """Return a copy, to which the step may write."""
         return map_leaves(lambda leaf: leaf.take(numbers, 0), self._opened)
 
 
 @dataclass(init=False, eq=False)
-class Examples(Sent):
-    """What has a length and gives an example for a number: a list, a PyTorch or Hugging Face dataset."""
-
-    _items: Any
-    _length: int
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-        self._length = len(items)
-
-    def __len__(self) -> int:
-        return self._length
+class Examples(_Sized):
+    """Data with a length, indexed by number: a list, a PyTorch or Hugging Face dataset."""
 
     def read(self, numbers: Numbers, _start: int, _stop: int, /) -> list[Any]:
-        """One by one, or all at once where the dataset can (`__getitems__`, as PyTorch asks for)."""
+        """Read one by one, or all at once if the dataset can (`__getitems__`, as in PyTorch)."""
         wanted = numbers.tolist()
-        if callable(several := getattr(self._items, "__getitems__", None)):
-            found = list(several(wanted))
-            if len(found) != len(wanted):
-                raise ValueError(f"__getitems__ gave {len(found)} examples for {len(wanted)} numbers")
-            return found
-        return [self._items[number] for number in wanted]
+        if callable(several := getattr(self._of, "__getitems__", None)):
+            examples = list(several(wanted))
+            if len(examples) != len(wanted):
+                raise ValueError(f"__getitems__ returned {len(examples)} examples for {len(wanted)} numbers")
+            return examples
+        return [self._of[number] for number in wanted]
 
 
 @dataclass(init=False, eq=False)
-class Ranges(Sent):
-    """What can read a range: `read(start, stop)` of it gives the examples, as a block. The last ones are kept."""
-
-    _reader: Any
-    _length: int
-
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-        self._length = len(reader)
+class Ranges(_Sized):
+    """Data whose `read(start, stop)` returns a range of examples as a block. Keeps the last blocks."""
 
     @cached_property
     def _blocks(self) -> OrderedDict[tuple[int, int], Any]:
         return OrderedDict()
 
-    def __len__(self) -> int:
-        return self._length
-
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
-        """Out of the range, which is read whole."""
-        place = start, stop
-        if place not in self._blocks:
-            block = self._reader.read(start, stop)
+        """Return the examples from the whole range, which is read if it is not kept."""
+        if (start, stop) not in self._blocks:
+            block = self._of.read(start, stop)
             check_block(block, stop - start)
-            self._blocks[place] = block
-            while len(self._blocks) > _KEPT_BLOCKS:
+            self._blocks[start, stop] = block
+            if len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
-        self._blocks.move_to_end(place)
-        return take(self._blocks[place], numbers - start)
+        self._blocks.move_to_end((start, stop))
+        return take(self._blocks[start, stop], numbers - start)
 
 
 @dataclass(init=False, eq=False)
-class Made(Sent):
+class Made(_Sized):
     """A function that makes the source, called where it is read."""
 
-    _make: Callable[[], Any]
-    _length: int
-
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+        self._of = make
         self._length = len(self._source)
 
     @cached_property
     def _source(self) -> Source:
-        return source_of(self._make())
-
-    def __len__(self) -> int:
-        return self._length
+        return source_of(self._of())
 
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
-        """As the source that was made; it must be as long here as where it was asked for its length."""
+        """Read from the source that the function makes. ValueError if its length is not that on the coordinator."""
         source = self._source
         if len(source) != self._length:
             raise ValueError(
@@ -214,7 +198,7 @@ class Made(Sent):
 
 @dataclass(init=False, eq=False)
 class Files:
-    """Files, each with as many examples as its reader finds; a file is visited as a whole."""
+    """Files, each with any number of examples. A file is visited as a whole."""
 
     paths: list[Any]
     _reader: Callable[[Any], Any]
@@ -227,7 +211,7 @@ class Files:
         return len(self.paths)
 
     def load(self, number: int) -> Any:
-        """The block of one file; or, where its reader yields them, an iterator over its examples, which may be many."""
+        """Return the block of one file; or an iterator over its examples if the reader is a generator or the like."""
         block = self._reader(self.paths[number])
         if not isinstance(block, list | tuple | dict | np.ndarray):
             return iter(block)
@@ -236,28 +220,23 @@ class Files:
 
 
 def source_of(data: Any) -> Source:
-    """The way to read this.
-
-    Raises:
-        TypeError: there is none; the message says what to give.
-        ValueError: its arrays are of several lengths.
-    """
+    """Return a source for the data. TypeError, with advice, if there is none; ValueError if lengths differ."""
     columns = list(leaves(data)) if isinstance(data, tuple | dict | np.ndarray) else []
     if columns and all(map(_is_column, columns)):
         return Arrays(map_leaves(lambda leaf: leaf if isinstance(leaf, np.ndarray) else array_of(leaf), data))
     if isinstance(data, dict):
         odd = [f"{name!r} is {describe(column)}" for name, column in data.items() if not _is_column(column)]
-        found = f"a dict whose {odd[0]}" if odd else "a dict without anything in it"
-        raise TypeError(f"{found} is no source of examples: give arrays with one example a row, by name")
+        what = f"a dict whose {odd[0]}" if odd else "an empty dict"
+        raise TypeError(f"{what} is not a source of examples: give arrays with one example per row, by name")
     if hasattr(data, "iloc"):
         mend = "its columns, {name: frame[name].to_numpy() for name in frame}"
         if getattr(data, "ndim", 2) == 1:
             mend = "its values, series.to_numpy()"
-        raise TypeError(f"{describe(data)} is no source: give {mend}")
+        raise TypeError(f"{describe(data)} is not a source: give {mend}")
     if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         raise TypeError(
-            f"{describe(data)} is no source, as it goes through one in an order of its own: pass loader.dataset, and "
-            "cut and shuffle it here, .shuffle(seed=...).batch(n)"
+            f"{describe(data)} is not a source, as it has its own order: pass loader.dataset, and shuffle and batch it "
+            "here, .shuffle(seed=...).batch(n)"
         )
     if isinstance(data, Sized) and callable(getattr(data, "read", None)):
         return Ranges(data)
@@ -266,15 +245,15 @@ def source_of(data: Any) -> Source:
     if callable(data):
         return Made(data)
     raise TypeError(
-        f"{describe(data)} is no source of examples: it has no length, or no way to read its examples by number. Give "
-        "arrays, a sequence, a dataset with __len__ and __getitem__, something with __len__ and read(start, stop), "
-        "files with reader=, or a function that returns one of these. What has no length goes to "
+        f"{describe(data)} is not a source of examples: it has no length, or its examples can't be read by number. "
+        "Give arrays, a sequence, a dataset with __len__ and __getitem__, something with __len__ and read(start, "
+        "stop), files with reader=, or a function that returns one of these. Without a length, use "
         "create_per_worker_dataset"
     )
 
 
 def _is_column(leaf: Any) -> bool:
-    """Is it an array of examples, NumPy's or, as a torch tensor or a pandas Series, one that it can take?"""
+    """Return whether it is an array of examples, or convertible to one, such as a torch tensor or pandas Series."""
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     return not isinstance(leaf, Handle) and hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) > 0
@@ -284,8 +263,8 @@ def _is_column(leaf: Any) -> bool:
 
 
 def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
-    """The same structure of dicts and tuples (named ones, too), with `fn(leaf)` for each leaf."""
-    if isinstance(structure, np.ndarray):  # nearly always: to ask whether it is a mapping takes ten times as long
+    """Return the same structure of dicts and tuples (including named ones), with `fn(leaf)` for each leaf."""
+    if isinstance(structure, np.ndarray):  # nearly always, and checking for a mapping takes ten times as long
         return fn(structure)
     if isinstance(structure, tuple):
         mapped = [map_leaves(fn, item) for item in structure]
@@ -296,10 +275,10 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def leaves(structure: Any) -> list[Any]:
-    """In order."""
-    found: list[Any] = []
-    map_leaves(found.append, structure)
-    return found
+    """Return the leaves, in order."""
+    collected: list[Any] = []
+    map_leaves(collected.append, structure)
+    return collected
 
 
 def _named(leaf: Any) -> Any:
@@ -307,30 +286,30 @@ def _named(leaf: Any) -> Any:
 
 
 def size_of(block: Any) -> int:
-    """Examples in it. ValueError if its arrays do not agree."""
+    """Return the number of examples in a block. Raise ValueError if its arrays differ in length."""
     if isinstance(block, list):
         return len(block)
     sizes = {len(leaf) for leaf in leaves(block)}
     if len(sizes) != 1:
-        raise ValueError(f"a block whose arrays have {sorted(sizes)} examples: they must have one number of them")
+        raise ValueError(f"a block whose arrays have {sorted(sizes)} examples: they must have the same number")
     return sizes.pop()
 
 
 def check_block(block: Any, size: int) -> None:
-    """ValueError if it has not so many examples."""
-    if (found := size_of(block)) != size:
-        raise ValueError(f"the reader gave {found:,} examples for a range of {size:,}")
+    """Raise ValueError if a block does not have `size` examples."""
+    if (actual := size_of(block)) != size:
+        raise ValueError(f"the reader returned {actual:,} examples for a range of {size:,}")
 
 
-def take(block: Any, places: Any) -> Any:
-    """The examples at these places of a block, as a block of their own."""
+def take(block: Any, indices: Any) -> Any:
+    """Return a block of the examples at these indices of another one."""
     if isinstance(block, list):
-        return [block[place] for place in places]
-    return map_leaves(lambda leaf: array_of(leaf)[places], block)
+        return [block[index] for index in indices]
+    return map_leaves(lambda leaf: array_of(leaf)[indices], block)
 
 
 def joined(blocks: Sequence[Any]) -> Any:
-    """One behind the other. ValueError if they do not fit."""
+    """Concatenate blocks. Raise ValueError if their structures or shapes do not match."""
     if len(blocks) == 1:
         return blocks[0]
     if all(isinstance(block, list) for block in blocks):
@@ -339,14 +318,14 @@ def joined(blocks: Sequence[Any]) -> Any:
 
 
 def unstacked(block: Any) -> list[Any]:
-    """Its examples."""
+    """Return the examples of a block."""
     if isinstance(block, list):
         return block
-    return [map_leaves(lambda leaf, place=place: leaf[place], block) for place in range(size_of(block))]  # type: ignore[misc]
+    return [map_leaves(itemgetter(index), block) for index in range(size_of(block))]
 
 
 def stacked(block: Any) -> Any:
-    """A batch: of a list of examples, arrays of one axis more. ValueError if they have several shapes or structures."""
+    """Return a batch: arrays with one more axis than the examples. Raise ValueError if those differ in shape."""
     return _together(np.stack, block) if isinstance(block, list) else block
 
 
@@ -354,16 +333,16 @@ def _together(how: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Mapping):
         if any(not isinstance(part, Mapping) or part.keys() != first.keys() for part in parts):
-            raise ValueError(f"examples with other keys than the first one's, {sorted(first)}")
+            raise ValueError(f"examples with keys other than the first one's, {sorted(first)}")
         return {key: _together(how, [part[key] for part in parts]) for key in first}
     if isinstance(first, tuple):
         if any(not isinstance(part, tuple) or len(part) != len(first) for part in parts):
-            raise ValueError(f"examples that are no tuples of {len(first)}, as the first one is")
+            raise ValueError(f"examples that are not tuples of {len(first)}, as the first one is")
         columns = [_together(how, column) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     arrays = [array_of(part) for part in parts]
     if how is np.stack and len({array.shape for array in arrays}) > 1:
-        other = next(place for place, array in enumerate(arrays) if array.shape != arrays[0].shape)
+        other = next(index for index, array in enumerate(arrays) if array.shape != arrays[0].shape)
         raise ValueError(
             f"example {other} of the batch has the shape {arrays[other].shape}, and the first one {arrays[0].shape}: "
             "pad them in a map(), or leave batch() out"

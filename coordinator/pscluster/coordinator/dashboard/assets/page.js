@@ -1,5 +1,5 @@
-// The live page: takes pictures of the job from /events and writes them into the page. What comes is data: it is set as
-// text, and never becomes markup. Rows stay the same elements, so that what is focused, open or selected stays so.
+// The live page: receives the state of the job from /events and writes it into the page. All of it is data: it is set as
+// text, and never becomes markup. Rows stay the same elements, and so keep their focus, selection and open details.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -15,7 +15,7 @@ function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
-  return (unit ? tenth : whole).format(value) + " " + units[unit];
+  return count(value) + " " + units[unit];
 }
 
 function duration(seconds) {
@@ -43,8 +43,8 @@ function make(tag, text, name) {
   return element;
 }
 
-// Elements for items, by key: those that are there are filled anew, the others made or removed; in the items' order.
-// Items with the same key are told apart by their order.
+// Elements for items, by key: existing ones are filled again, others are made or removed; in the items' order. Items with
+// the same key are distinguished by their order.
 function keyed(parent, items, key, create, fill) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   const filled = new Map();
@@ -67,7 +67,7 @@ function keyed(parent, items, key, create, fill) {
   for (const child of [...parent.children]) if (filled.get(child.dataset.key) !== child) child.remove();
 }
 
-// Tables. A column: heading, class of its cells, and what fills a cell, which may give its text.
+// Tables. A column: heading, class of its cells, and a function that fills a cell and may return its text.
 function table(id, columns, empty) {
   const holder = document.querySelector(`#${id} .table`);
   const title = document.querySelector(`#${id} h2`).textContent;
@@ -156,13 +156,13 @@ const showWorkers = table("workers", [
   ["Runs", "", (row) => row.runs && (row.quiet >= 5 ? `${row.runs}, for ${duration(row.quiet)}` : row.runs)],
   ["Functions/s", "number", (row) => count(row.rate)],
   ["Time each", "number", (row) => optional(row.seconds, duration)],
-  ["Beside others", "number", (row) => optional(row.slower, (value) => `${tenth.format(value)} ×`)],
-  ["In functions", "number", (row) => percent(row.busy)],
-  ["For data", "number", (row) => percent(row.waited)],
+  ["Versus others", "number", (row) => optional(row.slower, (value) => `${tenth.format(value)} ×`)],
+  ["Busy", "number", (row) => percent(row.busy)],
+  ["Waiting for data", "number", (row) => percent(row.waited)],
   ["Done", "number", (row) => whole.format(row.done)],
   ["Memory", "number", (row) => optional(row.memory, bytes)],
   ["Up", "number", (row) => optional(row.up_seconds, duration)],
-  ["Story", "story", story],
+  ["History", "story", story],
 ], "No workers.");
 
 const showServers = table("servers", [
@@ -176,7 +176,7 @@ const showServers = table("servers", [
   ["Held", "number", (row) => bytes(row.held)],
   ["Memory", "number", (row) => optional(row.memory, bytes)],
   ["Up", "number", (row) => optional(row.up_seconds, duration)],
-  ["Story", "story", story],
+  ["History", "story", story],
 ], "No servers.");
 
 const showVariables = table("variables", [
@@ -187,7 +187,7 @@ const showVariables = table("variables", [
   ["Reads/s", "number", (row) => count(row.reads)],
   ["Updates/s", "number", (row) => count(row.updates)],
   ["Held", "number", (row) => bytes(row.held)],
-  ["On", "", (row) => row.servers.map(([server, part]) => `${server} ${percent(part)}`).join(", ")],
+  ["Servers", "", (row) => row.servers.map(([server, part]) => `${server} ${percent(part)}`).join(", ")],
 ], "No variables yet.");
 
 const showCheckpoints = table("checkpoints", [
@@ -215,12 +215,12 @@ function showErrors(errors) {
         const answer = detail.textContent ? null : await fetch(`/error/${error.number}`);
         if (answer && answer.ok) set(detail, await answer.text());
       };
-      const tried = () => load().catch(() => {});  // when it is opened it is tried again
+      const tried = () => load().catch(() => {});  // opening it again retries
       element.addEventListener("toggle", tried);
       tried();
     }
     return element;
-  }, (element, error) => {  // the last picture of a job has it: nobody can be asked any more
+  }, (element, error) => {  // the last update of a job includes it: nothing can be fetched any more
     if (error && error.detail) set(element.querySelector("pre"), error.detail);
   });
 }
@@ -245,11 +245,11 @@ function showTiles(page) {
     ...(page.training.step_rate === null ? [] : [["Steps/s", count(page.training.step_rate), "", false]]),
     ...(page.training.example_rate === null ? [] : [["Examples/s", count(page.training.example_rate), "", false]]),
     ["Workers up", `${up}`, `of ${page.workers.length}`, up < page.workers.length],
-    ["In the queue", whole.format(queue.waiting), "", false],
+    ["Queued", whole.format(queue.waiting), "", false],
     ["With workers", whole.format(queue.running), "", false],
     ["Done", whole.format(queue.done), "", false],
     ["Failed", whole.format(queue.failed), `${whole.format(queue.retried)} run again`, queue.failed > 0],
-    ["Moved a second", bytes(moved), "", false],
+    ["Bytes per second", bytes(moved), "", false],
     ...page.training.logs.map(([name, value]) => [name, number(value), "", typeof value === "string", "log"]),
     ["Running for", duration(page.running), "", false],
   ];
@@ -309,7 +309,7 @@ function showCharts(page) {
   set($("rate-now"), times.length ? `now ${count(page.queue.rate)}` : "");
   const highest = Math.max(0, ...rates);
   $("rate-chart").setAttribute("aria-label",
-    `Functions a second over time: now ${count(page.queue.rate)}, at most ${count(highest)}`);
+    `Functions per second over time: now ${count(page.queue.rate)}, at most ${count(highest)}`);
   const known = losses.filter((value) => typeof value === "number");
   $("loss-figure").hidden = !known.length;
   if (known.length) {
@@ -328,7 +328,7 @@ function title(state) {
 }
 
 function show(page) {
-  if (last && last.began !== page.began) {  // another job, with numbers of its own
+  if (last && last.began !== page.began) {  // another job, with other event numbers
     location.reload();
     return;
   }
@@ -345,7 +345,7 @@ function show(page) {
   showWorkers(page.workers, (row) => row.task);
   showServers(page.servers, (row) => row.task);
   showVariables(page.variables, (row) => row.name);
-  set($("more-variables"), page.more_variables ? `and ${whole.format(page.more_variables)} more that move less` : "");
+  set($("more-variables"), page.more_variables ? `and ${whole.format(page.more_variables)} more with less traffic` : "");
   showErrors(page.errors);
   showEvents(page.events);
   showCheckpoints(page.checkpoints, (row) => row.path + row.time);
@@ -358,17 +358,17 @@ function lost() {
   if (over) return;
   title("bad");
   $("health").dataset.state = "bad";
-  set($("verdict"), "The coordinator does not answer: what is shown is the last that was seen");
+  set($("verdict"), "The coordinator does not answer; this is its last known state");
 }
 
 const source = new EventSource("/events");
 source.onmessage = (message) => show(JSON.parse(message.data));
-source.onerror = () => {  // it dials again by itself, unless it was refused: a new coordinator knows no cookie
+source.onerror = () => {  // it reconnects by itself unless refused: a new coordinator does not know the cookie
   lost();
   if (source.readyState === EventSource.CLOSED) setTimeout(again, 3000);
 };
 
-// The page anew, once somebody answers: until then what was seen last stays.
+// Reload the page once a coordinator answers; keep the last state until then.
 function again() {
   fetch("/", { method: "HEAD" }).then(() => location.reload(), () => setTimeout(again, 3000));
 }

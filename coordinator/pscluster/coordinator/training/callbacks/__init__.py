@@ -1,7 +1,6 @@
-"""What is called on the way through a training. The hooks have Keras' names; so have the callbacks and their arguments.
+"""Callbacks of a training. They, their hooks and their arguments have Keras' names.
 
-A callback of one's own derives from `Callback`, and finds what the training is at in `self.training`. In a loop of
-one's own a `CallbackList` calls several of them. All run in the coordinator's script, one at a time.
+A user's callback derives from `Callback`, and sees the training in `self.training`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of callbacks, what they see of the training, and how several of them are called."""
+"""The base class of callbacks, what they see of the training, and a list that calls several of them."""
 
 from __future__ import annotations
 
@@ -12,116 +12,98 @@ from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 logger = logging.getLogger(__name__)
 
 Logs = dict[str, Any]
-"""Numbers by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The function whose steps are being dealt with.
+    """The function whose steps are being reported."""
 
-    Attributes:
-        function: its name.
-        what: which part of the data it had.
-        worker: that ran it.
-    """
-
-    function: str
-    what: str
-    worker: int
+    function: str  # its name
+    what: str  # the name of its part of the data
+    worker: int  # the index of the worker that ran it
 
     def __str__(self) -> str:
         return f"{self.function} of {self.what} on worker {self.worker}"
 
 
+@dataclass(eq=False)
 class Training:
-    """What callbacks see of it.
+    """What callbacks see of the training.
 
-    Attributes:
-        coordinator: that runs it.
-        params: "epochs", "steps" (of an epoch; None: not known), "verbose", "validation" (is there one?), "resumed"
-            (does it go on where a coordinator before this one, or an interruption, has left it?).
-        epoch: that goes on, from 0.
-        steps: that were done in it.
-        stop_training: set it to end the training.
-        stopped: why; shown, and kept in the history.
-        failed: it was ended since it makes no sense to go on: backups stay.
-        restored: a callback has restored a checkpoint in `on_train_begin`, to go on with.
-        at_once: it was asked twice to end, or there is no hope for an end in order: `close` waits for nothing.
-        keep: keeps how far the training is, and what callbacks keep, with the variables: before a checkpoint is made.
-        execution: what the logs of `on_train_batch_end` come from.
+    `params` has "epochs", "steps" (in an epoch; None if unknown), "verbose", "validation" (whether there is one), and
+    "resumed" (whether it continues what an earlier coordinator, or an interruption, has left).
     """
 
-    def __init__(self, coordinator: FunctionQueue, params: Mapping[str, Any]) -> None:
-        self.coordinator = coordinator
-        self.params = dict(params)
-        self.epoch = self.steps = 0
-        self.stop_training = False
-        self.stopped = ""
-        self.failed = self.restored = self.at_once = False
-        self.execution: Execution | None = None
-        self.keep: Callable[[], None] = lambda: None
+    coordinator: FunctionQueue
+    params: dict[str, Any]
+    epoch: int = 0  # the current one
+    steps: int = 0  # done in the current epoch
+    stop_training: bool = False  # set it to end the training
+    stopped: str = ""  # why; it is logged, and saved in the history
+    failed: bool = False  # it was ended because continuing makes no sense: backups stay
+    restored: bool = False  # a callback has restored a checkpoint in `on_train_begin`, to continue from
+    at_once: bool = False  # the end was requested twice, or a clean end is impossible: `close` must not wait
+    execution: Execution | None = None  # the function that the logs of `on_train_batch_end` come from
+    # Saves the states of the training and its callbacks with the variables; call it before a checkpoint.
+    keep: Callable[[], None] = lambda: None
 
     def stop(self, why: str, *, failed: bool = False) -> None:
-        """End the training, and say so."""
+        """End the training, and log why."""
         self.stop_training, self.stopped, self.failed = True, why, failed
         logger.warning("training stops: %s", why)
 
 
 class Callback:
-    """Does nothing: override what is wanted."""
+    """Base class of callbacks, whose hooks do nothing."""
 
     training: Training
 
     @property
     def params(self) -> dict[str, Any]:
-        """Of the training."""
         return self.training.params
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Before anything is scheduled. What is restored here is gone on with."""
+        """Begin, before anything is scheduled. The training continues from what is restored here."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """The training has ended in order, early or not."""
+        """Handle the training's clean end, early or not."""
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        """Ctrl-C or SIGTERM: no function runs, none follows."""
+        """Handle Ctrl-C or SIGTERM. No function runs, and none follows."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Before the epoch's first function is scheduled."""
+        """Begin an epoch, before its first function is scheduled."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """All functions of the epoch have ended. `logs`: means over its steps, and "val_..." of the evaluation."""
+        """End an epoch, all of whose functions have ended. `logs`: means over its steps, and "val_..." metrics."""
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A step is scheduled, the epoch's first with number 0. It begins when a worker is free."""
+        """Handle that a step, numbered from 0 in its epoch, is scheduled. It begins when a worker is free."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A step has ended. They end in another order than they begin: the number is that of the end."""
+        """Handle that a step has ended. `batch` numbers the ends: steps end in another order than they begin."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Before an evaluation."""
+        """Begin an evaluation."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Behind it, with its results."""
+        """End an evaluation, whose metrics are the logs."""
 
     def close(self) -> None:
-        """The training is over, whatever happened: leave nothing open."""
+        """Release all resources: the training is over, for whatever reason."""
 
     def state(self) -> dict[str, Any]:
-        """What to keep for a coordinator that goes on with the training, as JSON holds it."""
+        """Return what to save for a coordinator that resumes the training, for JSON."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from that."""
+        """Continue from a saved state."""
 
 
 class CallbackList(Callback):
-    """Calls several callbacks, in their order. What one of them raises goes on, with a note that names it.
+    """Calls several callbacks, in their order. What one of them raises passes, with a note that names it.
 
-    Args:
-        callbacks: those.
-        coordinator: of the loop.
-        params: see `Training`.
+    For `params` see `Training`.
     """
 
     def __init__(self, callbacks: Iterable[Callback], coordinator: FunctionQueue, **params: Any) -> None:
@@ -131,27 +113,32 @@ class CallbackList(Callback):
                 f"a {type(callbacks).__name__}"
             )
         self.callbacks = list(callbacks)
-        for each in self.callbacks:
-            if not isinstance(each, Callback):
-                raise TypeError(f"callbacks are instances of pscluster.coordinator.callbacks.Callback, not {each!r}")
-        self.training = Training(coordinator, params)
-        for each in self.callbacks:
-            each.training = self.training
-        hooks = ("on_train_batch_begin", "on_train_batch_end")
-        self.wants_begin, self.wants_end = (
-            any(
-                getattr(getattr(each, hook), "__func__", None) is not getattr(Callback, hook) for each in self.callbacks
-            )
-            for hook in hooks
-        )
-
-    def _each(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks are instances of pscluster.coordinator.callbacks.Callback, not {callback!r}"
+                )
+        self.training = Training(coordinator, params)
+        for callback in self.callbacks:
+            callback.training = self.training
+        self.wants_begin = self._overridden("on_train_batch_begin")
+        self.wants_end = self._overridden("on_train_batch_end")
+
+    def _overridden(self, hook: str) -> bool:
+        methods = (getattr(getattr(callback, hook), "__func__", None) for callback in self.callbacks)
+        return any(method is not getattr(Callback, hook) for method in methods)
+
+    def _each(self, hook: str, *args: Any, at_end: bool = False) -> None:
+        """Call this hook of each callback; `at_end`, even if some fail."""
+        for callback in self.callbacks:
+            name = type(callback).__name__
             try:
                 getattr(callback, hook)(*args)
             except BaseException as error:
-                error.add_note(f"raised by the callback {type(callback).__name__}.{hook}")
-                raise
+                if not at_end or not isinstance(error, Exception):
+                    error.add_note(f"raised by the callback {name}.{hook}")
+                    raise
+                logger.error("the callback %s failed at the end of training: %s", name, error)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._each("on_train_begin", logs or {})
@@ -160,12 +147,7 @@ class CallbackList(Callback):
         self._each("on_train_end", logs or {})
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        """All of them, also where one of them can't."""
-        for callback in self.callbacks:
-            try:
-                callback.on_train_interrupted(logs or {})
-            except Exception as error:
-                logger.error("the callback %s failed at the end of training: %s", type(callback).__name__, error)
+        self._each("on_train_interrupted", logs or {}, at_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.training.epoch, self.training.steps = epoch, 0
@@ -190,22 +172,18 @@ class CallbackList(Callback):
         self._each("on_test_end", logs or {})
 
     def close(self) -> None:
-        """All of them, also where one of them can't."""
-        for callback in self.callbacks:
-            try:
-                callback.close()
-            except Exception as error:
-                logger.error("the callback %s could not be closed: %s", type(callback).__name__, error)
+        self._each("close", at_end=True)
 
     def states(self) -> list[dict[str, Any]]:
-        """What they want to keep."""
-        return [{"callback": type(each).__name__, "state": state} for each in self.callbacks if (state := each.state())]
+        states = [(type(callback).__name__, callback.state()) for callback in self.callbacks]
+        return [{"callback": name, "state": state} for name, state in states if state]
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Give each its own: of several of one class, in their order."""
-        left = list(states)
+        """Load each callback's state; several of one class get theirs in their order."""
+        remaining = list(states)
         for callback in self.callbacks:
-            mine = next((each for each in left if each["callback"] == type(callback).__name__), None)
-            if mine is not None:
-                left.remove(mine)
-                callback.load(mine["state"])
+            for saved in remaining:
+                if saved["callback"] == type(callback).__name__:
+                    remaining.remove(saved)
+                    callback.load(saved["state"])
+                    break

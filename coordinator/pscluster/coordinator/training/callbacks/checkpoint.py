@@ -1,4 +1,4 @@
-"""Callbacks that save checkpoints, and go on from them."""
+"""Callbacks that save checkpoints, and continue from them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def manager_of(callback: Callback, directory: str, keep: int | None) -> CheckpointManager:
-    """Make a manager of a directory for the training's variables."""
     return CheckpointManager(directory, strategy=callback.training.coordinator.strategy, max_to_keep=keep)
 
 
 def saved_if_possible(manager: CheckpointManager, wait: bool = True) -> str | None:
-    """Return the path, or None if it is not waited for.
-
-    None, too, if none could be saved: then the training goes on, and what there was stands. That is logged; so is a
-    failure of what is not waited for.
-    """
+    """Save a checkpoint and return its path; None if that failed, which is logged, or with `wait=False`."""
     try:
         future = manager.save(wait=wait)
     except (CheckpointError, WaitTimeoutError) as error:
@@ -39,7 +34,7 @@ def saved_if_possible(manager: CheckpointManager, wait: bool = True) -> str | No
 
 
 class _Saving(Callback):
-    """Base of those that make checkpoints, every so many steps or once an epoch."""
+    """Base class of callbacks that save checkpoints, every `save_freq` steps or once an epoch."""
 
     def __init__(self, directory: str | PathLike[str], save_freq: int | Literal["epoch"], keep: int | None) -> None:
         if save_freq != "epoch":
@@ -52,7 +47,6 @@ class _Saving(Callback):
 
     @property
     def manager(self) -> CheckpointManager:
-        """Of the directory."""
         if self._opened is None:
             self._opened = manager_of(self, self.directory, self._keep)
         return self._opened
@@ -72,16 +66,16 @@ class _Saving(Callback):
 
 
 class ModelCheckpoint(_Saving):
-    """Saves checkpoints as the training goes on; at its end, a `SidecarEvaluator` is told that none follows.
+    """Saves checkpoints during training; at its end, a `SidecarEvaluator` is told that no more follow.
 
     Args:
-        directory: which every server must see under the same path; or a URL of fsspec.
-        monitor: with `save_best_only`, the number that says which is best.
-        save_best_only: behind an epoch, and only if it was better than all before.
+        directory: a path that is the same for all servers, or a URL of fsspec.
+        monitor: with `save_best_only`, the name of the number that decides which is best.
+        save_best_only: save after an epoch, and only if it was better than all before.
         mode: "min" or "max"; "auto": by the name.
-        save_freq: "epoch", or every so many steps.
-        max_to_keep: how many; None: all.
-        initial_value_threshold: what is to be improved on from the start.
+        save_freq: "epoch", or a number of steps.
+        max_to_keep: how many to keep; None: all.
+        initial_value_threshold: the value that even the first checkpoint must improve on.
     """
 
     def __init__(
@@ -104,7 +98,7 @@ class ModelCheckpoint(_Saving):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._monitor is not None:
             self._monitor.check(self)
-        _ = self.manager.checkpoints  # a directory that can't be looked into is found now
+        _ = self.manager.checkpoints  # an unreadable directory is noticed now
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self.save_freq != "epoch" or self.training.failed:
@@ -138,18 +132,17 @@ class ModelCheckpoint(_Saving):
 
 
 class BackupAndRestore(_Saving):
-    """Makes a training that was killed go on where it was, when its script is started again.
+    """Makes a training that was killed resume where it was, when its script is started again.
 
-    At the begin of the training, what there is is gone on with: live variables, if only the coordinator had died, else
-    the newest checkpoint. It goes on with the step, not the epoch: what was visited of the data is part of the
-    checkpoint, so are the numbers that other callbacks keep. The epoch's mean of the logs is then one over the steps
-    that the coordinator knew of.
+    The training continues from live variables, if only the coordinator had died, else from the newest checkpoint. It
+    resumes at the step, not the epoch: the checkpoint holds what was visited of the data, and the states of other
+    callbacks. The epoch's mean of the logs then covers the steps that the coordinator knew of.
 
     Args:
-        backup_dir: which every server must see under the same path; or a URL of fsspec. Of this training alone.
-        save_freq: "epoch", or every so many steps.
-        every: and when so many seconds have passed; None: never.
-        delete_checkpoint: once the training has ended in order, and made sense to its end.
+        backup_dir: a path that is the same for all servers, or a URL of fsspec. Used by this training alone.
+        save_freq: "epoch", or a number of steps.
+        every: save also after this many seconds; None: never.
+        delete_checkpoint: delete the backup once the training has ended cleanly, and has not failed.
     """
 
     def __init__(
@@ -160,9 +153,9 @@ class BackupAndRestore(_Saving):
         delete_checkpoint: bool = True,
     ) -> None:
         super().__init__(backup_dir, save_freq, 2)
-        if every is not None and not every > 0:
-            raise ValueError(f"every is {every}; give more than 0 seconds, or None")
-        self.every = math.inf if every is None else every
+        kind = "number of seconds"
+        every = math.inf if every is None else every
+        self.every = checks.real("every", every, ", or None", kind=kind, finite=False, above=0)
         self.delete_checkpoint = delete_checkpoint
         self.restored: RestoredFrom | None = None
         self._last = math.inf
@@ -176,7 +169,7 @@ class BackupAndRestore(_Saving):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epochs += 1
         if self._epochs > 1 and self.save_freq == "epoch":
-            self._last = -math.inf  # with the epoch's first step: what came with the end of the last one is dealt with
+            self._last = -math.inf  # save with the epoch's first step: the end of the last one has been handled by then
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         super().on_train_batch_end(batch, logs)

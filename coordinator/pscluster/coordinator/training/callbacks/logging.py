@@ -1,4 +1,4 @@
-"""Callbacks that write the logs into files."""
+"""Callbacks that write the logs to files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class CSVLogger(Callback):
-    """Writes the logs of each epoch as a line into a file.
+    """Writes the logs of each epoch as a line of a file.
 
     Args:
-        filename: of the file. Its columns are those of the first epoch.
-        separator: between columns.
-        append: to what it holds; a training that is gone on with does so in any case.
+        filename: the file's. Its columns are those of the first epoch.
+        append: to an existing file; a training that is resumed always appends.
     """
 
     def __init__(self, filename: str | PathLike[str], separator: str = ",", append: bool = False) -> None:
@@ -37,7 +36,7 @@ class CSVLogger(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._names = None
         with self.filename.open("a"):
-            pass  # a place where nothing can be written is found now
+            pass  # a file that can't be written is noticed now
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         try:
@@ -64,13 +63,13 @@ class CSVLogger(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes the logs as event files, for TensorBoard: in `log_dir/train` and `log_dir/validation`.
+    """Writes the logs as event files for TensorBoard, to `log_dir/train` and `log_dir/validation`.
 
     It needs tensorboardX: `pip install "pscluster[tensorboard]"`.
 
     Args:
         log_dir: a directory, or a URL of fsspec.
-        update_freq: "epoch", or also every so many steps ("batch": 1), under the names "batch_...".
+        update_freq: "epoch", or a number of steps ("batch": 1) after which to write "batch_..." numbers as well.
     """
 
     def __init__(self, log_dir: str | PathLike[str] = "logs", update_freq: int | Literal["epoch", "batch"] = "epoch"):
@@ -84,7 +83,7 @@ class TensorBoard(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._steps = 0
-        self._writer("train")  # a place where nothing can be written is found now
+        self._writer("train")  # a directory that can't be written is noticed now
 
     def _writer(self, kind: str) -> EventWriter:
         if kind not in self._writers:
@@ -99,7 +98,7 @@ class TensorBoard(Callback):
             self._writer(kind).scalars(step, numbers)
         except (OSError, ConfigurationError) as error:
             logger.error("could not write step %d to %s; training continues: %s", step, self.log_dir, error)
-            self._close(kind)  # with half an event at its end nobody reads on: the next one is in another file
+            self._close(kind)  # readers stop at half an event: continue in another file
 
     def _close(self, kind: str) -> None:
         if (writer := self._writers.pop(kind, None)) is not None:
@@ -112,14 +111,12 @@ class TensorBoard(Callback):
             self._write("train", self._steps, {f"batch_{name}": value for name, value in (logs or {}).items()})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        for kind in ("train", "validation"):
-            mine = {
-                f"epoch_{name.removeprefix('val_')}": value
-                for name, value in (logs or {}).items()
-                if name.startswith("val_") == (kind == "validation")
-            }
-            if mine:
-                self._write(kind, epoch, mine)
+        values: dict[str, dict[str, Any]] = {}
+        for name, value in (logs or {}).items():
+            kind = "validation" if name.startswith("val_") else "train"
+            values.setdefault(kind, {})[f"epoch_{name.removeprefix('val_')}"] = value
+        for kind in values:
+            self._write(kind, epoch, values[kind])
 
     def close(self) -> None:
         for kind in list(self._writers):

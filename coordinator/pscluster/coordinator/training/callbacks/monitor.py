@@ -1,4 +1,4 @@
-"""Whether a number of the logs gets better."""
+"""A monitor of whether a number of the logs improves."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from pscluster.core.errors import MisuseError
 
 logger = logging.getLogger(__name__)
 
+EPOCHS = "whole number of epochs"
+
 Mode = Literal["auto", "min", "max"]
 
 _GROW = re.compile(r"acc|auc|precision|recall|f1|r2|score", re.IGNORECASE)
 
 
 class Monitor:
-    """Whether a number of the logs gets better.
-
-    Args:
-        name: of the number.
-        mode: "min" or "max"; "auto": by the name.
-        min_delta: less than that is no improvement.
-        best: what is to be improved on from the start.
-    """
+    """Remembers the best value of a number of the logs; even the first one must improve on `best`."""
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0, best: float | None = None) -> None:
         if mode not in ("auto", "min", "max"):
@@ -41,11 +36,11 @@ class Monitor:
         self._missed = False
 
     def reset(self) -> None:
-        """Another training begins."""
+        """Forget the best value: another training begins."""
         self.best = self._first
 
     def check(self, callback: Callback) -> None:
-        """MisuseError if there will be no such number."""
+        """Raise MisuseError if the logs will not have the number."""
         if self.name.startswith("val_") and not callback.params.get("validation", True):
             raise MisuseError(
                 f"{type(callback).__name__} monitors {self.name!r}, but nothing is evaluated: give fit() "
@@ -53,15 +48,14 @@ class Monitor:
             )
 
     def value(self, logs: Mapping[str, Any] | None) -> float | None:
-        """The number; None if it is not among the logs, which is said once."""
+        """Return the number; None if the logs lack it, which is logged once."""
         value = (logs or {}).get(self.name)
-        if value is None and not self._missed and not self.name.startswith("val_"):  # those are not of every epoch
+        if value is None and not self._missed and not self.name.startswith("val_"):  # not every epoch is evaluated
             self._missed = True
             logger.warning("a callback monitors %r, which is not in the logs: %s", self.name, list(logs or ()))
         return None if value is None else float(value)
 
     def improves(self, value: float) -> bool:
-        """Is it better than the best one?"""
         if math.isinf(self.best):
             return math.isfinite(value)
         return self._sign * (value - self.best) > self._min_delta

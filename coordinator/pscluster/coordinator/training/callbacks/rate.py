@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
-from pscluster.coordinator.training.callbacks.monitor import Mode, Monitor
+from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.optimizers import Optimizer
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class ReduceLROnPlateau(Callback):
-    """Makes the learning rate smaller when a number has not become better for some epochs.
+    """Reduces the learning rate when a number has not improved for some epochs.
 
     Args:
-        optimizer: whose rate it is; a number, not a schedule.
-        monitor: the number's name among the logs.
+        optimizer: its rate must be a number, not a schedule.
+        monitor: the number's name in the logs.
         factor: by which the rate is multiplied, between 0 and 1.
-        patience: epochs without an improvement.
+        patience: epochs without an improvement before a reduction.
         mode: "min" or "max"; "auto": by the name.
-        min_delta: less than that is no improvement.
-        cooldown: epochs that are not counted, behind a reduction.
-        min_lr: the rate does not become less.
+        min_delta: smaller changes are no improvement.
+        cooldown: epochs after a reduction that do not count.
+        min_lr: the lower limit of the rate.
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0.0,
     ) -> None:
-        checks.real("factor", factor, above=0, below=1)
         _rate_of(optimizer)
         self._monitor = Monitor(monitor, mode, min_delta)
         self.optimizer = optimizer
-        self.factor, self.patience, self.cooldown, self.min_lr = factor, patience, cooldown, min_lr
+        self.factor = checks.real("factor", factor, above=0, below=1)
+        self.patience = checks.whole("patience", patience, kind=EPOCHS, at_least=0)
+        self.cooldown = checks.whole("cooldown", cooldown, kind=EPOCHS, at_least=0)
+        self.min_lr = checks.real("min_lr", min_lr, at_least=0)
         self._wait = self._cooling = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -80,12 +82,7 @@ class ReduceLROnPlateau(Callback):
 
 
 class LearningRateScheduler(Callback):
-    """Sets the learning rate at each epoch's begin.
-
-    Args:
-        optimizer: whose rate it is; a number, not a schedule.
-        schedule: `schedule(epoch, rate)` gives the new rate.
-    """
+    """Sets the learning rate, a number, to what `schedule(epoch, rate)` returns at each epoch's begin."""
 
     def __init__(self, optimizer: Optimizer, schedule: Callable[[int, float], float]) -> None:
         _rate_of(optimizer)
@@ -98,7 +95,7 @@ class LearningRateScheduler(Callback):
         self._begun = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._begun is None or self._begun[0] != epoch:  # else it is gone on with
+        if self._begun is None or self._begun[0] != epoch:  # otherwise it is resumed
             self._begun = epoch, _rate_of(self.optimizer)
         self.optimizer.learning_rate = float(self.schedule(*self._begun))
 

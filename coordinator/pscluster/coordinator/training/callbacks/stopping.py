@@ -1,4 +1,4 @@
-"""Callbacks that end a training: it gets no better, or makes no sense any more."""
+"""Callbacks that end a training that no longer improves, or no longer makes sense."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ import numpy as np
 
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
 from pscluster.coordinator.training.callbacks.checkpoint import manager_of, saved_if_possible
-from pscluster.coordinator.training.callbacks.monitor import Mode, Monitor
+from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
+from pscluster.core import checks
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 
-_LOOK_BYTES = 64 << 20
+_READ_BYTES = 64 << 20
 
 
 class EarlyStopping(Callback):
-    """Ends the training when a number has not become better for so many epochs.
+    """Ends the training when a number has not improved for `patience` epochs.
 
     Args:
-        monitor: its name among the logs.
-        min_delta: less than that is no improvement.
-        patience: epochs without one; behind the first epoch it does not end.
+        monitor: the number's name in the logs.
+        min_delta: smaller changes are no improvement.
+        patience: epochs without an improvement; the first epoch never ends the training.
         mode: "min" or "max"; "auto": by the name.
-        baseline: to be better than the epochs before is not enough: it must be better than this, too.
+        baseline: an epoch counts as an improvement only if it is better than this, too.
         restore_best_weights: at the end, restore the variables of the best epoch.
-        directory: for these, a place that all servers see; a folder `best` is made there.
-        start_from_epoch: before that nothing is stopped.
+        directory: where to save them, in a folder `best`; all servers must see it.
+        start_from_epoch: ignore the epochs before.
     """
 
     def __init__(
@@ -53,16 +54,15 @@ class EarlyStopping(Callback):
             )
         self._monitor = Monitor(monitor, mode, min_delta)
         self._baseline = None if baseline is None else Monitor(monitor, mode, min_delta, baseline)
-        self.patience = patience
+        self.patience = checks.whole("patience", patience, kind=EPOCHS, at_least=0)
         self.directory = f"{os.fspath(directory or '').rstrip('/')}/best" if restore_best_weights else None
-        self.start_from_epoch = start_from_epoch
+        self.start_from_epoch = checks.whole("start_from_epoch", start_from_epoch, at_least=0)
         self.best_epoch: int | None = None
         self._saved: str | None = None
         self._wait = 0
 
     @property
     def best(self) -> float:
-        """The number, when it was best."""
         return self._monitor.best
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
             )
 
     def _can_come_back(self) -> bool:
-        """Keep the variables, if they are to be restored: without that there would be no way back to them."""
+        """Save the variables if they may be restored; False if that failed, since there is no way back to them."""
         if self.directory is None:
             return True
         with manager_of(self, self.directory, 1) as manager:
@@ -109,38 +109,37 @@ class EarlyStopping(Callback):
         if state["saved"] is not None and self.directory is not None:
             with manager_of(self, self.directory, 1) as manager:
                 if state["saved"] not in manager.checkpoints:
-                    return  # a later one took its place, before what is gone on with now was lost
+                    return  # a later best one replaced it, in an attempt that was lost
         self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
         self._wait, self._saved = state["wait"], state["saved"]
 
 
 class TerminateOnNaN(Callback):
-    """Ends the training when a number of a step is not finite, and says whose, and which variables are not."""
+    """Ends the training when a number of a step is not finite, and logs the step and which variables are not."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         bad = [f"{name} is {value}" for name, value in (logs or {}).items() if not math.isfinite(value)]
         if not bad or self.training.stop_training:
             return
         strategy = self.training.coordinator.strategy
-        found = [f"{variable.name!r} ({count:,} of its values)" for variable, count in _not_finite(strategy.variables)]
+        names = [f"{variable.name!r} ({count:,} of its values)" for variable, count in _not_finite(strategy.variables)]
         of = "" if self.training.execution is None else f", {self.training.execution}"
-        where = f"not finite are now the variables {', '.join(found)}" if found else "all variables are finite"
+        where = f"not finite are now the variables {', '.join(names)}" if names else "all variables are finite"
         self.training.stop(
-            f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}",
-            failed=True,
+            f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}", failed=True
         )
 
 
 def _not_finite(variables: Iterable[Variable]) -> Iterator[tuple[Variable, int]]:
-    """Variables, and how many of their values are not finite. Read some rows at a time: they may be larger than this
-    machine."""
+    """Yield variables with values that are not finite, and their number. Reads few rows at a time: variables may not
+    fit into memory."""
     for variable in variables:
         if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
             continue
         if not variable.shape:
             count = int(not np.isfinite(variable.numpy()))
         else:
-            rows = max(1, _LOOK_BYTES * variable.shape[0] // max(1, variable.nbytes))
+            rows = max(1, _READ_BYTES * variable.shape[0] // max(1, variable.nbytes))
             starts = range(0, variable.shape[0], rows)
             count = sum(int((~np.isfinite(variable[start : start + rows])).sum()) for start in starts)
         if count:

@@ -7,10 +7,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,16 +18,15 @@ from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.security.tls import Tls
+from pscluster.core.transport.base import CODES, Metadata, Place, StreamEndedError
 from pscluster.core.transport.channels import PeerAddress
-from pscluster.core.transport.frames import Buffer
-from pscluster.core.transport.grpc_streams import CODES, Metadata, StreamEndedError
+from pscluster.core.transport.frames import DATA_FRAME_BYTES, Buffer
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import (
     ClosedError,
     Connection,
     Kind,
     Packet,
-    Place,
     UnknownProtocolError,
     supported,
     tuned,
@@ -39,58 +37,48 @@ from pscluster.v1 import authentication_pb2, data_plane_pb2, node_pb2
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
-"""So long it is tried to reach the port: whoever is behind a firewall that drops packets waits as long, once."""
+"""Time to try to reach the port: a client behind a firewall that drops packets waits so long, once."""
 
 HANDSHAKE_SECONDS = 5.0
-"""So long the server there may take for it."""
+"""Time for the server to complete the handshake."""
 
 _MAX_HANDSHAKE_BYTES = 4 << 10
 
 AVOID_SECONDS = 60.0
-"""So long a port that could not be reached is left alone, then twice as long, and so on: a try may be a wait."""
+"""Time to avoid a port that was unreachable; doubled after each further failure, since an attempt may block."""
 
 AVOID_MOST_SECONDS = 3600.0
 
 ASK_SECONDS = 1.0
-"""After a connection broke, the role is asked where it is: by who repairs a call at once, by others so much later."""
+"""After a connection broke, the role is asked for its port: at once by a retried call, by others after this time."""
 
 Where = tuple[str, int] | str
-"""Of a data plane: a host and a port, or the path of a Unix socket."""
+"""Address of a data plane: a host and a port, or the path of a Unix socket."""
 
 _Place = tuple[Where, int]
-"""That, and the boot id of the process there; 0: it is not known."""
+"""That, and the boot id of the process there; 0: unknown."""
 
 
-# Of a role of another kind, or of another cluster: what is said of ours is found out over gRPC.
+# Sent by a role of another kind or cluster; calls over gRPC show what is wrong with ours.
 _FROM_OTHER_SERVERS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class DataStream:
-    """A call over a connection of the data plane; see `streams.Stream`. Sending waits for room on the connection."""
+    """A call over a connection of the data plane; see `base.Stream`."""
+
+    frame_bytes = DATA_FRAME_BYTES
 
     def __init__(
-        self,
-        connection: Connection,
-        path: str,
-        metadata: Metadata,
-        on_useless: Callable[[str], None] = lambda _why: None,
-        on_broken: Callable[[], None] = lambda: None,
+        self, port: DataPort, place: _Place | None, connection: Connection, path: str, metadata: Metadata
     ) -> None:
         pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
         self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
-        self._connection = connection
-        self._on_useless = on_useless  # the port is of no use, and it does not help to ask again
-        self._on_broken = on_broken
+        self._port, self._place, self._connection = port, place, connection
         self._shut = False  # by this side
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
-    def send(self, data: bytes) -> None:
-        """Send a message, the first one with the call. What is wrong with the connection, `receive` raises."""
-        self.send_parts((data,))
-
-    def send_parts(self, parts: Sequence[Buffer], *, last: bool = False) -> None:
-        """Send a message of these parts, which are not joined before; nothing behind it, if it is the last."""
+    def send(self, *parts: Buffer, last: bool = False) -> None:
         packets: list[Packet] = [(Kind.MESSAGE, parts)]
         if last:
             packets.append((Kind.END, ()))
@@ -98,7 +86,6 @@ class DataStream:
         self._send(packets)
 
     def end(self) -> None:
-        """Nothing more will be sent."""
         self._ended = True
         self._send([(Kind.END, ())])
 
@@ -109,14 +96,12 @@ class DataStream:
         try:
             self._put(packets)
         except OSError:
-            self._connection.shut()  # what the server said before it broke off can still be read
+            self._connection.shut()  # messages that the server sent before can still be read
 
     def _put(self, packets: Sequence[Packet]) -> None:
-        """OSError if the connection is broken."""
         self._connection.send(*packets)
 
     def receive(self, place: Place | None = None) -> bytes:
-        """Wait for a message, to have it or put it in its place. StreamEndedError once the call has ended."""
         try:
             kind, body = self._connection.receive(place)
         except ClosedError:
@@ -132,16 +117,16 @@ class DataStream:
         if kind is Kind.MESSAGE:
             return body
         if kind is not Kind.STATUS:
-            raise self._met_other_server("what came is what only clients send")
+            raise self._met_other_server("received a packet that only clients send")
         try:
             status = data_plane_pb2.DataStatus.FromString(body)
         except DecodeError as error:
-            raise self._met_other_server(f"what came is no status: {error}") from None
+            raise self._met_other_server(f"received an invalid status: {error}") from None
         if self._ended:
             self.reusable = self._connection
         code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # no error of the method's
-            self._on_useless(status.details)
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # not an error of the method
+            self._port.avoid(status.details, self._place, ask_again=False)
             code = grpc.StatusCode.UNAVAILABLE
         elif code in _FROM_OTHER_SERVERS:
             raise self._met_other_server(status.details)
@@ -149,37 +134,31 @@ class DataStream:
 
     def _broke(self) -> None:
         if not self._shut:
-            self._on_broken()
+            self._port.broke(self._place)
 
     def _met_other_server(self, why: str) -> StreamEndedError:
-        """Somebody else has the port: the role has died, and will say, over gRPC, where it is now."""
+        """Avoid the port, which another process has taken: the role has died, and will report its new one over gRPC."""
         self.reusable = None
-        self._on_useless(why)
+        self._port.avoid(why, self._place, ask_again=False)
         return StreamEndedError(grpc.StatusCode.UNAVAILABLE, why)
 
     def cancel(self) -> None:
-        """The thread that waits sees the end."""
         self._shut = True
         self._connection.shut()
 
     def close(self) -> None:
-        """By the thread that receives, or while none does."""
         self._connection.shut()
         self._connection.break_off()
 
+    def release(self) -> None:
+        self._port.give_back(self)
+
 
 class PromptStream(DataStream):
-    """A stream on which sending never waits, by any thread: what there is no room for waits in memory, for a thread."""
+    """A stream on which sending never waits, in any thread: a separate thread sends what there is no room for."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        path: str,
-        metadata: Metadata,
-        on_useless: Callable[[str], None] = lambda _why: None,
-        on_broken: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(connection, path, metadata, on_useless, on_broken)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._lock = threading.Lock()
         self._backlog: deque[list[Packet]] = deque()
         self._sender: threading.Thread | None = None  # while there is a backlog
@@ -191,13 +170,13 @@ class PromptStream(DataStream):
                 return
             if self._sender is not None:
                 self._backlog.append([(kind, (b"".join(body),)) for kind, body in packets])
-            elif left := self._connection.start_to_send(*packets):
-                self._sender = threading.Thread(target=self._send_rest, args=(left,), name="data-send", daemon=True)
+            elif rest := self._connection.start_to_send(*packets):
+                self._sender = threading.Thread(target=self._send_rest, args=(rest,), name="data-send", daemon=True)
                 self._sender.start()
 
-    def _send_rest(self, left: bytes) -> None:
+    def _send_rest(self, rest: bytes) -> None:
         try:
-            self._connection.finish(left)
+            self._connection.finish(rest)
             while True:
                 with self._lock:
                     if not self._backlog:
@@ -205,11 +184,10 @@ class PromptStream(DataStream):
                         return
                     packets = self._backlog.popleft()
                 self._connection.send(*packets)
-        except OSError:  # nothing more will arrive; who receives is told
+        except OSError:  # nothing more will arrive; the receiving thread notices
             self._connection.shut()
 
     def close(self) -> None:
-        """By the thread that receives, or while none does. Nobody else uses the connection any more then."""
         self._connection.shut()
         with self._lock:
             self._closed, sender = True, self._sender
@@ -218,17 +196,14 @@ class PromptStream(DataStream):
         self._connection.break_off()
 
 
-_StreamT = TypeVar("_StreamT", bound=DataStream)
-
-
 class DataPort:
-    """One role's data plane, as a client has it: where it is, and the connections that no call uses. Thread-safe.
+    """A client's view of a role's data plane: its address, and idle connections. Thread-safe.
 
-    What it knows it was told over gRPC by the role, which had proved itself; at the first failure it forgets that.
+    The role reports the address over gRPC, after it has proved itself; the first failure makes it unknown again.
 
-        unknown --learn--> known; dialled at once, unless it has just failed and is the same: then after a while
-        known   --a connection can't be made, or its first bytes are no role's--> unknown; to be asked for after a while
-        known   --a connection breaks--> unknown; to be asked for soon
+        unknown --learn--> known; dialled at once, unless the same address has just failed: then after a while
+        known   --a connection can't be made, or the peer is no role--> unknown; the role is asked after a while
+        known   --a connection breaks--> unknown; the role is asked soon
     """
 
     def __init__(self, name: str, token: str | None = None, tls: Tls | None = None) -> None:
@@ -236,15 +211,15 @@ class DataPort:
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._place: _Place | None = None
-        self._failed: _Place | None = None  # that was there at the last failure
-        self._forgotten = False  # where it is was known, and can be asked for
+        self._failed: _Place | None = None  # the address at the last failure
+        self._forgotten = True  # unknown, but the role can be asked
         self._idle: list[Connection] = []
         self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
-        self._reached = False  # has a connection to where it is come about?
+        self._reached = False  # has a connection to the address succeeded?
         self._closed = False
 
     def learn(self, peer: PeerAddress, said: node_pb2.HelloReply | node_pb2.AttachEvent) -> None:
-        """Where it is, as the role itself has said to who dialled it as this peer."""
+        """Take the address that the role reported to a caller that dialled it as this peer."""
         has_one = said.data_port and said.address == peer.address
         if not has_one:
             self.is_at(None)
@@ -254,9 +229,9 @@ class DataPort:
             self.is_at((split_address(peer.address)[0], said.data_port), said.identity.incarnation)
 
     def is_at(self, where: Where | None, boot_id: int = 0) -> None:
-        """Where it is from now on, and of which process; None: there is none.
+        """Set the address, and the boot id of the process there; None: there is no data plane.
 
-        Who learns this has just reached the role. So what could be reached before is worth another try.
+        The caller has just reached the role. So a port that was reachable before is worth another try.
         """
         place = (where, boot_id) if where is not None and supported() else None
         with self._lock:
@@ -270,7 +245,7 @@ class DataPort:
             self.drop()
 
     def should_ask(self) -> bool:
-        """Is it time to ask the role where it is, since that was forgotten? Once in a while."""
+        """Return whether it is time to ask the role for its address; once per `AVOID_SECONDS` at most."""
         with self._lock:
             now = time.monotonic()
             due = self._forgotten and now >= self._avoid_until
@@ -278,24 +253,12 @@ class DataPort:
                 self._avoid_until = now + AVOID_SECONDS
             return due
 
-    @property
-    def where(self) -> Where | None:
-        """Where it is, as far as that is known."""
-        return None if self._place is None else self._place[0]
-
     def usable(self) -> bool:
-        """Is it worth to try?"""
+        """Return whether a connection is worth trying."""
         return self._place is not None and time.monotonic() >= self._avoid_until
 
-    def open(self, path: str, metadata: Metadata) -> DataStream | None:
-        """A stream for a call, on an idle connection or a new one; None where the call has to go another way."""
-        return self._open(DataStream, path, metadata)
-
-    def open_prompt(self, path: str, metadata: Metadata) -> PromptStream | None:
-        """The same, of the other kind."""
-        return self._open(PromptStream, path, metadata)
-
-    def _open(self, kind: type[_StreamT], path: str, metadata: Metadata) -> _StreamT | None:
+    def connect(self, path: str, metadata: Metadata, *, prompt: bool = False) -> DataStream | None:
+        """Return a stream for a call, on an idle or a new connection; None if the call must use gRPC."""
         connection: Connection | None = None
         with self._lock:
             place = self._place
@@ -307,8 +270,7 @@ class DataPort:
             connection = self._dialled(place)
         if connection is None:
             return None
-        on_useless = partial(self.avoid, failed=place, ask_again=False)
-        return kind(connection, path, metadata, on_useless, partial(self._broke, place))
+        return (PromptStream if prompt else DataStream)(self, place, connection, path, metadata)
 
     def _dialled(self, place: _Place | None) -> Connection | None:
         if place is None or not self.usable():
@@ -319,26 +281,27 @@ class DataPort:
         except OSError as error:
             self.avoid(str(error), place)
             return None
-        found = Connection(connected)
+        connection = Connection(connected)
         try:
             if self._tls is not None:
-                found = TlsConnection(connected, self._tls, where[0])
-                _secure(found)
+                connection = TlsConnection(connected, self._tls, where[0])
+                _secure(connection)
             if self._secret is not None:
-                self._shake_hands(found, self._secret, where, boot_id)
+                self._shake_hands(connection, self._secret, where, boot_id)
         except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
-            found.break_off()
+            connection.break_off()
             self.avoid(str(error), place, ask_again=False)
             return None
         with self._lock:
             if place == self._place:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
-        return found
+        return connection
 
     @staticmethod
     def _shake_hands(connection: Connection, secret: Secret, where: Where, boot_id: int = 0) -> None:
-        """Have both sides prove that they know the token, before all else. Raises where the server does not."""
-        request = make_request(secret, _named(where))
+        """Prove to each other that both sides know the token. Raises if the server does not."""
+        address = address_of(where) if isinstance(where, str) else f"{where[0]}:{where[1]}"
+        request = make_request(secret, address)
         with _in_time(connection):
             connection.send((Kind.HANDSHAKE, (request.SerializeToString(),)))
             body = _expected(connection, Kind.HANDSHAKE)
@@ -349,11 +312,7 @@ class DataPort:
         connection.send((Kind.PROOF, (session.keys.data_proof(),)))
 
     def avoid(self, why: str, failed: _Place | None, *, ask_again: bool = True) -> None:
-        """Forget where it is, and have calls go another way for a while; not if it is elsewhere than where it failed.
-
-        Args:
-            ask_again: is it worth a try as soon as the role says that it is still there?
-        """
+        """Use gRPC for a while, or until the role reports the address if `ask_again`, unless that has changed."""
         with self._lock:
             if failed is None or failed != self._place:
                 return
@@ -365,8 +324,8 @@ class DataPort:
         what = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
         logger.info("%s: its data %s can't be used (%s): using gRPC for now", self._name, what, why)
 
-    def _broke(self, failed: _Place | None) -> None:
-        """A connection has ended that was one to the role."""
+    def broke(self, failed: _Place | None) -> None:
+        """Forget the address after a connection to the role has ended."""
         with self._lock:
             if failed is None or failed != self._place:
                 return
@@ -375,12 +334,12 @@ class DataPort:
         self.drop()
 
     def _forget(self, seconds: float) -> None:
-        """Under the lock."""
+        """Forget the address; requires the lock."""
         self._failed, self._place, self._forgotten = self._place, None, True
         self._avoid_until = time.monotonic() + seconds
 
     def give_back(self, stream: DataStream) -> None:
-        """The call is over. What can't be used again is closed."""
+        """Keep the connection of a call that is over, or close it if it can't be reused."""
         with self._lock:
             if (connection := stream.reusable) is not None and not self._closed and not connection.worn:
                 self._idle.append(connection)
@@ -388,12 +347,10 @@ class DataPort:
         stream.close()
 
     def close(self) -> None:
-        """Nothing is given back any more."""
-        self._closed = True
+        self._closed = True  # for connections that are returned later
         self.drop()
 
     def drop(self) -> None:
-        """Close what is idle."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -401,15 +358,15 @@ class DataPort:
 
 
 def _secure(connection: TlsConnection) -> None:
-    """Have both sides trust each other's certificates. Raises where they do not."""
+    """Exchange certificates. Raises if one side does not trust the other."""
     with _in_time(connection):
         connection.shake_hands()
-        _expected(connection, Kind.READY)  # else what is wrong with ours would be found out amid a call
+        _expected(connection, Kind.READY)  # else a call would fail if the server rejects our certificate
 
 
 @contextmanager
 def _in_time(connection: Connection) -> Iterator[None]:
-    """Give the server so long for its part of a handshake, however it trickles, and room for little."""
+    """Bound the time of a handshake in the block, however slowly the server sends, and the size of its packets."""
     most, connection.limit = connection.limit, _MAX_HANDSHAKE_BYTES
     late = threading.Timer(HANDSHAKE_SECONDS, connection.shut)
     late.daemon = True
@@ -422,7 +379,7 @@ def _in_time(connection: Connection) -> Iterator[None]:
 
 
 def _expected(connection: Connection, expected: Kind) -> bytes:
-    """What the server says in a handshake. UnavailableError if it refuses, or says something else."""
+    """Return the server's part of a handshake. Raise UnavailableError if it refuses, or sends another packet."""
     kind, body = connection.receive()
     if kind is Kind.STATUS:
         raise UnavailableError(data_plane_pb2.DataStatus.FromString(body).details)
@@ -435,7 +392,3 @@ def _connected(where: Where) -> socket.socket:
     if isinstance(where, str):
         return connect(where, CONNECT_SECONDS)
     return socket.create_connection(where, timeout=CONNECT_SECONDS)
-
-
-def _named(where: Where) -> str:
-    return address_of(where) if isinstance(where, str) else f"{where[0]}:{where[1]}"

@@ -1,9 +1,9 @@
-"""A connection of the data plane in TLS: Python's `ssl` makes the bytes, which its threads send and receive themselves.
+"""A data-plane connection in TLS: Python's `ssl` makes the bytes, and the connection's threads send and receive them.
 
-OpenSSL's state is for one thread at a time, and a reader waits for as long as nothing comes. So it is never given the
-socket: it writes and reads memory, under a lock that nobody holds while the network is waited for.
+OpenSSL's state is for one thread at a time, and a reader may wait for ever. So OpenSSL never gets the socket: it reads
+and writes memory, under a lock that no thread holds while it waits for the network.
 
-TLS ends with the connection, without a farewell of its own: what is cut off lacks its END or STATUS.
+TLS ends with the connection, without a close_notify: a call that is cut off lacks its END or STATUS.
 """
 
 from __future__ import annotations
@@ -19,24 +19,20 @@ from pscluster.core.transport.frames import Buffer, pieces
 from pscluster.core.transport.tcp.packets import CLOSED, ClosedError, Connection, Packet, as_buffers
 
 _RECORD_BYTES = 16 << 10  # of TLS, at most
-_CHUNK_BYTES = 128 << 10  # a Python call each; of these several stay in a core's cache
-_WORN_BYTES = 1 << 38  # 2**24 records: the keys of AES-GCM are for no more (RFC 8446, 5.5), and are not changed here
+_CHUNK_BYTES = 128 << 10  # a Python call each; several of them stay in a core's cache
+_WORN_BYTES = 1 << 38  # 2**24 records: the limit of AES-GCM keys (RFC 8446, 5.5), which are not updated here
 
 
 class TlsConnection(Connection):
-    """Packets in TLS, over a connected socket, behind `shake_hands`.
+    """Packets in TLS over a connected socket, after `shake_hands`.
 
-    Args:
-        host: that was dialled; None: this is the server's side.
-
-    Raises:
-        OSError: OpenSSL does not take the certificates.
+    `host` was dialled; None: this is the server's side. Raises OSError if OpenSSL rejects the certificates.
     """
 
     def __init__(self, connected: socket.socket, tls: Tls, host: str | None = None) -> None:
         super().__init__(connected)
         self._owner = tls
-        self._generation = tls.look_again()  # before the context, which may be newer
+        self._generation = tls.refresh()  # before the context, which may be newer
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = tls.context(server=host is None).wrap_bio(
             self._incoming, self._outgoing, server_side=host is None, server_hostname=host
@@ -46,11 +42,11 @@ class TlsConnection(Connection):
 
     @property
     def worn(self) -> bool:
-        """Were its certificates renewed, or have its keys done their work?"""
-        return self._carried > _WORN_BYTES or self._owner.look_again() != self._generation
+        """Return whether its certificates were renewed, or its keys are at their limit."""
+        return self._carried > _WORN_BYTES or self._owner.refresh() != self._generation
 
     def shake_hands(self) -> None:
-        """Have both sides show what they have to. OSError if this side does not trust the other."""
+        """Run the TLS handshake. Raise OSError if this side does not trust the other."""
         ready = False
         while not ready:
             try:
@@ -60,14 +56,14 @@ class TlsConnection(Connection):
                 pass
             except OSError:
                 with contextlib.suppress(OSError):
-                    self._socket.sendall(self._outgoing.read())  # why
+                    self._socket.sendall(self._outgoing.read())  # the alert that says why
                 raise
             self._socket.sendall(self._outgoing.read())
             if not ready:
                 self._take(_RECORD_BYTES)
 
     def shown(self) -> dict[str, Any]:
-        """What the other side's certificate says, in the words of gRPC's contexts; nothing if it had to show none."""
+        """Return the properties of the peer's certificate, named as in gRPC's contexts; none if it had to show none."""
         if (der := self._tls.getpeercert(binary_form=True)) is None:
             return {}
         names: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
@@ -77,12 +73,10 @@ class TlsConnection(Connection):
         }
 
     def send(self, *packets: Packet) -> None:
-        """Send packets. Waits for room; OSError if the connection is broken."""
         for group in pieces(as_buffers(packets), _CHUNK_BYTES):
             self._socket.sendall(self._encrypted(group))
 
     def start_to_send(self, *packets: Packet) -> bytes:
-        """Send what there is room for, without waiting; what is left, encrypted."""
         return self._send_some(self._encrypted([b"".join(as_buffers(packets))]))
 
     def _encrypted(self, buffers: list[Buffer]) -> bytes:
@@ -107,7 +101,7 @@ class TlsConnection(Connection):
             try:
                 with self._state:
                     while len(view):
-                        count: Any = self._tls.read(len(view), view)  # a number, whatever the stubs say
+                        count: Any = self._tls.read(len(view), view)  # an int, whatever the stubs say
                         if not count:
                             raise ClosedError(CLOSED)
                         view = view[count:]
@@ -115,7 +109,7 @@ class TlsConnection(Connection):
                 self._take(len(view))
 
     def _take(self, size: int) -> None:
-        """Wait for some of what comes, about as much."""
+        """Wait for data, about `size` bytes."""
         data = self._socket.recv(max(_RECORD_BYTES, min(size, _CHUNK_BYTES)))
         if not data:
             raise ClosedError(CLOSED)

@@ -1,4 +1,4 @@
-"""A connection of the data plane: packets in, packets out. No call is known here."""
+"""A connection of the data plane: packets in, packets out, without knowledge of calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import MAX_MESSAGE_BYTES
+from pscluster.core.transport.base import Place
 from pscluster.core.transport.frames import Buffer
 
 _AT_ONCE = struct.pack("ii", 1, 0)
@@ -19,18 +20,18 @@ _MARK = 0xD5
 _START_BYTES = 128  # more than the header of a frame takes, nearly always
 _MAX_BUFFERS = 64  # of one system call; more are joined first
 _UNACKNOWLEDGED_MS = 20_000
-# What lies between two processes of a machine stays in a core's cache: with what the kernel chooses it may be ten times
-# as much, and each byte then comes from memory. There is nothing to control between them, either; BBR lets packets wait
-# for its timers. Reno is there on every Linux. The kernel's usual limit of a send buffer is 208 KiB.
+# Data between two processes of a machine should stay in a core's cache: the kernel's own choice may be ten times as
+# much, and then each byte comes from memory. Nor is there congestion to control, and BBR delays packets by its timers.
+# Reno exists on every Linux. The kernel's usual limit of a send buffer is 208 KiB.
 _LOOPBACK_SEND_BYTES = 192 << 10
 _LOOPBACK_CONGESTION = b"reno"
-_UNIX_SEND_BYTES = 256 << 10  # with half as much, half the speed; more does not help
+_UNIX_SEND_BYTES = 256 << 10  # half as much halves the speed; more does not help
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
 
 class Kind(IntEnum):
-    """What a packet is."""
+    """The kind of a packet."""
 
     CALL = 1
     MESSAGE = 2
@@ -45,12 +46,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 Packet = tuple[Kind, Sequence[Buffer]]
-"""What it is, and its body: these buffers in order."""
-
-
-Place = Callable[[bytes, int], Iterable[memoryview] | None]
-"""Where a message goes, of which it is given the first bytes and the size: memory for the rest, which is not copied so.
-None if it needs the whole, which it is given in a second call."""
+"""Its kind and its body, these buffers in order."""
 
 
 CLOSED = "the connection was closed by the other side"
@@ -61,11 +57,11 @@ class ClosedError(ConnectionError):
 
 
 class UnknownProtocolError(ProtocolError):
-    """What came is no packet: it is not a data plane that is there."""
+    """The bytes received are no packet: the other end is not a data plane."""
 
 
 def as_buffers(packets: Sequence[Packet]) -> list[Buffer]:
-    """What is sent of them, few enough for one system call."""
+    """Return the buffers to send, few enough for one system call."""
     buffers: list[Buffer] = []
     for kind, body in packets:
         buffers.append(_HEAD.pack(sum(map(len, body)), kind, _MARK, 0))
@@ -74,15 +70,15 @@ def as_buffers(packets: Sequence[Packet]) -> list[Buffer]:
 
 
 def supported() -> bool:
-    """Is there a data plane on this system?"""
+    """Return whether this system supports the data plane."""
     return hasattr(socket, "TCP_USER_TIMEOUT")
 
 
 def tuned(connected: socket.socket) -> socket.socket:
-    """The same, set to send at once, and to end some day. Closed, and an OSError, if it has ended already."""
+    """Return the socket, set to send at once and to detect a lost peer. Close it and raise OSError if it has ended."""
     try:
         connected.settimeout(None)
-        if connected.family not in _INTERNET:  # the kernel tells of its end itself, and sends at once
+        if connected.family not in _INTERNET:  # the kernel reports its end by itself, and sends at once
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
             return connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,7 +86,7 @@ def tuned(connected: socket.socket) -> socket.socket:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        if connected.getsockname()[0] == connected.getpeername()[0]:  # a network needs what the kernel finds out
+        if connected.getsockname()[0] == connected.getpeername()[0]:  # on a network the kernel's own choices are right
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
             with contextlib.suppress(OSError):  # a container may forbid it; it is only slower without
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LOOPBACK_CONGESTION)
@@ -103,36 +99,35 @@ def tuned(connected: socket.socket) -> socket.socket:
 class Connection:
     """Packets over a connected socket.
 
-    One thread reads and one writes at a time, and none does when it is closed; any may call `shut`, at any time.
+    One thread at a time reads and one writes, and neither during `close`; any thread may call `shut` at any time.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._lock = threading.Lock()  # else `shut` could meet another connection that has the descriptor by now
-        self.limit = MAX_MESSAGE_BYTES  # of a packet that comes
+        self._lock = threading.Lock()  # else `shut` could hit another connection that has reused the descriptor
+        self.limit = MAX_MESSAGE_BYTES  # of a received packet
 
     @property
     def worn(self) -> bool:
-        """Is it to carry no further call?"""
+        """Return whether it must carry no further call."""
         return False
 
     def fileno(self) -> int:
-        """Of the socket; -1 once it is closed."""
         return self._socket.fileno()
 
     def send(self, *packets: Packet) -> None:
-        """Send packets. Waits for room; OSError if the connection is broken."""
+        """Send packets. Waits for room; raises OSError if the connection is broken."""
         buffers = as_buffers(packets)
         sent = self._socket.sendmsg(buffers)
         if sent == sum(map(len, buffers)):  # as nearly always
             return
-        for buffer in buffers:  # a signal came in between
+        for buffer in buffers:  # a signal interrupted the call
             if sent < len(buffer):
                 self._socket.sendall(memoryview(buffer)[sent:])
             sent = max(0, sent - len(buffer))
 
     def start_to_send(self, *packets: Packet) -> bytes:
-        """Send what there is room for, without waiting; what is left. OSError if the connection is broken."""
+        """Send as much as there is room for, without waiting. Return the rest. OSError if the connection is broken."""
         return self._send_some(b"".join(as_buffers(packets)))
 
     def _send_some(self, data: bytes) -> bytes:
@@ -142,27 +137,20 @@ class Connection:
             sent = 0
         return data[sent:]
 
-    def finish(self, left: bytes) -> None:
-        """Send what was left. Waits for room; OSError if the connection is broken."""
-        self._socket.sendall(left)
+    def finish(self, rest: bytes) -> None:
+        """Send the rest. Waits for room; raises OSError if the connection is broken."""
+        self._socket.sendall(rest)
 
     def receive(self, place: Place | None = None, announce: Callable[[int], None] | None = None) -> tuple[Kind, bytes]:
-        """Wait for a packet; of a message that a place has taken there is nothing left.
+        """Wait for a packet; the body of a message that `place` has taken is empty.
 
-        Args:
-            place: see there.
-            announce: called with a packet's size before any memory is taken for it.
-
-        Raises:
-            ClosedError: there will be no more.
-            UnknownProtocolError: it is no packet.
-            ProtocolError: it is one that is too large.
-            OSError: the connection is broken.
+        `announce` is called with a packet's size before memory is allocated for it. Raises OSError if the connection is
+        closed or broken, and ProtocolError if the packet is too large, or none.
         """
         size, number, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
         kind = _KINDS.get(number)
         if kind is None or mark != _MARK or zeros:
-            raise UnknownProtocolError("what came is no packet of the data plane")
+            raise UnknownProtocolError("received no packet of the data plane")
         if size > self.limit:
             raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
         if announce is not None:
@@ -192,7 +180,7 @@ class Connection:
         if len(data) == size:
             return data
         pieces = [data]
-        while data and (left := size - sum(map(len, pieces))):  # a signal has cut it short
+        while data and (left := size - sum(map(len, pieces))):  # a signal interrupted it
             data = self._socket.recv(left, socket.MSG_WAITALL)
             pieces.append(data)
         if not data:
@@ -200,17 +188,17 @@ class Connection:
         return b"".join(pieces)
 
     def shut(self) -> None:
-        """End it for whoever reads or writes, here and there."""
-        with self._lock, contextlib.suppress(OSError):  # it is closed already, or the peer has gone
+        """End it for the threads that read or write, at both ends."""
+        with self._lock, contextlib.suppress(OSError):  # closed already, or the peer has disconnected
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give it back. By the thread that uses it."""
+        """Close the socket, from the thread that uses it."""
         with self._lock:
             self._socket.close()
 
     def break_off(self) -> None:
-        """The same; what is still to be sent is not, so that the other side learns of the end without reading it."""
+        """Close the socket and discard unsent data, so that the peer learns of the end without reading it."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self.close()

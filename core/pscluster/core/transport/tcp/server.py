@@ -1,9 +1,9 @@
 """The server's side of the data plane: a socket, a thread for each connection, gRPC's handlers and interceptors.
 
-Where there is TLS, a connection begins with its handshake, on the connection's own thread, and READY or a refusal.
+With TLS a connection begins with its handshake, on the connection's own thread, and READY or a refusal.
 
-Unauthenticated peers, which have not proved that they know the token or, where there is none, made a call, are few at
-a time, may only send a small packet, and are closed after a while, the oldest first where there are many.
+A peer is unauthenticated until it has proved that it knows the token or, without one, made a call. Unauthenticated
+peers are limited in number, may send small packets only, and are closed after a while, or oldest first above the limit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -32,6 +32,7 @@ from pscluster.core.security.revocation import why_refused
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.admission import Admission, Waiting
 from pscluster.core.transport.frames import Buffer
+from pscluster.core.transport.methods import Handler, Lookup, behaviour_of
 from pscluster.core.transport.tcp.context import DataContext, HandlerAborted
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, tuned
@@ -41,23 +42,21 @@ from pscluster.v1 import authentication_pb2, data_plane_pb2
 logger = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
-"""Connections at a time on which no call was accepted yet."""
+"""Maximum number of connections on which no call was accepted yet."""
 
-_LOOK_SECONDS = 1.0
-_SMALL_BYTES = 4 << 10  # of a message that is coming; as many connections as there are may hold that each
+_CHECK_SECONDS = 1.0
+_SMALL_BYTES = 4 << 10  # of an arriving message, uncounted; every connection may hold this much
 
 Parts = bytes | Sequence[Buffer]
-"""An answer; see `ServerCall.takes_parts`."""
-
-Lookup = Callable[[grpc.HandlerCallDetails], "grpc.RpcMethodHandler[Any, Any] | None"]
+"""An answer; see `ServerCall.reply`."""
 
 
 class CallBrokenError(grpc.RpcError):
-    """The caller has gone, or sends what is no message: raised where messages are asked for, as gRPC does."""
+    """The caller disconnected or sent an invalid packet: raised when a message is requested, as gRPC does."""
 
 
 class _Details(NamedTuple):
-    """What an interceptor is asked about."""
+    """The details of a call, for interceptors."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
@@ -70,61 +69,55 @@ class _Peer:
         connected = tuned(connected)
         self.connection = Connection(connected) if tls is None else TlsConnection(connected, tls)
         self.connection.limit = MAX_CALL_BYTES
-        self.shown: dict[str, Any] = {}  # by its certificate; see `DataContext.auth_context`
+        self.shown: dict[str, Any] = {}  # in its certificate; see `DataContext.auth_context`
         self.name = _name_of(connected)
         self.since = time.monotonic()
         self.known = False
         self.turned_out = False
-        self.busy = False  # with a call, until its end is told
+        self.busy = False  # with a call, until its status is sent
         self.context: DataContext | None = None
 
     @property
     def is_unauthenticated(self) -> bool:
-        """Has no call of it been accepted, and may one still be?"""
+        """Return whether no call of it has been accepted, though one may be."""
         return not (self.known or self.turned_out)
 
     def why_refused(self, revoked: frozenset[str]) -> str | None:
-        """What is wrong with the certificate that it has shown, if it has shown one."""
+        """Return what is wrong with its certificate, if it has shown one."""
         shown = self.shown.get("x509_pem_cert", ())
         return next((why for pem in shown if (why := why_refused(pem, revoked, resumed=False))), None)
 
     def cancel(self) -> None:
-        """End it: its client's token or certificate is accepted no more."""
+        """End the connection: its token or certificate is no longer accepted."""
         self.connection.shut()
         self.gone()
 
     def turn_out(self) -> None:
-        """Its thread finds that it is closed."""
+        """Close the connection for its thread, and never authenticate it."""
         self.turned_out = True
         self.connection.shut()
 
     def hold(self, seconds: float) -> None:
-        """Wait for so long, or until it is closed, by whichever side."""
+        """Wait for `seconds` seconds, or until either side closes the connection."""
         waiting = select.poll()
         waiting.register(self.connection.fileno(), select.POLLRDHUP)
         waiting.poll(seconds * 1000)
 
     def gone(self) -> None:
-        """Nobody is on the other side any more."""
+        """End the call: the client has disconnected."""
         if (context := self.context) is not None:
             context.end()
 
 
 class DataServer:
-    """Serves the methods of some handlers on a port of its own, until `stop`.
+    """Serves the methods of some handlers on a separate port, until `stop`.
 
     Args:
-        listener: listens; it is closed at the end.
-        handlers: gRPC's own; their unary methods are served, too.
-        interceptors: as of a gRPC server: the first is asked first.
-        authenticator: of whom clients have to prove themselves to; None: whoever calls is served.
-        admission: bounds what is held of messages that are coming.
-        message_bytes: what a message may have.
-        tls: what is shown, and asked for; None: what is sent can be read on its way.
-        refused: is told of every connection that was refused; is it to be answered?
-
-    Attributes:
-        port: where it listens; of a Unix socket 1, as gRPC says.
+        listener: a listening socket; `stop` closes it.
+        handlers: gRPC's own, with methods of any arity.
+        interceptors: as of a gRPC server, in order.
+        authenticator: to which clients must prove themselves; None: every caller is served.
+        tls: this side's certificates; None: plain text.
     """
 
     def __init__(
@@ -142,9 +135,9 @@ class DataServer:
         self._admission, self._message_bytes = admission, message_bytes
         self._tls, self._revoked = tls, frozenset[str]()
 
-        def find(details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-            found = (handler.service(details) for handler in handlers)
-            return next((handler for handler in found if handler is not None), None)
+        def find(details: grpc.HandlerCallDetails) -> Handler | None:
+            candidates = (handler.service(details) for handler in handlers)
+            return next((handler for handler in candidates if handler is not None), None)
 
         lookup: Lookup = find
         for interceptor in reversed(interceptors):
@@ -157,15 +150,14 @@ class DataServer:
         self._epoll = select.epoll()
         self._over = False
         self._listener = listener
-        self.port: int = 1 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
+        self.port: int = 1 if listener.family == socket.AF_UNIX else listener.getsockname()[1]  # as gRPC reports it
 
     def start(self) -> None:
-        """Serve from now on."""
         for target, name in ((self._accept, "data-accept"), (self._watch, "data-watch")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Refuse what is new, wait for so many seconds for what runs, end it."""
+        """Refuse new calls, wait `grace` seconds for running ones, and end them."""
         with self._lock:
             self._over = True
         with contextlib.suppress(OSError):
@@ -175,7 +167,7 @@ class DataServer:
             self._changed.wait_for(lambda: not any(peer.busy for peer in self._peers), grace)
             peers = list(self._peers)
         for peer in peers:
-            peer.connection.shut()  # first: a handler that is told that nobody waits may end as if all were well
+            peer.connection.shut()  # first: a handler whose context ends may return as if all were well
             peer.gone()
 
     # Connections
@@ -187,18 +179,9 @@ class DataServer:
             except OSError as error:
                 if not self._over:
                     logger.warning("can't accept a connection to the data port: %s", error)
-                    time.sleep(_LOOK_SECONDS)  # as with too many open files: it passes
+                    time.sleep(_CHECK_SECONDS)  # too many open files, for one: it passes
                 continue
-            if not self._may_connect(connected):
-                connected.close()
-                continue
-            try:
-                peer = _Peer(connected, self._tls)
-            except ssl.SSLError as error:  # a renewed key may be too short, for one; gRPC takes it
-                logger.error("can't accept a connection to the data port: %s", error)
-                connected.close()
-                continue
-            except OSError:  # it has gone already
+            if (peer := self._peer_of(connected)) is None:
                 connected.close()
                 continue
             try:
@@ -207,17 +190,19 @@ class DataServer:
                 logger.exception("can't serve a connection to the data port")
                 self._drop(peer)
 
-    def _may_connect(self, connected: socket.socket) -> bool:
-        """On a Unix socket: is it this user's process?"""
-        if connected.family != socket.AF_UNIX:
-            return True
+    def _peer_of(self, connected: socket.socket) -> _Peer | None:
         try:
-            check_peer(connected)
-        except OSError as error:
+            if connected.family == socket.AF_UNIX:
+                check_peer(connected)
+            return _Peer(connected, self._tls)
+        except PermissionError as error:  # it is another user's
             self._refused(OTHER_USER)
             logger.debug("a connection to the data plane was refused: %s", error)
-            return False
-        return True
+        except ssl.SSLError as error:  # a renewed key may be too short, for one, which gRPC takes
+            logger.error("can't accept a connection to the data port: %s", error)
+        except OSError:
+            pass  # it has disconnected already
+        return None
 
     def _take(self, peer: _Peer) -> None:
         with self._lock:
@@ -231,25 +216,25 @@ class DataServer:
             min(unauthenticated, key=lambda each: each.since).turn_out()
         if full:
             with contextlib.suppress(CallBrokenError):
-                self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more connections are taken here"))
+                self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many connections"))
             peer.connection.close()
             return
         threading.Thread(target=self._serve, args=(peer,), name="data", daemon=True).start()
 
     def _drop(self, peer: _Peer) -> None:
-        peer.connection.shut()  # for a thread of the handler's that still reads
+        peer.connection.shut()  # for a handler's thread that still reads
         with self._lock:
             number = peer.connection.fileno()
             if self._by_number.pop(number, None) is not None:
                 self._epoll.unregister(number)
             self._peers.discard(peer)
             self._changed.notify_all()
-            peer.connection.close()  # under the lock: the number is free for another one
+            peer.connection.close()  # under the lock: the descriptor may be reused at once
 
     def _watch(self) -> None:
-        """Tell the calls whose callers have gone, and close unauthenticated connections that say nothing."""
+        """End the calls of clients that have disconnected, and close connections that stay unauthenticated."""
         while not self._over:
-            events = self._epoll.poll(_LOOK_SECONDS)
+            events = self._epoll.poll(_CHECK_SECONDS)
             with self._lock:
                 gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
                 late = time.monotonic() - HANDSHAKE_SECONDS
@@ -263,7 +248,7 @@ class DataServer:
     def _end_revoked(self) -> None:
         if self._tls is None:
             return
-        self._tls.look_again()
+        self._tls.refresh()
         if self._tls.revoked == self._revoked:
             return
         self._revoked = self._tls.revoked
@@ -273,7 +258,7 @@ class DataServer:
             peer.cancel()
 
     def _gone(self, number: int) -> _Peer | None:
-        """Under the lock. The event may be of a connection that had the number before: so it is looked at again."""
+        """Return the peer that disconnected; requires the lock. Polls again, as the descriptor may have been reused."""
         peer = self._by_number.get(number)
         if peer is None:
             return None
@@ -282,7 +267,7 @@ class DataServer:
         if not now.poll(0):
             return None
         del self._by_number[number]
-        self._epoll.unregister(number)  # it would be told again and again
+        self._epoll.unregister(number)  # else it would be reported again and again
         return peer
 
     # Calls
@@ -307,45 +292,40 @@ class DataServer:
                 self._authenticator.leave(session, peer)
 
     def _secure(self, peer: _Peer, connection: TlsConnection) -> None:
-        """Have both sides show their certificates, and say whether the client's is accepted. Raises where it is not."""
+        """Exchange certificates, and answer whether the client's is accepted. Raises if it is not."""
         assert self._tls is not None
         connection.shake_hands()
         peer.shown = connection.shown()
         if (why := peer.why_refused(self._tls.revoked)) is not None:
-            if not self._refused(peer.name):
-                peer.hold(HOLD_SECONDS)
-            else:
-                self._answer(peer, _status(grpc.StatusCode.UNAUTHENTICATED, why))
-            raise ClosedError(why)
+            self._refuse(peer, _status(grpc.StatusCode.UNAUTHENTICATED, why))
         self._send(peer, Kind.READY, b"")
 
+    def _refuse(self, peer: _Peer, status: data_plane_pb2.DataStatus | None = None) -> NoReturn:
+        """Answer a client that was refused, unless it is to be held, and raise."""
+        if not self._refused(peer.name):
+            peer.hold(HOLD_SECONDS)
+        elif status is not None:
+            self._answer(peer, status)
+        raise ClosedError("no client of ours" if status is None else status.details) from None
+
     def _shake_hands(self, peer: _Peer, authenticator: Authenticator) -> ServerSession:
-        """Have the client prove that it knows the token. Raises where it has not."""
+        """Have the client prove that it knows the token. Raises if it does not."""
         kind, body = peer.connection.receive()
         try:
             if kind is not Kind.HANDSHAKE:
                 raise refusal()
-            try:
-                request = authentication_pb2.HandshakeRequest.FromString(body)
-            except DecodeError:
-                raise refusal() from None
-            session = authenticator.open(request)
-        except (AuthenticationError, ProtocolError) as error:
-            if not self._refused(peer.name):
-                peer.hold(HOLD_SECONDS)
-                raise ClosedError("no client of ours") from None
-            word, code = kind_of(error)
+            session = authenticator.open(authentication_pb2.HandshakeRequest.FromString(body))
+        except (AuthenticationError, ProtocolError, DecodeError) as error:
+            said = refusal() if isinstance(error, DecodeError) else error
+            word, code = kind_of(said)
             trailing = [data_plane_pb2.DataMetadata(key=KIND_METADATA, value=word)]
-            self._answer(peer, data_plane_pb2.DataStatus(code=code.value[0], details=str(error), trailing=trailing))
-            raise ClosedError("no client of ours") from None
+            self._refuse(peer, data_plane_pb2.DataStatus(code=code.value[0], details=str(said), trailing=trailing))
         self._send(peer, Kind.HANDSHAKE, session.reply.SerializeToString())
         kind, body = peer.connection.receive()
         if kind is not Kind.PROOF or not hmac.compare_digest(body, session.keys.data_proof()):
-            if not self._refused(peer.name):
-                peer.hold(HOLD_SECONDS)
-            raise ClosedError("no client of ours")
+            self._refuse(peer)
         if not authenticator.claim(session, peer):
-            raise ClosedError("another connection's proof, or its token is accepted no more")
+            raise ClosedError("another connection's proof, or its token is no longer accepted")
         self._accept_peer(peer)
         return session
 
@@ -353,17 +333,17 @@ class DataServer:
         peer.known, peer.connection.limit = True, self._message_bytes
 
     def _call(self, peer: _Peer) -> None:
-        """Serve one call. Raises where no other may follow."""
+        """Serve one call. Raises if no other may follow."""
         kind, body = peer.connection.receive()
         if kind is not Kind.CALL or len(body) > MAX_CALL_BYTES:
-            raise ProtocolError(f"a call was to begin, and {kind.name} of {len(body)} bytes came")
+            raise ProtocolError(f"expected a call, but received {kind.name} of {len(body)} bytes")
         call = data_plane_pb2.DataCall.FromString(body)
         if len(call.metadata) > MAX_METADATA:
             raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata, the limit is {MAX_METADATA}")
         context = DataContext(peer.connection, peer.name, call, peer.shown)
         with self._lock:
             if self._over:
-                raise ClosedError("no more calls are taken here")
+                raise ClosedError("the server is stopping")
             peer.context, peer.busy = context, True
         requests = _Requests(peer.connection, context, self._admission)
         try:
@@ -377,7 +357,7 @@ class DataServer:
             status = context.status(None)
         except CallBrokenError as error:
             raise ClosedError(f"the caller has gone: {error}") from None
-        except HandlerAborted as error:  # which is not kept: it knows all that the handler had
+        except HandlerAborted as error:  # not kept: its frames hold the handler's variables
             status = context.status(error)
         except Exception as error:
             if requests.broken or not context.is_active():
@@ -404,14 +384,9 @@ class DataServer:
 
 
 def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
-    """Return a socket that listens there.
+    """Return a socket that listens on an address, on any free port for 0. Raise OSError if it can't listen there.
 
-    Args:
-        port: 0: any free one.
-        share: it is bound by another process of this user, too, which keeps it but does not listen.
-
-    Raises:
-        OSError: that can't be.
+    With `share`, another process of this user has reserved the port: it has bound it, but does not listen.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()  # as gRPC does there
@@ -419,7 +394,7 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
 
 
 def _name_of(connected: socket.socket) -> str:
-    """What a connection is called in logs, and where refusals are counted."""
+    """Return a connection's name, for logs and for counting refusals."""
     if connected.family == socket.AF_UNIX:
         return f"unix:data:{connected.fileno()}"
     host, port = connected.getpeername()[:2]
@@ -431,7 +406,7 @@ def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
 
 
 class _Requests:
-    """The messages of a call, until the client says that there are no more. Raises if it breaks off."""
+    """The messages of a call, up to the client's END. Raises CallBrokenError if the connection breaks."""
 
     def __init__(self, connection: Connection, context: DataContext, admission: Admission | None = None) -> None:
         self._connection, self._context, self._admission = connection, context, admission
@@ -463,38 +438,29 @@ class _Requests:
         return body
 
     def _announce(self, size: int) -> None:
-        """A message of so many bytes comes: small ones are not worth counting."""
+        """Count an arriving message of `size` bytes, unless it is small."""
         if size > _SMALL_BYTES and self._admission is not None and not self._context.has_room:
             self._waiting = self._admission.enter(self._context, size)
 
     def drop_rest(self) -> None:
-        """What the client still sends is of a call that is over."""
+        """Drop the messages that the client still sends after the end of its call."""
         self._context.place = None
         for _ in self:
             pass
 
 
-def _as_it_is(answer: Parts) -> Parts:
-    return answer
-
-
 def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[Parts]:
-    """What the handler answers, whatever its arity."""
-    parse, serialize = handler.request_deserializer, handler.response_serializer or _as_it_is
+    """Yield the handler's answers, whatever its arity."""
+    parse, serialize = handler.request_deserializer, handler.response_serializer
     given: Any = requests if parse is None else map(parse, requests)
     if not handler.request_streaming:
         given = next(given, None)
         if given is None:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without a request")
-    word = {False: "unary", True: "stream"}
-    behaviour = getattr(handler, f"{word[handler.request_streaming]}_{word[handler.response_streaming]}")
-    answer = behaviour(given, context)
-    if not handler.response_streaming:
-        yield serialize(answer)
-        return
-    answers = iter(answer or ())
+    answer = behaviour_of(handler)(given, context)
+    answers = iter((answer or ()) if handler.response_streaming else (answer,))
     try:
-        yield from map(serialize, answers)
+        yield from answers if serialize is None else map(serialize, answers)
     finally:
         if (close := getattr(answers, "close", None)) is not None:
             close()

@@ -1,4 +1,4 @@
-"""A shard as it was at one moment, whatever changes while it is read."""
+"""Captures: a shard as it was at one moment, whatever changes while it is read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.conftest import search
 from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, dense, rows, small_blocks
 
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.shard import Shard, Snapshot, blocks_of_rows
 from pscluster.ps.server.store import Store
-from pscluster.ps.storage.capture import Capture, blocks_of_rows
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.spill import Spill
@@ -36,37 +35,38 @@ SHAPES = st.one_of(
 
 
 class Reading:
-    """A capture under way, and what it must give."""
+    """A capture that is being read, and what it must give."""
 
     def __init__(self, shard: Shard, spill: Spill | None = None) -> None:
         with shard.lock:
             self.expected = {name: array.tobytes() for name, array in shard.arrays().items()}
             self.capture = shard.capture(spill or Spill())
-        self.blocks = self.capture.blocks()
-        self.got = {name: bytearray(len(data)) for name, data in self.expected.items()}
-        self.seen = set[tuple[str, int]]()
+        self.blocks = ((name, block) for name, array in self.capture.items() for block in array)
+        self.got = dict.fromkeys(self.expected, b"")
 
     def read_on(self) -> bool:
-        """Take a block, which is right; False at the end."""
-        block = next(self.blocks, None)
-        if block is None:
+        """Read a block, and check it; return False at the end."""
+        name, block = next(self.blocks, ("", b""))
+        if not name:
             return False
-        assert (block.array, block.offset) not in self.seen, "a block came twice"
-        assert block.offset % CHUNK == 0
-        assert 0 < len(block.data) <= CHUNK
-        self.seen.add((block.array, block.offset))
-        stop = block.offset + len(block.data)
-        assert block.data == self.expected[block.array][block.offset : stop], "a block of another moment"
-        self.got[block.array][block.offset : stop] = block.data
+        assert len(self.got[name]) % CHUNK == 0
+        assert 0 < len(block) <= CHUNK
+        self.got[name] += block
+        assert self.expected[name].startswith(self.got[name]), "a block of another moment"
         return True
+
+    def close(self) -> None:
+        """Stop reading."""
+        for array in self.capture.values():
+            array.close()
 
 
 class CaptureMachine(RuleBasedStateMachine):
-    """Captures of one shard, read block by block in between updates of all kinds."""
+    """Captures of one shard, read block by block between updates of all kinds."""
 
     @initialize(shape=SHAPES, dtypes=st.lists(st.sampled_from(DTYPES), min_size=4, max_size=4))
     def make(self, shape: tuple[int, ...], dtypes: list[np.dtype[Any]]) -> None:
-        """A shard with slots and averages whose rows are smaller or larger than a block."""
+        """Create a shard with slots and averages whose rows are smaller or larger than a block."""
         self.patch = pytest.MonkeyPatch()
         small_blocks(self.patch)
         self.random = np.random.default_rng(math.prod(shape))
@@ -77,7 +77,7 @@ class CaptureMachine(RuleBasedStateMachine):
         self.spill = Spill(limit=3 * CHUNK)
 
     def fresh(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Noise."""
+        """Return random values."""
         if dtype.kind == "b":
             return self.random.integers(0, 2, shape).astype(np.bool_)
         noise = self.random.integers(0, 256, (math.prod(shape) * dtype.itemsize,)).astype(np.uint8)
@@ -85,12 +85,12 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        """Another capture."""
+        """Begin another capture."""
         self.readings.append(Reading(self.shard, self.spill))
 
     @rule(which=st.integers(0, 9), blocks=st.integers(1, 5))
     def read_on(self, which: int, blocks: int) -> None:
-        """The disk takes some more."""
+        """Read some blocks."""
         if not self.readings:
             return
         reading = self.readings[which % len(self.readings)]
@@ -101,13 +101,13 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def give_up(self, which: int) -> None:
-        """The disk is full."""
+        """Stop reading, as on a full disk."""
         if self.readings:
-            self.shard.release(self.readings.pop(which % len(self.readings)).capture)
+            self.readings.pop(which % len(self.readings)).close()
 
     @rule()
     def dense_update(self) -> None:
-        """All of it changes."""
+        """Change all of it."""
         with self.shard.lock:
             self.shard.before_change()
             for array in self.shard.arrays().values():
@@ -115,7 +115,7 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule()
     def replace(self) -> None:
-        """Another array takes the place of the values, unless they are captured."""
+        """Replace the array, unless it is captured."""
         with self.shard.lock:
             before = self.shard.array
             replaced = self.shard.replace(self.fresh(before.shape, before.dtype))
@@ -124,7 +124,7 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def sparse_update(self, data: st.DataObject) -> None:
-        """Rows over one or two leading axes change, in the values, the slots and the averages."""
+        """Change rows over one or two leading axes, in the values, the slots and the averages."""
         shape = self.shard.array.shape
         leading = data.draw(st.integers(1, 2))
         if len(shape) < leading or not math.prod(shape):
@@ -139,17 +139,17 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(5, 6))
     def first_gradient(self, number: int) -> None:
-        """Of another optimizer: there are more arrays now."""
+        """Add the arrays of another optimizer."""
         with self.shard.lock:
             self.shard.slots.setdefault(number, {"m": self.fresh(self.shard.array.shape, np.dtype(np.float32))})
 
     def end(self, reading: Reading) -> None:
-        assert {name: bytes(data) for name, data in reading.got.items()} == reading.expected
-        self.shard.release(reading.capture)
+        assert reading.got == reading.expected
+        reading.close()
         self.readings.remove(reading)
 
     def teardown(self) -> None:
-        """The rest of every capture is right too, and then no update does anything for one."""
+        """Check that the rest of every capture is right too, and that afterwards updates save nothing."""
         if not hasattr(self, "patch"):
             return
         try:
@@ -158,7 +158,7 @@ class CaptureMachine(RuleBasedStateMachine):
                     pass
                 self.end(reading)
             assert (self.spill.in_memory, self.spill.spilled) == (0, 0)
-            self.patch.setattr(Capture, "save", None)
+            self.patch.setattr(Snapshot, "save", None)
             self.dense_update()
         finally:
             self.patch.undo()
@@ -169,23 +169,21 @@ TestCapture.__doc__ = "Whatever comes between its blocks, a capture gives all ar
 TestCapture.settings = search(75, 40)
 
 
-class Interrupted(dict[str, memoryview]):
-    """The arrays of a capture; the moment a block is being copied, something else happens."""
+class Interrupted:
+    """The bytes of a snapshot, with an event in the middle of their copy."""
 
-    def __init__(self, views: dict[str, memoryview], happens: Any) -> None:
-        super().__init__(views)
-        self.happens = happens
+    def __init__(self, data: memoryview, happens: Any) -> None:
+        self.data, self.happens = data, happens
 
-    def __getitem__(self, name: str) -> memoryview:
-        found = super().__getitem__(name)
+    def __getitem__(self, where: slice) -> memoryview:
         if self.happens is not None:
             happens, self.happens = self.happens, None
             happens()
-        return found
+        return self.data[where]
 
 
 def test_an_update_in_the_middle_of_a_block_s_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the update saved counts, not the copy that was being made."""
+    """The bytes that the update saved count, not the copy that was being made."""
     small_blocks(monkeypatch)
     shard = Shard(np.zeros((8, 8), np.float32))
 
@@ -195,15 +193,15 @@ def test_an_update_in_the_middle_of_a_block_s_copy(monkeypatch: pytest.MonkeyPat
             shard.array[...] = 1
 
     with shard.lock:
-        capture = shard.capture(Spill())
-    monkeypatch.setattr(capture, "_views", Interrupted(capture._views, change))
-    assert b"".join(block.data for block in capture.blocks()) == bytes(8 * 8 * 4)
+        values = shard.capture(Spill())["value"]
+    monkeypatch.setattr(values, "_bytes", Interrupted(values._bytes, change))
+    assert b"".join(values) == bytes(8 * 8 * 4)
     assert shard.array.all()
 
 
 @pytest.mark.parametrize(("how", "leading"), [("assign", 1), ("assign", 2), ("gradient", 1)])
 def test_updates_through_the_store(monkeypatch: pytest.MonkeyPatch, how: str, leading: int) -> None:
-    """The store tells captures of everything that it changes: of the values, the slots and the averages."""
+    """The store saves old bytes of all that it changes: the values, the slots and the averages."""
     small_blocks(monkeypatch)
     held, manager = Store(0, JOB), StateManager(DurabilityOptions())
     declare(held, 1, np.arange(6 * 4 * 5, dtype=np.float32).reshape(6, 4, 5))
@@ -220,46 +218,45 @@ def test_updates_through_the_store(monkeypatch: pytest.MonkeyPatch, how: str, le
             values = random.normal(size=(3, width)).astype(np.float32)
             kind = ps_pb2.ASSIGN if how == "assign" else ps_pb2.APPLY_GRADIENT
             client.update(rows(kind, ids, values, optimizer=2 if how == "gradient" else 0, leading=leading))
-        assert {name: bytes(data) for name, data in reading.got.items()} == reading.expected
-        shard.release(reading.capture)
+        assert reading.got == reading.expected
+        reading.close()
 
 
 def test_rows_larger_than_a_mebibyte() -> None:
     """With blocks of the real size: a row of several, whose neighbours share its first and last."""
     shard = Shard(np.arange(3 * 300_000, dtype=np.float64).reshape(3, 300_000))
     with shard.lock:
-        before, capture = shard.array.tobytes(), shard.capture(Spill())
-    blocks = capture.blocks()
-    got = bytearray(len(before))
-    for number, block in enumerate(blocks):
-        got[block.offset : block.offset + len(block.data)] = block.data
+        before, values = shard.array.tobytes(), shard.capture(Spill())["value"]
+    got = b""
+    for number, block in enumerate(values):
+        got += block
         if number in (0, 2, 4):
             with shard.lock:
                 shard.before_rows_change(np.array([number // 2]))
                 shard.array[number // 2] = -1
-    assert bytes(got) == before
+    assert got == before
     assert (shard.array == -1).all()
 
 
 def test_blocks_of_rows() -> None:
-    """Every block that a byte of these rows lies in, and no other."""
+    """Every block that contains a byte of these rows, and no other."""
     size = 1 << 20
-    assert blocks_of_rows(np.array([], np.int64), 10, size) == set()
-    assert blocks_of_rows(np.array([0, 1]), size, size) == {0, 1}
-    assert blocks_of_rows(np.array([1]), size - 1, size) == {0, 1}
-    assert blocks_of_rows(np.array([2]), 3 * size + 1, size) == {6, 7, 8, 9}
+    assert blocks_of_rows(np.array([], np.int64), 10) == set()
+    assert blocks_of_rows(np.array([0, 1]), size) == {0, 1}
+    assert blocks_of_rows(np.array([1]), size - 1) == {0, 1}
+    assert blocks_of_rows(np.array([2]), 3 * size + 1) == {6, 7, 8, 9}
 
 
 @pytest.mark.parametrize("shape", [(3, 0, 4), (0, 3, 4), (3, 4, 0)])
 def test_no_rows_of_an_empty_shard(shape: tuple[int, ...]) -> None:
-    """An update of none of no rows is fine while the shard is captured, as it is otherwise."""
+    """An update of none of no rows works during a capture as it does otherwise."""
     held, manager = Store(0, JOB), StateManager(DurabilityOptions())
     declare(held, 1, np.zeros(shape, np.float32))
     client, shard = Client(manager, held), held.held()[0][0].shards[0]
     none = rows(ps_pb2.ASSIGN, [], np.zeros((0, shape[2]), np.float32), leading=2)
     client.update(none)
     with shard.lock:
-        capture = shard.capture(Spill())
+        values = shard.capture(Spill())["value"]
     client.update(none)
-    assert list(capture.blocks()) == []
-    shard.release(capture)
+    assert list(values) == []
+    values.close()

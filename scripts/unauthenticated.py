@@ -1,8 +1,8 @@
-"""What strangers without a token cost a job: python scripts/strangers.py --rounds 60.
+"""Measure what unauthenticated callers cost a job: python scripts/unauthenticated.py --rounds 60.
 
-A cluster's job runs for a second beside a loop that is held to half a core, then for a second beside a client, held to
-half a core, that calls the server without a token on 32 connections, then beside the loop, and so on. Says what
-strangers leave of the rate beside the loop, and what both cost the server.
+A cluster's job runs for a second beside a loop that is limited to half a core, then for a second beside a client,
+limited to half a core, that calls the server without a token on 32 connections, then beside the loop, and so on. Print
+the job's rate beside the callers as a share of that beside the loop, and what both cost the server.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 SHARE = 0.5
 _DATA, _RST_STREAM, _SETTINGS, _END = 0, 3, 4, 1
 _PATH = "/pscluster.v1.ParameterServer/Session"
-_EMPTY = b"\x0f\x28\x00"  # a name of HPACK's table, and an empty value
+_EMPTY = b"\x0f\x28\x00"  # a name from HPACK's table, and an empty value
 
 
 class Share:
-    """Holds this process to its share of a core, counted from the last time that it went on."""
+    """Limits this process to its share of a core, counted from its last SIGCONT."""
 
     def __init__(self) -> None:
         self._begin()
@@ -46,14 +46,14 @@ class Share:
         self._had, self._since = time.process_time(), time.monotonic()
 
     def rest(self) -> None:
-        """Sleep as long as it has had more."""
+        """Sleep until the share is no longer exceeded."""
         over = time.process_time() - self._had - SHARE * (time.monotonic() - self._since)
         if over > 0.002:
             time.sleep(over / SHARE)
 
 
-class Stranger:
-    """A connection on which one call without a token follows the other."""
+class Caller:
+    """A connection with one call after another, without a token."""
 
     def __init__(self, address: str, pairs: int) -> None:
         self._address, self._pairs = address, pairs
@@ -83,7 +83,7 @@ class Stranger:
         self.socket.sendall(data + frame(_DATA, _END, self._stream))
 
     def react(self) -> None:
-        """Read what came; call again if the call has ended, and connect again if the connection has."""
+        """Read the received frames; call again if the call has ended, and reconnect if the connection has."""
         try:
             data = self.socket.recv(1 << 16)
             self._buffer += data
@@ -103,37 +103,34 @@ class Stranger:
 
 
 def call(address: str, count: int, pairs: int, *, fresh: bool) -> None:
-    """Call until killed; say every second how often, on how many connections."""
-    strangers = [Stranger(address, pairs) for _ in range(count)]
-
+    """Call until killed; print every second the number of calls and connections."""
+    callers = [Caller(address, pairs) for _ in range(count)]
     share = Share()
     with selectors.DefaultSelector() as selector:
-        for each in strangers:
+        for each in callers:
             selector.register(each.socket, selectors.EVENT_READ, each)
-        said = time.monotonic()
+        printed = time.monotonic()
         while True:
-            if time.monotonic() > said + 1:
-                said = time.monotonic()
-                print(
-                    f"{sum(a.calls for a in strangers):,} calls on {sum(a.connections for a in strangers):,}",
-                    flush=True,
-                )
+            if time.monotonic() > printed + 1:
+                printed = time.monotonic()
+                calls, connections = sum(each.calls for each in callers), sum(each.connections for each in callers)
+                print(f"{calls:,} calls on {connections:,}", flush=True)
             for key, _ in selector.select(1):
-                stranger: Stranger = key.data
-                old = stranger.socket
+                caller: Caller = key.data
+                old = caller.socket
                 selector.unregister(old)
                 with suppress(OSError):
                     if fresh:
                         old.close()
-                        stranger.open()
+                        caller.open()
                     else:
-                        stranger.react()
-                selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+                        caller.react()
+                selector.register(caller.socket, selectors.EVENT_READ, caller)
                 share.rest()
 
 
 def burn() -> None:
-    """Take half a core, and nothing else, until killed."""
+    """Use half a core, and nothing else, until killed."""
     share = Share()
     while True:
         sum(range(10_000))
@@ -141,16 +138,16 @@ def burn() -> None:
 
 
 class Other:
-    """Another process of this program, which works while it is let."""
+    """Another process of this program, which runs only within `working`."""
 
     def __init__(self, *arguments: str) -> None:
         self._process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
-        time.sleep(3)  # its own start is no load
+        time.sleep(3)  # its start must not count as load
         self._process.send_signal(signal.SIGSTOP)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """It works in the block."""
+        """Let it run within the block."""
         self._process.send_signal(signal.SIGCONT)
         try:
             yield
@@ -158,7 +155,7 @@ class Other:
             self._process.send_signal(signal.SIGSTOP)
 
     def end(self) -> str:
-        """End it; the last line that it has said."""
+        """Kill it, and return the last line that it printed."""
         self._process.kill()
         return self._process.communicate()[0].strip().rpartition("\n")[2]
 
@@ -170,7 +167,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=0, help="Empty pairs of metadata in each call.")
-    parser.add_argument("--fresh", action="store_true", help="A new connection for each call.")
+    parser.add_argument("--fresh", action="store_true", help="Use a new connection for each call.")
     parser.add_argument("--call", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--burn", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -207,7 +204,7 @@ def main() -> None:
         if arguments.fresh:
             more = (*more, "--fresh")
         rate(2)
-        kinds = {"loop": Other("--burn"), "strangers": Other("--call", address, *more)}
+        kinds = {"loop": Other("--burn"), "callers": Other("--call", address, *more)}
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         shares: dict[str, list[float]] = {kind: [] for kind in kinds}
         try:
@@ -218,15 +215,15 @@ def main() -> None:
                         rates[kind].append(rate(arguments.seconds))
                         shares[kind].append((cpu() - before) / (time.monotonic() - begin))
         finally:
-            said = [other.end() for other in kinds.values()][-1]
-    ratios = [ours / theirs for ours, theirs in zip(rates["strangers"], rates["loop"], strict=True)]
+            printed = [other.end() for other in kinds.values()][-1]
+    ratios = [ours / theirs for ours, theirs in zip(rates["callers"], rates["loop"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     for kind in kinds:
         print(
             f"{kind}: {statistics.mean(rates[kind]):.0f} functions/s, server {statistics.mean(shares[kind]):.2f} core"
         )
-    print(f"strangers made {said} connections in {arguments.rounds * arguments.seconds:.0f} s and left ", end="")
-    print(f"{sum(rates['strangers']) / sum(rates['loop']):.2f} of the rate beside the loop", end="")
+    print(f"the callers made {printed} connections in {arguments.rounds * arguments.seconds:.0f} s and left ", end="")
+    print(f"{sum(rates['callers']) / sum(rates['loop']):.2f} of the rate beside the loop", end="")
     print(f" (median of rounds {middle:.2f}, quartiles {low:.2f} and {high:.2f})")
 
 

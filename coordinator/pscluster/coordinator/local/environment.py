@@ -1,0 +1,67 @@
+"""The environment variables of a local cluster's processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
+from pscluster.core.role.options import DATA_PORT_VARIABLE, METRICS_PORT_VARIABLE, data_port_of, metrics_port_of
+from pscluster.core.security.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE
+from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from pscluster.ps.storage.options import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
+
+_RESERVED = {
+    "TF_CONFIG",
+    TOKEN_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TLS_VARIABLE,
+    DURABILITY_VARIABLE,
+    STATE_VARIABLE,
+    PICKLE_VARIABLE,
+}
+_THREADS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def role_environ(
+    env: Mapping[str, str],
+    num_workers: int,
+    durability: str | None,
+    allow_pickle: bool | None,
+    cwd: str | os.PathLike[str] | None,
+) -> dict[str, str]:
+    """Return the variables that all processes of a cluster have in addition to those of this process.
+
+    The arguments are those of `LocalCluster`. ConfigurationError if one is invalid.
+    """
+    if conflicts := _RESERVED.intersection(env):
+        raise ConfigurationError(
+            f"env names {', '.join(sorted(conflicts))}, which LocalCluster sets; use token=, tls=, durability=, "
+            "state_dir= or allow_pickle="
+        )
+    # Numeric libraries take all cores in each process; several workers would get in each other's way.
+    threads = str(max(1, (os.cpu_count() or 1) // num_workers))
+    environ = {name: threads for name in _THREADS_VARIABLES if name not in os.environ}
+    environ |= {**env, DURABILITY_VARIABLE: durability_named(durability).value}
+    # All processes are on one machine, so a given port would serve only one of them: each takes a free one.
+    for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
+        value = environ.get(variable) or os.environ.get(variable) or "0"
+        environ[variable] = "off" if port_of(value) is None else "0"
+    if allow_pickle is not None:
+        environ[PICKLE_VARIABLE] = str(int(allow_pickle))
+    if FUNCTIONS_VARIABLE not in environ and FUNCTIONS_VARIABLE not in os.environ:
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        environ[FUNCTIONS_VARIABLE] = functions_from_also(cwd, script and os.path.dirname(os.path.abspath(script)))
+    return environ
+
+
+def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:
+    """Return this process's environment with what a process of the cluster needs."""
+    others = (TOKEN_FILE_VARIABLE, TLS_VARIABLE, SERVER_ONLY_VARIABLE)  # these would name files of another cluster
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    environ = {**inherited, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token}
+    if tls_folder:
+        environ[TLS_VARIABLE] = tls_folder
+    return environ

@@ -1,0 +1,317 @@
+"""The parts of reads and updates of a variable: what each shard is asked, after all arguments have been checked.
+
+Nothing here talks to a server: `variable` sends the parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.context import current_function
+from pscluster.core.dtypes import as_array, converted
+from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.read_plans import ReadPart, WholeVariable
+from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
+from pscluster.ps.optim.kernels import deduplicate
+from pscluster.ps.spec import check_kind
+from pscluster.v1 import ps_pb2
+
+ALL = ps_pb2.Rows(all=True)
+"""A whole shard."""
+
+_SUMMED = (ps_pb2.APPLY_GRADIENT, ps_pb2.ADD, ps_pb2.SUB)  # updates in which rows of equal ids are summed
+
+
+class Parts:
+    """What the servers hold of a variable, and the parts of requests about it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    partition: Partition
+    owners: tuple[int, ...]
+    id: int
+    _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
+
+    # Reads
+
+    def _whole(self) -> WholeVariable:
+        blocks = enumerate(self.partition.blocks)
+        shards = [(self.owners[shard], self._read_item(shard), block) for shard, block in blocks]
+        return WholeVariable(self.shape, self.dtype, shards)
+
+    def _whole_parts(self, out: Array) -> list[ReadPart]:
+        return [self._read_part(shard, out, whole_index(block)) for shard, block in enumerate(self.partition.blocks)]
+
+    def _box_parts(self, selection: Selection, out: Array) -> list[ReadPart]:
+        return [
+            self._read_part(part.shard, out, whole_index(part.target), _slices_of(part.local))
+            for part in selection.parts
+        ]
+
+    def _mask_parts(self, points: Sequence[Ids], out: Array) -> list[ReadPart]:
+        """Return the parts of a read of points of the leading axes into the rows of an array."""
+        axes, parts = len(points), []
+        for shard, positions, rows in _shards_of_points(self.partition, points):
+            index = (positions, *self.partition.block(shard).slices[axes:])
+            parts.append(self._read_part(shard, out, index, ps_pb2.Rows(ids=len(positions), leading=axes), rows))
+        return parts
+
+    def _row_parts(self, ids: Ids, out: Array) -> list[ReadPart]:
+        parts = []
+        for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
+            if not len(positions):
+                continue
+            block = self.partition.block(shard)
+            everything = len(positions) == ids.size and block.shape[1:] == self.shape[1:]  # then they are in order
+            index = ... if everything else _row_index(positions, block)
+            parts.append(self._read_part(shard, out, index, ps_pb2.Rows(ids=len(positions)), local_ids))
+        return parts
+
+    def _read_part(
+        self, shard: int, out: Array, index: Any, rows: ps_pb2.Rows = ALL, ids: Ids | None = None
+    ) -> ReadPart:
+        """Return a read of (a part of) a shard into `out[index]`: slices, or row numbers and slices."""
+        item, target = self._read_item(shard, rows), None
+        if isinstance(index, tuple) and index and isinstance(index[0], np.ndarray):
+            shape = (len(index[0]), *(axis.stop - axis.start for axis in index[1:]))
+        else:
+            target = out[index]
+            shape = target.shape
+        size = math.prod(shape) * self.dtype.itemsize
+        if target is not None and target.flags.c_contiguous:
+            return ReadPart(self.owners[shard], item, size, view(target), ids)
+        return ReadPart(self.owners[shard], item, size, functools.partial(_put, out, index, shape), ids)
+
+    def _read_item(self, shard: int, rows: ps_pb2.Rows = ALL) -> ps_pb2.ReadItem:
+        item = ps_pb2.ReadItem(variable=self.id, shard=shard, rows=rows)
+        if self._slot is not None:
+            item.optimizer, item.slot = self._slot
+        return item
+
+    def _selection(self, index: Any) -> Selection:
+        """Return what a basic index selects. IndexError, TypeError or ValueError, with the variable's name."""
+        try:
+            return select(self.partition, index)
+        except (IndexError, TypeError, ValueError) as error:
+            raise type(error)(f"variable {self.name!r}: {error}") from None
+
+    # Updates
+
+    def update_parts(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any = None) -> list[UpdatePart]:
+        """Return the parts of an update of everything, or of a box."""
+        self._check_writable()
+        array = converted(value, self.dtype, self.name, "value")
+        check_kind(kind, self.dtype, self.name)
+        if array.ndim and at is None:
+            return self._dense_parts(kind, self._shaped(array, self.shape, "value"), optimizer=0)
+        selection = self._selection(... if at is None else at)
+        if array.ndim:
+            array = self._shaped(array, selection.result_shape, "value").reshape(selection.counts)
+        nth = self._next_update()
+        parts = []
+        for part in selection.parts:
+            rows = ALL if at is None else _slices_of(part.local)
+            values = array[part.target.slices] if array.ndim else array
+            parts.append(self._update_part(kind, part.shard, nth, rows, values))
+            parts[-1].item.scalar = not array.ndim  # one number is sent for all elements
+        return parts
+
+    def _dense_parts(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[UpdatePart]:
+        """Return the parts of an update of everything by an array of its shape and type."""
+        nth = self._next_update()
+        return [
+            self._update_part(kind, shard, nth, ALL, array[whole_index(block)], optimizer)
+            for shard, block in enumerate(self.partition.blocks)
+        ]
+
+    def _sparse_parts(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, optimizer: int = 0) -> list[UpdatePart]:
+        """Return the parts of an update of rows. An optimizer's step counts on shards without such rows, too."""
+        self._check_writable()
+        ids, row_shape = self._ids_of(slices), self.shape[1:]
+        what = "values of the rows"
+        values = converted(slices.values, self.dtype, self.name, what, overflow=bool(optimizer))
+        rows = self._shaped(values, (*ids.shape, *row_shape), what, broadcast=not optimizer)
+        check_kind(kind, self.dtype, self.name)
+        rows, ids = rows.reshape(ids.size, *row_shape), ids.reshape(-1)
+        # As the server would; it sums half types, in a wider type.
+        if kind in _SUMMED and self.dtype.itemsize > 2:
+            ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
+            rows = sums.reshape(len(ids), *row_shape)
+        nth = self._next_update()
+        parts = []
+        for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
+            if len(positions) or optimizer:
+                values = rows[_row_index(positions, self.partition.block(shard))]
+                where = ps_pb2.Rows(ids=len(positions))
+                parts.append(self._update_part(kind, shard, nth, where, values, optimizer, local_ids))
+        return parts
+
+    def _batch_parts(self, slices: IndexedSlices) -> list[UpdatePart]:
+        self._check_writable()
+        *batch, _ = np.shape(slices.indices)
+        axis = len(batch)
+        if axis >= len(self.shape) or tuple(batch) != self.shape[:axis]:
+            raise InvalidUpdateError(
+                f"variable {self.name!r} has shape {self.shape}, the indices {np.shape(slices.indices)}: "
+                "all of their axes but the last must match the variable's leading axes"
+            )
+        ids, row_shape = check_ids(slices.indices, self.shape[axis], self.name), self.shape[axis + 1 :]
+        values = converted(slices.values, self.dtype, self.name, "values of the rows")
+        rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows").reshape(ids.size, *row_shape)
+        points = [coordinates.reshape(-1) for coordinates in (*np.indices(ids.shape)[:-1], ids)]
+        nth = self._next_update()
+        parts = []
+        for shard, positions, local_rows in _shards_of_points(self.partition, points):
+            columns: Any = (positions, *self.partition.block(shard).slices[axis + 1 :])
+            where = ps_pb2.Rows(ids=len(positions), leading=axis + 1)
+            parts.append(self._update_part(ps_pb2.ASSIGN, shard, nth, where, rows[columns], ids=local_rows))
+        return parts
+
+    def gradient_parts(self, gradient: Gradient, optimizer: int) -> list[UpdatePart]:
+        if self.dtype.kind != "f" and self.dtype.name != "bfloat16":
+            raise InvalidUpdateError(f"variable {self.name!r} is {self.dtype.name}: only floats take gradients")
+        self._check_writable()
+        if isinstance(gradient, IndexedSlices):
+            return self._sparse_parts(ps_pb2.APPLY_GRADIENT, gradient, optimizer)
+        array = converted(gradient, self.dtype, self.name, "gradient", overflow=True)
+        array = self._shaped(array, self.shape, "gradient", broadcast=False)
+        return self._dense_parts(ps_pb2.APPLY_GRADIENT, array, optimizer)
+
+    def checked_gradient(self, gradient: Gradient) -> Gradient:
+        """Return a gradient as floating arrays that `gradient_parts` takes, copied only if it has another type."""
+        if not isinstance(gradient, IndexedSlices):
+            return self._floats(gradient, "gradient", self.shape)
+        ids = self._ids_of(gradient)
+        rows = self._floats(gradient.values, "values of the rows", (*ids.shape, *self.shape[1:]))
+        return IndexedSlices(rows, ids)
+
+    def _floats(self, value: npt.ArrayLike, what: str, shape: tuple[int, ...]) -> Array:
+        array = as_array(value, self.name, what)
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            array = converted(value, self.dtype, self.name, what, overflow=True)
+        return self._shaped(array, shape, what, broadcast=False)
+
+    def _update_part(
+        self,
+        kind: ps_pb2.UpdateKind,
+        shard: int,
+        nth: int,
+        rows: ps_pb2.Rows,
+        values: Array,
+        optimizer: int = 0,
+        ids: Ids | None = None,
+    ) -> UpdatePart:
+        """Return one shard's share of an update: the n-th of the variable in its function."""
+        data = view(np.ascontiguousarray(values))
+        item = ps_pb2.UpdateItem(
+            variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
+        )
+        return UpdatePart(self.owners[shard], item, data, None if ids is None else np.ascontiguousarray(ids))
+
+    def _next_update(self) -> int:
+        function = current_function()
+        return function.nth_update(self.id) if function is not None and function.function else 1
+
+    # Checks
+
+    def _ids_of(self, slices: IndexedSlices) -> Ids:
+        self._check_slices(slices)
+        if not self.shape:
+            raise InvalidUpdateError(f"variable {self.name!r} is a scalar: it has no rows to update")
+        return check_ids(slices.indices, self.shape[0], self.name)
+
+    def _check_slices(self, slices: object) -> None:
+        """Raise TypeError unless these are `IndexedSlices`, InvalidUpdateError if those of another variable."""
+        if not (hasattr(slices, "indices") and hasattr(slices, "values")):
+            raise TypeError(
+                f"variable {self.name!r}: an update of rows is an IndexedSlices(values, indices), not a "
+                f"{type(slices).__name__}"
+            )
+        dense = getattr(slices, "dense_shape", None)
+        if dense is not None and tuple(np.asarray(dense).reshape(-1).tolist()) != self.shape:
+            raise InvalidUpdateError(
+                f"variable {self.name!r} has shape {self.shape}, but the IndexedSlices has dense_shape {dense!r}"
+            )
+
+    def _check_writable(self) -> None:
+        if self._slot is not None:
+            raise MisuseError(f"{self.name!r} belongs to its optimizer: it can be read, but not assigned")
+
+    def _shaped(self, array: Array, shape: tuple[int, ...], what: str, broadcast: bool = True) -> Array:
+        """Return an array of that shape, broadcast if allowed. InvalidUpdateError if it does not fit."""
+        if array.shape == shape:
+            return array
+        try:
+            if broadcast:
+                return np.broadcast_to(array, shape)
+        except ValueError:
+            pass
+        raise InvalidUpdateError(
+            f"variable {self.name!r}: the {what} has shape {array.shape}, but must have shape {shape}"
+        )
+
+
+def _put(out: Array, index: Any, shape: tuple[int, ...], data: memoryview) -> None:
+    """Set `out[index] = data`. Whole rows are moved as items, twice as fast as element by element."""
+    row = math.prod(shape[1:]) * out.itemsize
+    if row and isinstance(index[0], np.ndarray) and row * len(out) == out.nbytes:
+        rows: Array = np.ndarray((len(out),), np.dtype((np.void, row)), view(out))
+        rows[index[0]] = np.ndarray((shape[0],), rows.dtype, data)
+    else:
+        out[index] = np.ndarray(shape, out.dtype, data)
+
+
+def _row_index(positions: Ids, block: Block) -> Any:
+    """Return the index of a block's columns in an array of rows, at these rows, in ascending order.
+
+    Consecutive rows, as sorted ids have, are a slice: it selects without a copy.
+    """
+    first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
+    rows = slice(first, last + 1) if last - first == len(positions) - 1 else positions
+    return (rows, *block.slices[1:])
+
+
+def _slices_of(axes: Sequence[AxisSlice]) -> ps_pb2.Rows:
+    slices = [ps_pb2.AxisSlice(start=axis.start, step=axis.step, count=axis.count) for axis in axes]
+    return ps_pb2.Rows(slices=ps_pb2.Slices(axes=slices))
+
+
+def _shards_of_rows(partition: Partition, ids: Ids) -> Iterator[tuple[int, ShardRows]]:
+    """Yield every shard with those of the ids whose rows lie, in part, on it."""
+    pieces = split_rows(partition.of_rows, ids)
+    across = partition.num_shards // len(pieces)  # shards that share a piece of axis 0
+    for piece, rows in enumerate(pieces):
+        for shard in range(piece * across, (piece + 1) * across):
+            yield shard, rows
+
+
+def _shards_of_points(partition: Partition, points: Sequence[Ids]) -> Iterator[tuple[int, Ids, Ids]]:
+    """Yield every shard with any of these points of the leading axes: the points' positions, and row numbers there.
+
+    `points` has the coordinates along each of these axes, in arrays of one length.
+    """
+    axes = partition.ends[: len(points)]
+    pieces = [np.searchsorted(ends, axis, "right") for ends, axis in zip(axes, points, strict=True)]
+    cells = np.ravel_multi_index(pieces, [len(ends) for ends in axes])
+    order = np.argsort(cells, kind="stable")
+    stops = np.cumsum(np.bincount(cells, minlength=math.prod(map(len, axes))))
+    across = partition.num_shards // len(stops)  # shards that share a piece of these axes
+    for cell, (start, stop) in enumerate(itertools.pairwise((0, *stops.tolist()))):
+        if start == stop:
+            continue
+        positions = order[start:stop]
+        for shard in range(cell * across, (cell + 1) * across):
+            block = partition.block(shard)
+            local = [axis[positions] - first for axis, first in zip(points, block.start, strict=False)]
+            yield shard, positions, np.ravel_multi_index(local, block.shape[: len(points)]).astype(np.int64)
