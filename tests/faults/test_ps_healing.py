@@ -165,6 +165,7 @@ def test_it_learns_what_was_closed_and_finished_before_it_serves() -> None:
     with running_job(num_workers=2, durability="log", restart=False) as job:
         with job.strategy.scope():
             count = Variable(np.zeros(3, np.float32), name="count")
+        job.until_up(2)
         dispatcher = job.coordinator._dispatcher
         connection = dispatcher.state.workers[1].connection
         assert connection is not None

@@ -1174,7 +1174,13 @@ def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None
         w = Variable(1.0, name="w")
     ready = coordinator.schedule(np.arange, args=(100_000,))
     coordinator.join(TIMEOUT)
-    running = [coordinator.schedule(wait_for_file, args=(gate.path,)) for _ in range(NUM_WORKERS)]
+
+    def hold(path: str) -> None:
+        leave_mark(path, str(experimental_get_current_worker_index()))
+        wait_for_file(path)
+
+    running = [coordinator.schedule(hold, args=(gate.path,)) for _ in range(NUM_WORKERS)]
+    until(lambda: len(marks(gate)) == NUM_WORKERS, "every worker is held, so that the next function can't run")
     queued = coordinator.schedule(triple, args=(1,))
     raised: list[BaseException] = []
 
