@@ -60,7 +60,7 @@ def cluster_of(
     num_ps: int, num_workers: int, env: dict[str, str] | None = None, **options: Any
 ) -> Iterator[tuple[LocalCluster, ParameterServerStrategy, ClusterCoordinator]]:
     """A cluster and its coordinator. Its clients cache nothing, unless told to."""
-    settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **(env or {})}
+    settings = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0", **(env or {})}
     with (
         LocalCluster(num_ps, num_workers, env=settings, log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster, FixedShardsPartitioner(num_ps)) as strategy,
@@ -173,7 +173,7 @@ def server_memory(update: str, mib: int, seconds: float, budget: int) -> dict[st
 
 def unchanged(mib: int, keep: int, n: int) -> float:
     """Return the seconds that a client that may cache `mib` MiB takes to read a tensor that does not change."""
-    with cluster_of(1, 1, env={"PSCLUSTER_KEEP_MIB": str(keep)}) as (_, strategy, coordinator):
+    with cluster_of(1, 1, env={"PSCLUSTER_READ_CACHE_MIB": str(keep)}) as (_, strategy, coordinator):
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
 
@@ -633,7 +633,7 @@ def _in_turns(
     with contextlib.ExitStack() as stack:
         work: dict[tuple[str, str], Callable[[], float]] = {}
         for kind, (options, env) in kinds.items():
-            settings = {**THREADS, "PSCLUSTER_KEEP_MIB": "0", **env}
+            settings = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0", **env}
             cluster = stack.enter_context(LocalCluster(1, 2, env=settings, log_level="ERROR", **options))
             with _insecure() if kind == "none" else contextlib.nullcontext():
                 # Like another's cluster: a LocalCluster passes its token to its strategies.

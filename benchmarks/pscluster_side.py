@@ -34,7 +34,7 @@ class Bench:
     """The handlers, and the variables they share."""
 
     def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
-        env = {**THREADS, "PSCLUSTER_KEEP_MIB": "0"}  # unchanged values are sent again: the transfer is measured
+        env = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0"}  # unchanged values are sent again: the transfer is measured
         # Over TCP, like everything it is compared with.
         cluster = stack.enter_context(
             LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR"),

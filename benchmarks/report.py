@@ -122,7 +122,7 @@ workers have run it; TensorFlow's functions are traced by then.
   settings; with those of our data plane (`tuned_socket_side.py`) it is the limit of what Python can do.
 - **Bare gRPC** is the same with Python's gRPC (`grpc_side.py`). Ours uses its data plane; see
   [Performance](performance.md#the-data-plane).
-- Clients cache nothing (`PSCLUSTER_KEEP_MIB=0`), unless the row says so: rows are about moving bytes.
+- Clients cache nothing (`PSCLUSTER_READ_CACHE_MIB=0`), unless the row says so: rows are about moving bytes.
 """
 
 

@@ -33,7 +33,9 @@ from pscluster.coordinator import (
     experimental_get_current_worker_index,
     metrics,
 )
+from pscluster.core.role.node import Role
 from pscluster.core.transport.unix_sockets import path_of
+from pscluster.v1 import node_pb2
 from pscluster.worker.evaluation import results_of, states_of
 
 # A shared machine may be slow at any moment: no test depends on time.
@@ -139,6 +141,13 @@ class OpenCall:
         self._active = False
         for callback in self._callbacks:
             callback()
+
+
+def attached(role: Role, request: node_pb2.AttachRequest) -> node_pb2.AttachEvent:
+    """Attach a coordinator to a role, and return what it is told."""
+    event = node_pb2.AttachEvent()
+    role.attached(request, event)
+    return event
 
 
 class Gate:

@@ -49,7 +49,7 @@ def test_nothing_harmful_is_left(text: str) -> None:
             assert shown(each) == each
 
 
-IDENTITY = node_pb2.Identity(role="ps", index=0, incarnation=1, name=EVIL, version=EVIL)
+IDENTITY = node_pb2.Identity(role="ps", index=0, boot_id=1, name=EVIL, version=EVIL)
 
 
 class Evil(NodeService):

@@ -49,7 +49,7 @@ def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting:
     queue = QueueStats(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
     replies = {
         peer.task: node_pb2.StatusReply(
-            identity=node_pb2.Identity(role=peer.role, index=peer.index, incarnation=1), state="serving"
+            identity=node_pb2.Identity(role=peer.role, index=peer.index, boot_id=1), state="serving"
         )
         for peer in (*PS, *WORKERS)
     }

@@ -301,8 +301,8 @@ OF_THE_COORDINATOR: dict[tuple[str, ...], list[str]] = {
     ("coordinator.close.before",): ["chief/coordinator.close.before=kill@1", CUT],
     ("coordinator.close.after",): ["chief/coordinator.close.after=kill@1", CUT],
     ("coordinator.retry.after",): ["chief/coordinator.retry.after=kill@1", CUT],
-    ("ps.epoch.before",): ["ps/ps.epoch.before=kill@1", "chief/coordinator.progress.before=kill@2"],
-    ("ps.epoch.after",): ["ps/ps.epoch.after=kill@1", "chief/coordinator.progress.after=kill@2"],
+    ("ps.takeover.before",): ["ps/ps.takeover.before=kill@1", "chief/coordinator.progress.before=kill@2"],
+    ("ps.takeover.after",): ["ps/ps.takeover.after=kill@1", "chief/coordinator.progress.after=kill@2"],
     ("client.update.before", "client.exchange.after", "client.update.after"): [
         f"chief/{point}=kill@3" for point in ("client.update.before", "client.exchange.after", "client.update.after")
     ],

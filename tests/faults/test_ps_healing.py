@@ -291,8 +291,8 @@ def test_a_learning_rate_that_is_set_while_a_disk_is_full() -> None:
                 with job.strategy.scope(), pytest.raises(PsClusterError, match="File too large"):
                     Variable(np.zeros(3, np.float32), name="refused")
                 waiting = pool.submit(setattr, rule, "learning_rate", 10.0)
-                before = job.strategy.client.counts.reconnects[0]
-                until(lambda: job.strategy.client.counts.reconnects[0] > before + 1, "it is tried again")
+                before = job.strategy.client.metrics.reconnects[0]
+                until(lambda: job.strategy.client.metrics.reconnects[0] > before + 1, "it is tried again")
                 assert not waiting.done()
             finally:
                 resource.prlimit(server, resource.RLIMIT_FSIZE, (hard, hard))

@@ -26,7 +26,7 @@ import grpc
 import numpy as np
 import xxhash
 from google.protobuf.message import DecodeError, Message
-from tests.conftest import OpenCall
+from tests.conftest import OpenCall, attached
 
 from pscluster.coordinator.checkpoints.index import (
     Index,
@@ -373,7 +373,7 @@ class _Node:
     @staticmethod
     def examples() -> list[bytes]:
         """Examples for `call`."""
-        identity = node_pb2.Identity(version=VERSION, role="chief", index=0, incarnation=4, name="chief 0")
+        identity = node_pb2.Identity(version=VERSION, role="chief", index=0, boot_id=4, name="chief 0")
         attach = node_pb2.AttachRequest(
             coordinator=identity, job=JOB, num_workers=2, seed=5, closed=[1, 2], finished_starts=[1], finished_stops=[4]
         )
@@ -391,7 +391,7 @@ class _NoClient:
 
     num_servers = 1
 
-    def tell_seen(self, servers: Sequence[int]) -> None:
+    def report_seen(self, servers: Sequence[int]) -> None:
         """Tell no server."""
 
     def close(self) -> None:
@@ -403,7 +403,7 @@ class _Worker:
         self._role = WorkerRole(
             ServerList(0), lambda _request, _incarnation: cast("Any", _NoClient()), 1.0, Recording()
         )
-        self.incarnation = self._role.attached(node_pb2.AttachRequest(job=JOB, num_workers=1))
+        self.incarnation = attached(self._role, node_pb2.AttachRequest(job=JOB, num_workers=1)).incarnation
         self._service = WorkerService(self._role)
 
     def call(self, data: bytes) -> None:
@@ -418,7 +418,7 @@ class _Worker:
         elif which == 2:
             self._service.release(worker_pb2.ReleaseRequest.FromString(rest), _context())
         elif which == 4:
-            self._service.tell_seen(worker_pb2.TellSeenRequest.FromString(rest), _context())
+            self._service.report_seen(worker_pb2.ReportSeenRequest.FromString(rest), _context())
         else:
             list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
 
@@ -443,7 +443,7 @@ class _Worker:
             b"\1" + recall.SerializeToString(),
             b"\2" + release.SerializeToString(),
             b"\3" + worker_pb2.DownloadRequest(incarnation=number, function=1).SerializeToString(),
-            b"\4" + worker_pb2.TellSeenRequest(incarnation=number, servers=[0]).SerializeToString(),
+            b"\4" + worker_pb2.ReportSeenRequest(incarnation=number, servers=[0]).SerializeToString(),
         ]
 
 
@@ -577,7 +577,7 @@ class _Files:
     def log_examples() -> list[bytes]:
         """Examples for `log`: from this boot, and from another one, with a truncated last record."""
         examples = []
-        for boot in (durable_log.boot_id(), bytes(16)):
+        for boot in (durable_log.machine_boot_id(), bytes(16)):
             head = durable_log._with_crc(durable_log._SEGMENT, durable_log._SEGMENT_MAGIC, 1, 0, boot)
             data = head + bytes(durable_log._FIRST - len(head))
             for number in range(2):

@@ -21,9 +21,9 @@ def test_json_of_a_whole_job(tmp_path: Path) -> None:
         found = {}
         for name, process in (("ps", server), ("worker", worker)):
             lines = [json.loads(line) for line in process.output.splitlines()]
-            bound = [line for line in lines if "incarnation" in line]
+            bound = [line for line in lines if "boot_id" in line]
             assert {(line["role"], line["index"], line["pid"]) for line in bound} == {(name, 0, process.pid)}
-            (found[name],) = {line["incarnation"] for line in bound}
+            (found[name],) = {line["boot_id"] for line in bound}
             assert {line["who"] for line in lines} == {f"{name}/0"}
             assert {"time", "level", "logger", "message"} <= lines[0].keys()
             assert any("working for" in line["message"] for line in bound)

@@ -117,15 +117,15 @@ def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: in
     assert b"Traceback" not in shown
 
 
-def reply(incarnation: int, done: int, reads: int = 0, name: str = "w", held: int = 8) -> node_pb2.StatusReply:
-    """A status reply from a server with that incarnation."""
+def reply(boot_id: int, done: int, reads: int = 0, name: str = "w", held: int = 8) -> node_pb2.StatusReply:
+    """A status reply from a server with that boot id."""
     load = node_pb2.VariableLoad(name=name, bytes=held, reads=reads, read_bytes=8 * reads)
-    identity = node_pb2.Identity(role="ps", index=1, incarnation=incarnation)
+    identity = node_pb2.Identity(role="ps", index=1, boot_id=boot_id)
     return node_pb2.StatusReply(identity=identity, requests=done, bytes_in=10 * done, busiest=[load])
 
 
 def test_rates() -> None:
-    """Two replies of one incarnation give rates; a restarted process has none until it has been asked twice."""
+    """Two replies of one process give rates; a restarted process has none until it has been asked twice."""
     meter = RateMeter()
     assert meter.add(10.0, {"ps 1": reply(1, 100, 50)}).tasks == {}
     rates = meter.add(12.0, {"ps 1": reply(1, 120, 60)})

@@ -50,7 +50,7 @@ class Connection:
 
     def attach(self, job: int = JOB) -> tuple[Any, int]:
         """Attach to the role for a job; return the stream that holds it, and the incarnation in its first event."""
-        identity = node_pb2.Identity(version=VERSION, role="chief", incarnation=1, name="a test")
+        identity = node_pb2.Identity(version=VERSION, role="chief", boot_id=1, name="a test")
         request = node_pb2.AttachRequest(coordinator=identity, job=job, num_workers=1)
         stream = self.node.attach(request, wait_for_ready=True)
         return stream, next(stream).incarnation

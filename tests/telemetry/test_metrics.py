@@ -15,12 +15,12 @@ import grpc
 import numpy as np
 import pytest
 
-from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.geometry import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
-from pscluster.ps.request_metrics import ServiceCounts, VariableCounts
+from pscluster.ps.request_metrics import ServiceMetrics, VariableMetrics
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.prepared_reads import PreparedRead
@@ -54,7 +54,7 @@ def test_many_that_lie_between_two(first: float, last: float, count: int) -> Non
 
 def test_the_wait_of_each_that_was_sent_together() -> None:
     """Old functions at the head, from a lost worker, do not make the others old; many in a row count individually."""
-    counts, ages = CoordinatorCounts(), [30.0, 20.0, *[0.02] * 98]
+    counts, ages = CoordinatorMetrics(), [30.0, 20.0, *[0.02] * 98]
     counts.sent([Task(None, since=100.0 - age) for age in ages], 100.0)
     assert counts.dispatches.total == pytest.approx(sum(ages))
     assert [many for many in counts.dispatches.counts if many] == [98, 2]
@@ -119,7 +119,7 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
     """What another thread that answers the same read has added while the clock is read is kept."""
     prepared = PreparedRead([])
     role = SimpleNamespace(
-        counts=ServiceCounts(), waiting=False, store=SimpleNamespace(index=0, prepared=lambda data: prepared)
+        metrics=ServiceMetrics(), waiting=False, store=SimpleNamespace(index=0, prepared=lambda data: prepared)
     )
     service = ParameterServerService(cast(ParameterServerRole, role))
     asked, seconds = count(), list[float]()
@@ -146,7 +146,7 @@ def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.Monk
 
     None is among the busiest.
     """
-    role, counts = ParameterServerRole(0), VariableCounts()
+    role, counts = ParameterServerRole(0), VariableMetrics()
     counts.read(8, 0.1, 1)
     specs = ps_pb2.VariableSpec(name="own"), ps_pb2.VariableSpec(name="copy", evaluation=1)
     scalar = np.dtype(np.float32), Partition((), ())

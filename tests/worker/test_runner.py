@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall
+from tests.conftest import OpenCall, attached
 from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
@@ -23,13 +23,13 @@ from pscluster.core.handles import Handle
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.values import encode_call
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.request_metrics import ClientCounts
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of
-from pscluster.worker.function_metrics import WorkerCounts
+from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.servers import ServerList
@@ -55,7 +55,7 @@ def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
         seed=0,
         client=cast(PsClient, NoServers()),
         connect_timeout=TIMEOUT,
-        counts=WorkerCounts(Recording()),
+        metrics=WorkerMetrics(Recording()),
     )
     job._definitions.update(functions)
     return job
@@ -364,7 +364,7 @@ def begin_stream(role: WorkerRole, incarnation: int, context: StepsCall) -> Iter
 def test_what_is_left_of_an_earlier_attachment_is_refused() -> None:
     """A recall that was in transit when the connection broke is not mistaken for one of the next connection."""
     role = make_role()
-    old, new = (role.attached(node_pb2.AttachRequest(job=7)) for _ in range(2))
+    old, new = (attached(role, node_pb2.AttachRequest(job=7)).incarnation for _ in range(2))
     next(begin_stream(role, new, StepsCall()))
     service = WorkerService(role)
     request = worker_pb2.RecallRequest(incarnation=old, functions=[1], positions=[1])
@@ -378,7 +378,7 @@ def test_a_stream_is_up_when_the_earlier_ones_function_has_ended(monkeypatch: py
     """A returning worker gets functions once it can run them, not while an old one still runs."""
     monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
     role, context = make_role(), StepsCall()
-    stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
+    stream = begin_stream(role, attached(role, node_pb2.AttachRequest(job=7)).incarnation, context)
     up = threading.Event()
 
     def wait() -> None:
@@ -399,7 +399,7 @@ def test_a_stream_that_waits_for_its_turn_ends_with_its_call(monkeypatch: pytest
     monkeypatch.setattr("pscluster.worker.service._TURN_SECONDS", 0.0)
     role, context = make_role(), StepsCall()
     context.end()
-    stream = begin_stream(role, role.attached(node_pb2.AttachRequest(job=7)), context)
+    stream = begin_stream(role, attached(role, node_pb2.AttachRequest(job=7)).incarnation, context)
     with role._turn:
         assert list(stream) == []
 
@@ -432,7 +432,7 @@ def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.Monkey
 def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """No metric falls while a failure is written, or while another coordinator attaches. The shortest case."""
     role, seen = make_role(), list[Any]()
-    telemetry = WorkerTelemetry(role, ClientCounts(0))
+    telemetry = WorkerTelemetry(role, ClientMetrics(0))
 
     def note() -> None:
         metrics = telemetry.snapshot()
@@ -449,7 +449,7 @@ def test_what_ended_is_counted_once_and_never_less(monkeypatch: pytest.MonkeyPat
     end = Runner.end
     monkeypatch.setattr(runner_module, "failure_of", noted)
     monkeypatch.setattr(Runner, "end", ended)
-    incarnation = role.attached(node_pb2.AttachRequest(job=7))
+    incarnation = attached(role, node_pb2.AttachRequest(job=7)).incarnation
     role.job(incarnation)._definitions.update(nothing=lambda: None)
     steps = [step(1, "nothing"), step(2, "nowhere")]
     requests = [worker_pb2.StepsRequest(incarnation=incarnation), worker_pb2.StepsRequest(position=1, steps=steps)]
@@ -470,7 +470,7 @@ def test_a_stream_that_ends_does_not_end_the_next_ones_idle_time(monkeypatch: py
     """Each second without a function counts once, even if an old stream ends after the beginning of another."""
     clock = iter(range(10, 100, 10))
     monkeypatch.setattr("pscluster.worker.function_metrics.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    counts = WorkerCounts(Recording())
+    counts = WorkerMetrics(Recording())
     old = counts.idle()  # at 10
     new = counts.idle()  # at 20
     counts.not_idle(old)  # at 30

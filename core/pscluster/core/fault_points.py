@@ -45,8 +45,8 @@ POINTS: dict[str, str] = {
     # Parameter servers: restarts, coordinators and workers
     "ps.restore.before": "a server starts, and has read nothing",
     "ps.restore.after": "the state is read, and no request is served",
-    "ps.epoch.before": "another coordinator continues the job, and the previous one is not shut out",
-    "ps.epoch.after": "the previous one is shut out; on disk the job is still its own",
+    "ps.takeover.before": "another coordinator continues the job, and the previous one is not shut out",
+    "ps.takeover.after": "the previous one is shut out; on disk the job is still its own",
     "ps.incarnation.before": "a worker should be shut out, and is not",
     "ps.incarnation.after": "it is, and the coordinator has no answer",
     "ps.finish.after": "the keys of ended functions are forgotten, and the coordinator has no answer",

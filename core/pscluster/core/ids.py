@@ -1,4 +1,4 @@
-"""The identity of a process: version, role, index, and an incarnation drawn at every start."""
+"""The identity of a process: version, role, index, and a boot id drawn at every start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = metadata.version("pscluster")
 
 
 def fresh_id() -> int:
-    """Return a random 63-bit number, never 0, for an incarnation or a job."""
+    """Return a random 63-bit number, never 0, for a process, an incarnation or a job."""
     return secrets.randbits(62) + 1
 
 
@@ -23,7 +23,7 @@ def make_identity(role: str, index: int) -> node_pb2.Identity:
     """Return the identity of this process in a role."""
     where = f"{socket.gethostname()}, pid {os.getpid()}"
     return node_pb2.Identity(
-        version=VERSION, role=role, index=index, incarnation=fresh_id(), name=f"{role} {index} ({where})"
+        version=VERSION, role=role, index=index, boot_id=fresh_id(), name=f"{role} {index} ({where})"
     )
 
 

@@ -8,18 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Identity(_message.Message):
-    __slots__ = ("version", "role", "index", "incarnation", "name")
+    __slots__ = ("version", "role", "index", "boot_id", "name")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     version: str
     role: str
     index: int
-    incarnation: int
+    boot_id: int
     name: str
-    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., role: _Optional[str] = ..., index: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("identity", "num_ps")
@@ -30,11 +30,11 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., num_ps: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("identity", "store_id", "job_id", "epoch", "job_name", "holder", "data_port", "address", "workers")
+    __slots__ = ("identity", "store_id", "job_id", "coordinator_number", "job_name", "holder", "data_port", "address", "workers")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -43,13 +43,13 @@ class HelloReply(_message.Message):
     identity: Identity
     store_id: int
     job_id: int
-    epoch: int
+    coordinator_number: int
     job_name: str
     holder: str
     data_port: int
     address: str
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., store_id: _Optional[int] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., store_id: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("busiest", "recorded")
@@ -194,13 +194,13 @@ class StatusReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "epoch", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -217,7 +217,7 @@ class AttachRequest(_message.Message):
     num_workers: int
     seed: int
     job_id: int
-    epoch: int
+    coordinator_number: int
     job_name: str
     take_over: bool
     store_id: int
@@ -229,10 +229,10 @@ class AttachRequest(_message.Message):
     term: int
     ps_addresses: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
-    __slots__ = ("kind", "identity", "incarnation", "restored", "missing_rules", "data_port", "address", "term")
+    __slots__ = ("kind", "identity", "incarnation", "store_id", "restored", "missing_rules", "data_port", "address", "term")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[AttachEvent.Kind]
@@ -246,6 +246,7 @@ class AttachEvent(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     MISSING_RULES_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -254,12 +255,13 @@ class AttachEvent(_message.Message):
     kind: AttachEvent.Kind
     identity: Identity
     incarnation: int
+    store_id: int
     restored: str
     missing_rules: _containers.RepeatedScalarFieldContainer[int]
     data_port: int
     address: str
     term: int
-    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ..., restored: _Optional[str] = ..., missing_rules: _Optional[_Iterable[int]] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[AttachEvent.Kind, str]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., incarnation: _Optional[int] = ..., store_id: _Optional[int] = ..., restored: _Optional[str] = ..., missing_rules: _Optional[_Iterable[int]] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class EndJobRequest(_message.Message):
     __slots__ = ("job", "reason")

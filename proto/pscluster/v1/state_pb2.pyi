@@ -95,7 +95,7 @@ class SavedLosses(_message.Message):
     def __init__(self, store_id: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("server", "job", "store_id", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "job_id", "epoch", "logged", "job_name", "metadata", "term", "boot_ids")
+    __slots__ = ("server", "job", "store_id", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "job_id", "coordinator_number", "logged", "job_name", "metadata", "term", "boot_ids")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -109,7 +109,7 @@ class Manifest(_message.Message):
     FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -128,23 +128,23 @@ class Manifest(_message.Message):
     finished_stops: _containers.RepeatedScalarFieldContainer[int]
     clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
     job_id: int
-    epoch: int
+    coordinator_number: int
     logged: bool
     job_name: str
     metadata: SavedShard
     term: int
     boot_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., epoch: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
-    __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "epoch", "pad", "payload")
+    __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "coordinator_number", "pad", "payload")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     update: _ps_pb2.UpdateRequest
@@ -153,7 +153,7 @@ class LogRecord(_message.Message):
     last: bool
     store_id: int
     optimizers: _containers.RepeatedCompositeFieldContainer[SavedOptimizer]
-    epoch: int
+    coordinator_number: int
     pad: bytes
     payload: bytes
-    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., store_id: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., store_id: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., coordinator_number: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

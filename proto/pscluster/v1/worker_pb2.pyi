@@ -175,7 +175,7 @@ class RecallReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class TellSeenRequest(_message.Message):
+class ReportSeenRequest(_message.Message):
     __slots__ = ("incarnation", "servers")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -183,7 +183,7 @@ class TellSeenRequest(_message.Message):
     servers: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class TellSeenReply(_message.Message):
+class ReportSeenReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

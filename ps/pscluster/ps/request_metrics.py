@@ -13,7 +13,7 @@ UPDATES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
 
 
 @dataclass(slots=True)
-class VariableCounts:
+class VariableMetrics:
     """Metrics of one variable's shards on one server. Bytes are those of values."""
 
     pulls: int = 0
@@ -38,7 +38,7 @@ class VariableCounts:
         self.rows_updated += rows
 
 
-class StoreCounts:
+class StoreMetrics:
     """Metrics of all updates of a server, of any job."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StoreCounts:
         self.lock_seconds = 0.0  # time that updates waited for their shard
 
 
-class ServiceCounts:
+class ServiceMetrics:
     """Metrics of the requests of a server."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ServiceCounts:
         self.recording = Recording()
 
 
-class ClientCounts:
+class ClientMetrics:
     """Metrics of a process's requests to the parameter servers, by server."""
 
     def __init__(self, num_servers: int) -> None:

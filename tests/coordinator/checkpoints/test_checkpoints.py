@@ -329,13 +329,13 @@ def test_a_function_that_does_not_end(
 
     hanging = coordinator.schedule(hangs)
     until(lambda: marks(gate), "it has begun")
-    before = strategy.context.counts.checkpoints_failed
+    before = strategy.context.metrics.checkpoints_failed
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=strategy, barrier_timeout=0.3) as manager:
         for _ in range(2):
             with pytest.raises(WaitTimeoutError, match=r"after 0\.3 s functions still run: .*hangs on worker"):
                 manager.save()
         assert manager.checkpoints == []
-        assert strategy.context.counts.checkpoints_failed == before + 2
+        assert strategy.context.metrics.checkpoints_failed == before + 2
         coordinator.schedule(both(*pair)).fetch(TIMEOUT)  # on the other worker
         path = f"{tmp_path}/written"
         with ParameterServerStrategy(elsewhere) as other:

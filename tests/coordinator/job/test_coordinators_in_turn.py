@@ -120,14 +120,14 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         """It asks all servers what they hold, and decides."""
         self.count += 1
         request = node_pb2.AttachRequest(
-            job=1000 + self.count, job_id=2000 + self.count, epoch=1, job_name=script, take_over=take_over
+            job=1000 + self.count, job_id=2000 + self.count, coordinator_number=1, job_name=script, take_over=take_over
         )
         request.coordinator.CopyFrom(make_identity("chief", 0))
         mine = Coordinator(self.count, request)
         hello = node_pb2.HelloRequest(identity=request.coordinator)
         mine.found = [server.node.hello(hello, OpenCall()) for server in self.servers]  # type: ignore[arg-type]
         mine.must_hold = continue_job(request, mine.found)
-        if request.epoch > 1:
+        if request.coordinator_number > 1:
             assert {reply.job_id for reply in mine.found} == {request.job_id}, "goes on with half a job"
             assert {reply.job_name for reply in mine.found} == {script}, "goes on with another's job"
         self.coordinators.append(mine)
@@ -189,7 +189,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         mine.streams[server], mine.store_id[server] = (call, events), event.incarnation
         mine.ever_attached.add(server)
         if held != mine.request.job_id:
-            assert mine.request.epoch == 1, "it goes on with a job of which this server has lost its part"
+            assert mine.request.coordinator_number == 1, "it goes on with a job of which this server has lost its part"
             assert not self.has_variable[server] or held != 0
             assert target.role.store.totals() == (0, 0), "a new job finds something"
             self.held_job[server], self.added[server], self.has_variable[server] = mine.request.job_id, 0, False
@@ -205,7 +205,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
                 for server in self.servers
             ]
             live, remains = LiveJob.of(directories)
-            if mine.request.epoch > 1:
+            if mine.request.coordinator_number > 1:
                 assert ("v" in live.variables) == all(self.has_variable), "what lived is gone"
                 for remain in remains:
                     request = ps_pb2.DeleteRequest(job=mine.job, name=remain.name, id=remain.id)

@@ -155,7 +155,7 @@ def as_tensor(data: Any) -> Any:
 
 def test_each_way_to_convert_is_one_read(cutting: ParameterServerStrategy, tables: Tables, cuts: int) -> None:
     """Whatever asks for the value gets it in one request a server, not row by row; a shard's and a slot's, too."""
-    counts = cutting.client.counts
+    counts = cutting.client.metrics
 
     def requests() -> int:
         return sum(sum(histogram.counts) for histogram in counts.pulls)

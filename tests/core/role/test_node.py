@@ -195,9 +195,9 @@ class Recorder(Role):
     def job_began(self, request: node_pb2.AttachRequest) -> None:
         self.events.append(("began", request.job))
 
-    def attached(self, request: node_pb2.AttachRequest) -> int:
+    def attached(self, request: node_pb2.AttachRequest, event: node_pb2.AttachEvent) -> None:
         self.events.append(("attached", request.job))
-        return 100 + len(self.events)
+        event.incarnation = 100 + len(self.events)
 
     def job_ended(self) -> None:
         self.events.append(("ended", 0))
@@ -272,11 +272,11 @@ class TestNodeService:
         self.service.end_job(node_pb2.EndJobRequest(job=job), NO_CONTEXT)
 
     def test_hello(self) -> None:
-        """The greeting tells who this process is, with a new incarnation."""
+        """The handshake tells who this process is, with a new boot id."""
         ours = node_pb2.Identity(version=VERSION, role="worker")
         reply = self.service.hello(node_pb2.HelloRequest(identity=ours), NO_CONTEXT)
         assert (reply.identity.role, reply.identity.index, reply.identity.version) == ("ps", 3, VERSION)
-        assert reply.identity.incarnation not in (0, make_identity("ps", 3).incarnation)
+        assert reply.identity.boot_id not in (0, make_identity("ps", 3).boot_id)
 
     @pytest.mark.parametrize("version", ["0.0.1", ""])
     def test_another_version(self, version: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall
+from tests.conftest import OpenCall, attached
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
@@ -233,7 +233,7 @@ def test_a_server_that_worked_for_another_job_shows_it() -> None:
         request = node_pb2.AttachRequest(job=job)
         if fresh:
             role.job_began(request)
-        return role.attached(request)
+        return attached(role, request).store_id
 
     before = attach(JOB, fresh=True)
     assert attach(JOB, fresh=False) == before

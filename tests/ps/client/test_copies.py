@@ -25,7 +25,7 @@ from tests.ps.storage.support import (
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import pack, unpack
-from pscluster.ps.request_metrics import ServiceCounts
+from pscluster.ps.request_metrics import ServiceMetrics
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
@@ -193,7 +193,7 @@ def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) ->
         declare(held, 1, np.arange(12.0).reshape(6, 2), (4, 6))
         manager.save()
         role = ParameterServerRole.__new__(ParameterServerRole)
-        role.store, role.manager, role.waiting, role.counts = held, manager, False, ServiceCounts()
+        role.store, role.manager, role.waiting, role.metrics = held, manager, False, ServiceMetrics()
         service, context = ParameterServerService(role), OpenCall()
         request = ps_pb2.Request(create=copying(held, 1, 5), last=True)
         reply, _ = unpack(service.push(iter([pack(request)]), context), ps_pb2.Reply)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
 
 def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment turns it off."""
-    monkeypatch.setenv("PSCLUSTER_KEEP_MIB", "0")
+    monkeypatch.setenv("PSCLUSTER_READ_CACHE_MIB", "0")
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as without:
         with without.scope():
             v = Variable(np.zeros(SIZE // 4, np.float32))

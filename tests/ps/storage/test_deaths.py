@@ -248,7 +248,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.kind, self.fsync = kind, fsync
         self.lives = 0
         self.settled: dict[int, int] = {}
-        self.epoch = 0
+        self.coordinator_number = 0
         self.last_variable = self.last_function = self.last_sequence = self.last_place = 0
         self.shards: dict[int, list[Held]] = {}
         self.rates = {0.0}  # possible learning rates; 0: there is no optimizer
@@ -262,8 +262,8 @@ class ServerMachine(RuleBasedStateMachine):
 
     def next_coordinator(self) -> None:
         """A new coordinator takes over; requests of the previous one are refused from now on."""
-        self.epoch += 1
-        self.job, self.store_id = 100 + self.epoch, getattr(self, "store_id", 0)
+        self.coordinator_number += 1
+        self.job, self.store_id = 100 + self.coordinator_number, getattr(self, "store_id", 0)
         self.closed, self.finished = list[int](), set[int]()
         self.last_function = 0  # numbers begin anew
         self.attach()
@@ -271,7 +271,11 @@ class ServerMachine(RuleBasedStateMachine):
     def request(self) -> node_pb2.AttachRequest:
         """Return the present coordinator's request."""
         request = node_pb2.AttachRequest(
-            job=self.job, job_id=JOB_ID, epoch=self.epoch, job_name="a job", store_id=self.store_id
+            job=self.job,
+            job_id=JOB_ID,
+            coordinator_number=self.coordinator_number,
+            job_name="a job",
+            store_id=self.store_id,
         )
         request.coordinator.CopyFrom(make_identity("chief", 0))
         request.closed.extend(self.closed)
@@ -429,7 +433,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     def fresh(self, drawn: Drawn, worker: int, inside: bool) -> Sent | None:
         """A new request; None if its worker is given up."""
-        incarnation = 1000 * self.epoch + worker
+        incarnation = 1000 * self.coordinator_number + worker
         if incarnation in self.closed:
             return None
         shards = [(variable, shard) for variable, held in self.shards.items() for shard in range(len(held))]
@@ -559,7 +563,7 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(1, 2))
     def close_worker(self, worker: int) -> None:
         """A worker is given up."""
-        incarnation = 1000 * self.epoch + worker
+        incarnation = 1000 * self.coordinator_number + worker
         request = ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation)
         self.process.service.close_incarnation(request, OpenCall())  # type: ignore[arg-type]
         self.closed.append(incarnation)

@@ -304,7 +304,7 @@ def of_another_boot(segment: bytes) -> bytes:
     """Return the segment as it is found after a restart of the machine."""
     form = log_module._SEGMENT
     magic, generation, previous, boot, _ = form.unpack_from(segment)
-    assert boot == log_module.boot_id() != b""
+    assert boot == log_module.machine_boot_id() != b""
     return log_module._with_crc(form, magic, generation, previous, bytes(16)) + segment[form.size :]
 
 

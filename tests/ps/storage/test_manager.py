@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from tests.conftest import attached
 from tests.ps.storage.support import (
     IDENTITY,
     JOB,
@@ -38,7 +39,7 @@ from tests.ps.storage.support import (
 from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
-from pscluster.ps.request_metrics import ServiceCounts
+from pscluster.ps.request_metrics import ServiceMetrics
 from pscluster.ps.server import role as role_module
 from pscluster.ps.server import updates
 from pscluster.ps.server.role import ParameterServerRole
@@ -440,14 +441,14 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
 def test_a_coordinator_s_marks_are_dropped_with_it() -> None:
     """The next coordinator continues with the values; checkpoints that were begun are dropped."""
     role = ParameterServerRole(0, StateManager(DurabilityOptions()))
-    role.job_began(node_pb2.AttachRequest(job=JOB, job_id=5, epoch=1))
-    role.attached(node_pb2.AttachRequest(job=JOB))
+    role.job_began(node_pb2.AttachRequest(job=JOB, job_id=5, coordinator_number=1))
+    attached(role, node_pb2.AttachRequest(job=JOB))
     declare(role.store, 1, np.zeros(3))
     role.parts.mark(role.store, 1)
     client = Client(role.manager, role.store)
     client.update(dense(ps_pb2.ADD, np.ones(3)))
     assert role.manager.spill.in_memory == 24
-    role.job_began(node_pb2.AttachRequest(job=JOB + 1, job_id=5, epoch=2))
+    role.job_began(node_pb2.AttachRequest(job=JOB + 1, job_id=5, coordinator_number=2))
     assert role.manager.spill.in_memory == 0
     assert values_of(role.store, 1).tolist() == [1, 1, 1]
     with pytest.raises(StaleError, match="not marked"):
@@ -466,18 +467,18 @@ def test_a_restored_server_waits_for_its_coordinator(tmp_path: Path) -> None:
         copy = killed(tmp_path / "s")
     with manager_of(copy) as manager:
         role = ParameterServerRole(0, manager)
-        assert role.kept_job == JOB
+        assert role.restored_job == JOB
         with pytest.raises(UnavailableError, match="is waiting for its coordinator"):
             role.serving()
         request = node_pb2.AttachRequest(job=JOB, closed=[9], finished_starts=[3], finished_stops=[5])
-        assert role.attached(request) == IDENTITY.store_id
+        assert attached(role, request).store_id == IDENTITY.store_id
         client = Client(manager, role.serving())
         with pytest.raises(StaleError, match="given up"):
             client.update(dense(ps_pb2.ADD, np.ones(3)))
         with pytest.raises(StaleError, match="has ended"):
             Client(manager, role.store, 10).update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         role.job_began(node_pb2.AttachRequest(job=JOB + 1))
-        assert role.attached(node_pb2.AttachRequest(job=JOB + 1)) not in (0, IDENTITY.store_id)
+        assert attached(role, node_pb2.AttachRequest(job=JOB + 1)).store_id not in (0, IDENTITY.store_id)
         assert role.serving().held()[0] == []
         manager.save()
         role.job_ended()
@@ -628,7 +629,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
 
 def _role_of(held: Store, manager: StateManager) -> ParameterServerRole:
     role = ParameterServerRole.__new__(ParameterServerRole)
-    role.store, role.manager, role.waiting, role.counts = held, manager, False, ServiceCounts()
+    role.store, role.manager, role.waiting, role.metrics = held, manager, False, ServiceMetrics()
     return role
 
 
@@ -676,9 +677,11 @@ def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
 # Another coordinator of the same job
 
 
-def coordinator(epoch: int, store_id: int = 0) -> node_pb2.AttachRequest:
+def coordinator(number: int, store_id: int = 0) -> node_pb2.AttachRequest:
     """Return the coordinator with this number; each has its own job number."""
-    return node_pb2.AttachRequest(job=JOB + epoch, job_id=78, epoch=epoch, job_name="a job", store_id=store_id)
+    return node_pb2.AttachRequest(
+        job=JOB + number, job_id=78, coordinator_number=number, job_name="a job", store_id=store_id
+    )
 
 
 def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
@@ -686,7 +689,7 @@ def attach(role: ParameterServerRole, request: node_pb2.AttachRequest) -> int:
     role.admit(request)
     if request.job != role.store.job:
         role.job_began(request)
-    return role.attached(request)
+    return attached(role, request).store_id
 
 
 @pytest.fixture
@@ -738,10 +741,10 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
     with manager_of(copy, kind) as manager:
         role = ParameterServerRole(0, manager)
         assert facts(role.store) == expected
-        assert role.kept_job == JOB + 2
+        assert role.restored_job == JOB + 2
         reply = node_pb2.HelloReply()
         role.fill_hello(reply)
-        assert (reply.store_id, reply.job_id, reply.epoch, reply.job_name) == (store_id, 78, 2, "a job")
+        assert (reply.store_id, reply.job_id, reply.coordinator_number, reply.job_name) == (store_id, 78, 2, "a job")
         for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="has taken it over from number 1"):
                 role.admit(old)

@@ -7,10 +7,10 @@ import time
 from pscluster.core.metrics.registry import SECONDS, Histogram
 from pscluster.core.metrics.trace import Recording
 
-SHORTEST_SECONDS = SECONDS[0]  # functions that take no longer have their own counter: see `WorkerCounts`
+SHORTEST_SECONDS = SECONDS[0]  # functions that take no longer have their own counter: see `WorkerMetrics`
 
 
-class WorkerCounts:
+class WorkerMetrics:
     """Metrics over all coordinators that the worker has worked for."""
 
     def __init__(self, recording: Recording) -> None:

@@ -24,7 +24,7 @@ from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
-from pscluster.worker.function_metrics import WorkerCounts
+from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ class Job:
         seed: int,
         client: PsClient,
         connect_timeout: float,
-        counts: WorkerCounts,
+        metrics: WorkerMetrics,
     ) -> None:
-        self.counts = counts
+        self.metrics = metrics
         self.incarnation = incarnation
         self.worker_index = worker_index
         self.num_workers = num_workers
@@ -87,13 +87,13 @@ class Job:
                 self._connected = True
         return self._client
 
-    def tell_seen(self, servers: Sequence[int]) -> None:
+    def report_seen(self, servers: Sequence[int]) -> None:
         """Tell these servers what this worker knows, for them to compare. Raise ProtocolError if one does not exist."""
         if wrong := [index for index in servers if index >= self._client.num_servers]:
             raise ProtocolError(f"there is no parameter server {wrong[0]}: there are {self._client.num_servers}")
         # Not on behalf of the running function, which may have been told to stop.
         with running(self.context(function=0, attempt=0)):
-            self._client.tell_seen(servers)
+            self._client.report_seen(servers)
 
     # Handles
 
@@ -147,7 +147,7 @@ class Job:
             return call_dataset_fn(dataset_fn, context)
 
         with running(self.context(function=0, attempt=0)):
-            handle = kind(str(resource.id), build, self.counts.waited_for_data)
+            handle = kind(str(resource.id), build, self.metrics.waited_for_data)
         with self._lock:
             self._handles.setdefault(name, handle)
 

@@ -28,7 +28,7 @@ from pscluster.core.role.server import RoleServer
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.request_metrics import ClientCounts
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2
 from pscluster.worker.servers import ServerList, watch_listing
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
@@ -61,24 +61,24 @@ def serve_worker(
             peer.check_plain(insecure=own_options.insecure)
         choose_serialization(address, own_options, is_worker=True)
         identity = make_identity("worker", index)
-        client_counts = ClientCounts(len(peers))
+        client_metrics = ClientMetrics(len(peers))
         servers = ServerList(index, peers, own_options)
 
         def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
-            client_counts.grow(len(request.store_ids))
+            client_metrics.grow(len(request.store_ids))
             client = PsClient(
                 servers.of(request),
                 identity,
                 job=request.job,
                 incarnation=incarnation,
                 retry_seconds=request.ps_timeout,
-                counts=client_counts,
+                metrics=client_metrics,
             )
             client.expect(request.store_ids)
             client.updater.term = request.term
             return client
 
-        role = WorkerRole(servers, make_client, options.connect_timeout, client_counts.recording)
+        role = WorkerRole(servers, make_client, options.connect_timeout, client_metrics.recording)
         server = RoleServer(
             identity,
             role,
@@ -86,7 +86,7 @@ def serve_worker(
             address,
             own_options,
             on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
-            telemetry=WorkerTelemetry(role, client_counts),
+            telemetry=WorkerTelemetry(role, client_metrics),
             own=cluster.task_address("worker", index) or "",
         )
 

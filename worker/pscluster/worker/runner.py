@@ -65,7 +65,7 @@ class Runner:
     """Runs the functions of one stream: see the module's docstring."""
 
     def __init__(self, job: Job, turn: threading.Lock) -> None:
-        self._job, self._counts = job, job.counts
+        self._job, self._metrics = job, job.metrics
         self._turn = turn  # shared by all streams of the worker: one function at a time
         self._lock = threading.RLock()
         # One for each waiting thread: one that wakes in vain takes the interpreter from the function.
@@ -97,14 +97,14 @@ class Runner:
 
     def run(self, requests: Iterator[worker_pb2.StepsRequest], send: Send | None = None) -> None:
         """Take steps from the stream and run them until it ends. `send` is for outcomes not yielded by `outcomes`."""
-        self._requests, self._send, counts = requests, send, self._counts
-        idle = counts.idle()
+        self._requests, self._send, metrics = requests, send, self._metrics
+        idle = metrics.idle()
         try:
             while self._wait_next():
-                counts.not_idle(idle)
+                metrics.not_idle(idle)
                 while (next_one := self._next()) is not None:
                     self._settle(self._run_one(*next_one))
-                idle = counts.idle()
+                idle = metrics.idle()
         except grpc.RpcError:
             pass  # the coordinator is gone, and needs no outcomes
         except PsClusterError as error:
@@ -112,7 +112,7 @@ class Runner:
         except Exception:
             logger.exception("the runner failed; other workers will run its functions")
         finally:
-            counts.not_idle(idle)
+            metrics.not_idle(idle)
             self.end()
 
     def _wait_next(self) -> bool:
@@ -194,7 +194,7 @@ class Runner:
         """Give back a function that will not run here. Under the lock."""
         self._job.arguments.pop(position, None)
         self._job.drop_parts(function)
-        self._counts.returned += 1
+        self._metrics.returned += 1
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
         self._to_send.notify_all()
 
@@ -238,14 +238,14 @@ class Runner:
                 self._changed.notify_all()
 
     def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
-        context, counts, seconds = self._running, self._counts, 0.0
+        context, metrics, seconds = self._running, self._metrics, 0.0
         assert context is not None  # set by _next
         arguments = self._job.arguments.pop(position, [])
         outcome = Outcome(function=step.function)
         parts: Sequence[Part] = ()
         reach("worker.run.before")
         begun = begin = time.monotonic()
-        data_before = counts.data_seconds
+        data_before = metrics.data_seconds
         try:
             with self._turn, running(context):
                 context.check()
@@ -260,34 +260,34 @@ class Runner:
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
-            counts.done += 1
+            metrics.done += 1
         except FunctionCancelled:
             outcome.kind, outcome.updated = Outcome.CANCELLED, context.updated
             outcome.seconds = seconds = time.monotonic() - begin
-            counts.cancelled += 1
+            metrics.cancelled += 1
         except BaseException as error:  # a step's sys.exit() must not end the worker
             seconds = time.monotonic() - begin
             outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds, updated=context.updated)
-            counts.failed += 1
+            metrics.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:
             self._job.drop_parts(step.function)
             outcome.waited = sum(part.waited for part in parts)
-            counts.data_seconds += outcome.waited
+            metrics.data_seconds += outcome.waited
             for number, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
         # For an empty function this is 1 % of the time, so make no calls.
         if seconds <= SHORTEST_SECONDS:
-            counts.shortest += 1
-            counts.shortest_seconds += seconds
+            metrics.shortest += 1
+            metrics.shortest_seconds += seconds
         else:
-            counts.runs.add(seconds)
+            metrics.runs.add(seconds)
         if seconds >= SHORT_SECONDS or not context.function & (EACH - 1) or context.attempt > 1:
             how, thread = Outcome.Kind.Name(outcome.kind).lower(), threading.current_thread().name
-            end, waited = begin + seconds, counts.data_seconds - data_before
+            end, waited = begin + seconds, metrics.data_seconds - data_before
             run = Run(step.function, step.attempt, received, begun, begin, end, waited, how, thread)
-            counts.recording.runs.append(run)
+            metrics.recording.runs.append(run)
         return outcome
 
     def _arguments(

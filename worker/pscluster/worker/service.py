@@ -20,7 +20,7 @@ from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, cut, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
-from pscluster.worker.function_metrics import WorkerCounts
+from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner
 from pscluster.worker.servers import ServerList
@@ -42,7 +42,7 @@ class WorkerRole(Role):
     def __init__(
         self, servers: ServerList, make_client: ClientFactory, connect_timeout: float, recording: Recording
     ) -> None:
-        self.counts = WorkerCounts(recording)
+        self.metrics = WorkerMetrics(recording)
         self._servers = servers
         self._make_client = make_client
         self._connect_timeout = connect_timeout
@@ -51,7 +51,7 @@ class WorkerRole(Role):
         self._job: Job | None = None
         self._runner: Runner | None = None
         self._leaving = False
-        self._job_id = self._epoch = 0
+        self._job_id = self._coordinator_number = 0
         self._recorded_job = 0
 
     def check_hello(self, request: node_pb2.HelloRequest) -> None:
@@ -61,16 +61,17 @@ class WorkerRole(Role):
 
     def admit(self, request: node_pb2.AttachRequest) -> None:
         """Raise StaleError if another coordinator has taken over the job, else as `ServerList.check`."""
-        if request.job_id and request.job_id == self._job_id and request.epoch < self._epoch:
+        if request.job_id and request.job_id == self._job_id and request.coordinator_number < self._coordinator_number:
             raise StaleError(
-                f"coordinator number {self._epoch} of this job has taken it over from number {request.epoch}"
+                f"coordinator number {self._coordinator_number} of this job has taken it over from number "
+                f"{request.coordinator_number}"
             )
         self._servers.check(request)
 
-    def attached(self, request: node_pb2.AttachRequest) -> int:
+    def attached(self, request: node_pb2.AttachRequest, event: node_pb2.AttachEvent) -> None:
         """Begin a fresh job under a fresh incarnation: what an earlier attachment left is dropped."""
-        self._job_id, self._epoch = request.job_id, request.epoch
-        incarnation = fresh_id()
+        self._job_id, self._coordinator_number = request.job_id, request.coordinator_number
+        incarnation = event.incarnation = fresh_id()
         job = Job(
             incarnation=incarnation,
             worker_index=self._servers.index,
@@ -79,14 +80,13 @@ class WorkerRole(Role):
             client=self._make_client(request, incarnation),
             # The coordinator has reached all servers, so treat an unreachable one as lost, as at any later call.
             connect_timeout=request.ps_timeout or self._connect_timeout,
-            counts=self.counts,
+            metrics=self.metrics,
         )
-        self.counts.attachments += 1
+        self.metrics.attachments += 1
         self._replace(job)
         if request.job != self._recorded_job:
             self._recorded_job = request.job
-            self.counts.recording.forget_functions()
-        return incarnation
+            self.metrics.recording.forget_functions()
 
     def job_ended(self) -> None:
         self._replace(None)
@@ -101,10 +101,10 @@ class WorkerRole(Role):
             old.close()
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
-        counts = self.counts
-        reply.functions_done = counts.done
+        metrics = self.metrics
+        reply.functions_done = metrics.done
         reply.functions_running, _ = self.functions()
-        reply.function_seconds, reply.waited_seconds = counts.all_runs().total, counts.data_seconds
+        reply.function_seconds, reply.waited_seconds = metrics.all_runs().total, metrics.data_seconds
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""
@@ -112,7 +112,7 @@ class WorkerRole(Role):
         return (0, 0) if runner is None else runner.functions()
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
-        return self.counts.recording.messages()
+        return self.metrics.recording.messages()
 
     def job(self, incarnation: int) -> Job:
         """Return the job of a request. Raise StaleError if the attachment that it names is over."""
@@ -247,12 +247,12 @@ class WorkerService:
         self._role.job(request.incarnation).release(request.resources, request.definitions)
         return worker_pb2.ReleaseReply()
 
-    def tell_seen(
-        self, request: worker_pb2.TellSeenRequest, _context: grpc.ServicerContext
-    ) -> worker_pb2.TellSeenReply:
+    def report_seen(
+        self, request: worker_pb2.ReportSeenRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.ReportSeenReply:
         check_count(len(request.servers), MAX_COUNT, "parameter servers to tell")
-        self._role.job(request.incarnation).tell_seen(request.servers)
-        return worker_pb2.TellSeenReply()
+        self._role.job(request.incarnation).report_seen(request.servers)
+        return worker_pb2.ReportSeenReply()
 
 
 def _check(first: worker_pb2.UploadRequest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pscluster.core.metrics.registry import Metric, Snapshot, Telemetry
-from pscluster.ps.request_metrics import ClientCounts
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.worker.service import WorkerRole
 
 OF_CLIENTS = (
@@ -36,23 +36,23 @@ class WorkerTelemetry(Telemetry):
         *OF_CLIENTS,
     )
 
-    def __init__(self, role: WorkerRole, client_counts: ClientCounts) -> None:
+    def __init__(self, role: WorkerRole, client_metrics: ClientMetrics) -> None:
         super().__init__()
         self._role = role
-        self._client_counts = client_counts
+        self._client_counts = client_metrics
 
     def own(self) -> Snapshot:
-        counts, (running, waiting) = self._role.counts, self._role.functions()
+        metrics, (running, waiting) = self._role.metrics, self._role.functions()
         return {
-            "functions_done_total": counts.done,
-            "functions_failed_total": counts.failed,
-            "functions_cancelled_total": counts.cancelled,
-            "functions_returned_total": counts.returned,
+            "functions_done_total": metrics.done,
+            "functions_failed_total": metrics.failed,
+            "functions_cancelled_total": metrics.cancelled,
+            "functions_returned_total": metrics.returned,
             "functions_running": running,
             "functions_waiting": waiting,
-            "run_seconds": counts.all_runs().plain(),
-            "idle_seconds_total": counts.idle_seconds,
-            "data_wait_seconds_total": counts.data_seconds,
-            "attachments_total": counts.attachments,
+            "run_seconds": metrics.all_runs().plain(),
+            "idle_seconds_total": metrics.idle_seconds,
+            "data_wait_seconds_total": metrics.data_seconds,
+            "attachments_total": metrics.attachments,
             **self._client_counts.plain(),
         }

@@ -70,7 +70,7 @@ class Checkpoint(StaysHere):
         try:
             return self._mark(number)
         except BaseException:
-            self.context.counts.checkpoints_failed += 1
+            self.context.metrics.checkpoints_failed += 1
             raise
 
     def _mark(self, number: int) -> MarkedCheckpoint:
@@ -101,7 +101,7 @@ class Checkpoint(StaysHere):
                     context.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
-        context.counts.checkpoint_pauses.add(index.pause_seconds)
+        context.metrics.checkpoint_pauses.add(index.pause_seconds)
         return MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
@@ -229,15 +229,15 @@ class MarkedCheckpoint:
     forgotten: Collection[int]  # keys of functions that are not scheduled again
 
     def write(self, path: str) -> str:
-        counts, begin, event_log = self.context.counts, time.monotonic(), self.context.event_log
+        metrics, begin, event_log = self.context.metrics, time.monotonic(), self.context.event_log
         try:
             self._write(path)
         except BaseException as error:
-            counts.checkpoints_failed += 1
+            metrics.checkpoints_failed += 1
             event_log.not_saved(path, str(error))
             raise
         seconds = time.monotonic() - begin
-        counts.checkpoints.add(seconds)
+        metrics.checkpoints.add(seconds)
         event_log.saved(Saved(path, time.time(), seconds, self.index.pause_seconds, self.index.nbytes))
         return path
 

@@ -129,7 +129,7 @@ def _task(peer: PeerAddress, answer: Answer) -> dict[str, Any]:
         return {**task, "up": False, "why": answer}
     task |= {"up": True, "state": answer.state, "uptime_seconds": round(answer.uptime_seconds, 3)}
     task |= {"name": answer.identity.name, "version": answer.identity.version}
-    task |= {"incarnation": f"{answer.identity.incarnation:016x}", "coordinator": answer.coordinator}
+    task |= {"boot_id": f"{answer.identity.boot_id:016x}", "coordinator": answer.coordinator}
     task |= {"memory_bytes": answer.memory_bytes, "metrics_address": answer.metrics_address, "detail": answer.detail}
     if peer.role == "ps":
         task |= {"shards": answer.variables, "shard_bytes": answer.variable_bytes, "requests": answer.requests}

@@ -91,7 +91,7 @@ def describe_job(
         ps_timeout=ps_timeout,
         job_name=default_job_name() if job_name is None else job_name,
         job_id=fresh_id(),
-        epoch=1,
+        coordinator_number=1,
         take_over=take_over,
         ps_addresses=[peer.address for peer in ps],
         workers=[peer.index for peer in workers],

@@ -20,7 +20,7 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.observability.events import EventLog
-from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, unreachable
@@ -73,7 +73,7 @@ class JobContext:
     dispatcher: Dispatcher | None = None  # hands out functions, once there is a ClusterCoordinator
     coordinator: object = None  # that ClusterCoordinator
     dataset_progress: DatasetProgress | None = None  # once there is a ClusterCoordinator
-    counts: CoordinatorCounts = field(default_factory=CoordinatorCounts)
+    metrics: CoordinatorMetrics = field(default_factory=CoordinatorMetrics)
     event_log: EventLog = field(default_factory=EventLog)  # what has happened, for observers
     partly_applied: PartlyApplied = field(default_factory=PartlyApplied)
     closed: bool = False  # is the job over?
@@ -104,7 +104,7 @@ class JobContext:
     @property
     def resumed(self) -> bool:
         """Return whether this continues a job whose coordinator has died."""
-        return self.request.epoch > 1
+        return self.request.coordinator_number > 1
 
     @property
     def metrics_address(self) -> str:
@@ -142,13 +142,13 @@ class JobContext:
         if self.dispatcher is not None and not self.closed:
             away = self.unreachable()
             there = [server.peer.index for server in self.servers if server.peer not in away]
-            loop.run(self.dispatcher.servers.tell_seen(there))
+            loop.run(self.dispatcher.servers.report_seen(there))
         return self.losses.count()
 
     def server_is_back(self, server: ServerAttachment) -> None:
         """Count what a server that was restored has lost. On the loop's thread."""
         dispatcher = self.dispatcher
-        self.losses.begin(None if dispatcher is None else dispatcher.servers.tell_seen([server.peer.index]))
+        self.losses.begin(None if dispatcher is None else dispatcher.servers.report_seen([server.peer.index]))
 
     # Terms: updates carry the one in which they were made. Servers that have a restored checkpoint's values refuse
     # updates of earlier terms; on the others they are overwritten. If terms differ, a restore was broken off.
@@ -200,7 +200,7 @@ class JobContext:
         if self.closed:
             raise MisuseError("this strategy is closed: make another ParameterServerStrategy")
         limits = max_queued, max_attempts, worker_lease
-        records = self.counts, self.event_log, self.partly_applied
+        records = self.metrics, self.event_log, self.partly_applied
         dispatcher = Dispatcher(DispatchState(self.workers, self.servers, self.request, *limits, *records))
         with self._lock:
             self.dispatcher = dispatcher

@@ -1,10 +1,10 @@
 """A job whose coordinator died, as the next one finds it: what lives on the servers is attached to by name.
 
-    the servers say what they hold --> all have one job id and the job's name, and no coordinator --> its next epoch
+    the servers say what they hold --> all have one job id and the job's name, and no coordinator --> its next number
                                    \\-> anything else -------------------------------------------> a new job
 
-A coordinator that dies while it takes the servers leaves some of them in its epoch and others in the one before: they
-still have one job id, and the next coordinator's epoch is above both.
+A coordinator that dies while it takes the servers leaves some of them with its number and others with the one before:
+they still have one job id, and the next coordinator's number is above both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.Hello
     elif names != {request.job_name} or not request.job_name:
         logger.info("dropping another job (%s) from the servers: its coordinator is gone", *names)
     else:
-        request.job_id, request.epoch = job_ids.pop(), max(reply.epoch for reply in found) + 1
+        request.job_id, request.coordinator_number = job_ids.pop(), max(reply.coordinator_number for reply in found) + 1
         return [reply.store_id for reply in found]
     return [0] * len(found)
 

@@ -44,7 +44,7 @@ class Losses:
 
     def count(self) -> dict[str, int]:
         """Return the acknowledged updates that the servers have lost, by variable. May raise PsClusterError."""
-        self._client.tell_seen()
+        self._client.report_seen()
         lost: Counter[str] = Counter()
         for reply in self._client.statuses():
             lost |= Counter(reply.lost_updates)

@@ -26,7 +26,7 @@ class Attempt(NamedTuple):
 
 
 @dataclass(eq=False)
-class CoordinatorCounts:
+class CoordinatorMetrics:
     """The metrics of one strategy."""
 
     dispatches: Histogram = field(default_factory=Histogram)  # seconds from a function's schedule to each sending

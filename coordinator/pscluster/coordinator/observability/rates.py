@@ -1,6 +1,6 @@
 """The rates of tasks, from two successive status replies. Pure.
 
-Counters restart with each process, so replies of two incarnations are not compared: a task that was restarted has no
+Counters restart with each process, so replies of two processes are not compared: a task that was restarted has no
 rates until its second reply.
 """
 
@@ -65,7 +65,7 @@ class RateMeter:
         for task, reply in replies.items():
             then, before = self._before.get(task, (now, reply))
             seconds = now - then
-            same = before.identity.incarnation == reply.identity.incarnation
+            same = before.identity.boot_id == reply.identity.boot_id
             for load in reply.busiest:
                 known = variables.setdefault(load.name, VariableRates(load.name))
                 known.nbytes += load.bytes

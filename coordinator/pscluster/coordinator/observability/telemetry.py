@@ -60,17 +60,17 @@ class CoordinatorTelemetry(Telemetry):
     def own(self) -> Snapshot:
         context = self._context()
         assert context is not None  # the caller holds it, or is closed with it
-        counts, dispatcher, checkpoints = context.counts, context.dispatcher, context.event_log.checkpoints
+        metrics, dispatcher, checkpoints = context.metrics, context.dispatcher, context.event_log.checkpoints
         return {
             **(self._nothing if dispatcher is None else dispatcher.status.metrics()),
-            "functions_retried_total": {"worker lost": counts.retried_lost, "failed": counts.retried_failed},
-            "dispatch_seconds": counts.dispatches.plain(),
-            "lock_waits_total": counts.lock_waits,
-            "lock_wait_seconds_total": counts.lock_seconds,
-            "checkpoint_seconds": counts.checkpoints.plain(),
-            "checkpoint_pause_seconds": counts.checkpoint_pauses.plain(),
-            "checkpoints_failed_total": counts.checkpoints_failed,
+            "functions_retried_total": {"worker lost": metrics.retried_lost, "failed": metrics.retried_failed},
+            "dispatch_seconds": metrics.dispatches.plain(),
+            "lock_waits_total": metrics.lock_waits,
+            "lock_wait_seconds_total": metrics.lock_seconds,
+            "checkpoint_seconds": metrics.checkpoints.plain(),
+            "checkpoint_pause_seconds": metrics.checkpoint_pauses.plain(),
+            "checkpoints_failed_total": metrics.checkpoints_failed,
             "checkpoint_bytes": checkpoints[-1].nbytes if checkpoints else 0,
             "checkpoint_timestamp_seconds": checkpoints[-1].time if checkpoints else 0,
-            **context.client.counts.plain(),
+            **context.client.metrics.plain(),
         }

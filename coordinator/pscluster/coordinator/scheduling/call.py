@@ -109,9 +109,7 @@ def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
     )
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)
-        # Skip unreadable examples once all retries were used up on them.
-        tried = task.failures >= task.limits.data_retries
-        step.skips = tried and all(part.dataset.on_error == "skip" for part in call.parts)
+        step.skips = task.data_retries_are_used_up and all(part.dataset.on_error == "skip" for part in call.parts)
     return step
 
 

@@ -255,7 +255,7 @@ class FunctionQueue(StaysHere):
         (JSON). An existing file is overwritten.
         """
         context = self.context
-        timeline.write(path, list(context.counts.attempts), timeline.collect(context.tasks))
+        timeline.write(path, list(context.metrics.attempts), timeline.collect(context.tasks))
 
     def done(self) -> bool:
         """Return whether every scheduled function has ended. Raises as `join` does."""

@@ -48,23 +48,23 @@ class Outcomes:
 
     def _settle(self, index: int, outcomes: Sequence[Outcome], arrays: Mapping[int, Sequence[Buffer]]) -> None:
         """Settle outcomes, with the large arrays of their values by function, and hand over the next functions."""
-        scheduler, counts, begin = self._scheduler, self._state.counts, time.monotonic()
+        scheduler, metrics, begin = self._scheduler, self._state.metrics, time.monotonic()
         handle = self._state.workers[index]
         handle.heard = begin
         returned: list[int] = []
         again: list[int] = []
         if not self._state.lock.acquire(blocking=False):
             self._state.lock.acquire()
-            counts.lock_waits += 1
+            metrics.lock_waits += 1
             waited = time.monotonic() - begin
-            counts.lock_seconds += waited
+            metrics.lock_seconds += waited
         try:
             before, unblocked = scheduler.error, False
             for outcome in outcomes:
                 task_id, kind, seconds = outcome.function, outcome.kind, outcome.seconds
                 if kind == Outcome.DONE and (task := scheduler.finish(index, task_id, seconds)) is not None:
                     if seconds >= SHORT_SECONDS or not task_id & (EACH - 1) or task.attempts > 1:  # as the worker does
-                        counts.remember(task, task.payload.function.name, index, begin, "done")
+                        metrics.remember(task, task.payload.function.name, index, begin, "done")
                     if task.payload.parts:
                         self._visited(task, outcome)
                     unblocked |= self._set_value(task, outcome, arrays)
@@ -103,7 +103,7 @@ class Outcomes:
         ending = self._scheduler.ended_badly(
             index, task, stopped=outcome.kind == Outcome.CANCELLED, data_unread=says_data_unread(outcome.failure)
         )
-        self._state.counts.remember(task, call.function.name, index, begin, ending.value)
+        self._state.metrics.remember(task, call.function.name, index, begin, ending.value)
         if ending is Ending.CANCELLED:
             self._state.settle_cancelled([task])
         elif ending is Ending.AGAIN:
@@ -160,7 +160,7 @@ class Outcomes:
         position, now = self._scheduler.reserve(index, len(tasks)), time.monotonic()
         connection.send(position, [step_of(task, task.attempts + 1, self._state.term) for task in tasks])
         self._scheduler.give(index, tasks, position, now)
-        self._state.counts.sent(tasks, now)
+        self._state.metrics.sent(tasks, now)
         handle.heard, handle.sent = now, position + len(tasks) - 1
         if full:
             self._state.changed.notify_all()

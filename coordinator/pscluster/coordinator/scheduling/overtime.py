@@ -52,7 +52,7 @@ class Overtime:
             handle.doomed.set()
         else:
             task.payload.applied = True  # perhaps: it is still running
-            self._state.counts.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
+            self._state.metrics.remember(task, task.payload.function.name, index, time.monotonic(), "failed")
             before = scheduler.error
             self._state.fail(index, task, too_long(index, task), runs_on=True)
             if scheduler.error is not before:

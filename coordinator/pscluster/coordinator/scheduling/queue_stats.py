@@ -133,7 +133,7 @@ class QueueStatus:
                 scheduler.entered,
                 self.functions_done,
                 scheduler.failed,
-                self._state.counts.retried_failed + self._state.counts.retried_lost,
+                self._state.metrics.retried_failed + self._state.metrics.retried_lost,
                 scheduler.were_cancelled,
                 bool(scheduler.barriers),
                 "" if scheduler.error is None else str(scheduler.error).partition("\n\n")[0],

@@ -91,7 +91,7 @@ class ServerAttachment:
             raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         if event.missing_rules:
             await asyncio.wrap_future(self._declare_again(self.peer.index, event.missing_rules))
-        self._attached, self.store_id, self.restored, self.term = call, event.incarnation, event.restored, event.term
+        self._attached, self.store_id, self.restored, self.term = call, event.store_id, event.restored, event.term
 
     async def _diagnosed(self, failure: PsClusterError) -> PsClusterError:
         """Diagnose the failure of an attempt, and return the error to raise."""

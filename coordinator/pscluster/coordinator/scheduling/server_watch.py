@@ -42,12 +42,12 @@ class ServerWatch:
         logger.error("%s", error)
         self._state.abort(error, final=True)
 
-    async def tell_seen(self, servers: Sequence[int]) -> None:
+    async def report_seen(self, servers: Sequence[int]) -> None:
         """Have all workers tell these servers which updates were acknowledged to them."""
 
         async def tell(connection: WorkerConnection) -> None:
             with suppress(*LOST_CONNECTION, TimeoutError):  # then less is known
-                await asyncio.wait_for(connection.tell_seen(servers), TELL_SECONDS)
+                await asyncio.wait_for(connection.report_seen(servers), TELL_SECONDS)
 
         workers = self._state.workers
         await asyncio.gather(*(tell(handle.connection) for handle in workers if handle.up and handle.connection))

@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from pscluster.coordinator.observability.events import EventLog
-from pscluster.coordinator.observability.job_metrics import CoordinatorCounts
+from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling.call import Call
 from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
 from pscluster.coordinator.scheduling.function_errors import cancelled_error, says_data_unread
@@ -91,7 +91,7 @@ class DispatchState:
     max_queued: InitVar[int] = 1
     max_attempts: int = 1
     worker_lease: float = math.inf
-    counts: CoordinatorCounts = field(default_factory=CoordinatorCounts)
+    metrics: CoordinatorMetrics = field(default_factory=CoordinatorMetrics)
     event_log: EventLog = field(default_factory=EventLog)
     partly_applied: PartlyApplied = field(default_factory=PartlyApplied)
 
@@ -192,7 +192,7 @@ class DispatchState:
         """Log that a function failed and will be retried."""
         name, peer = task.payload.function.name, self.workers[index].peer
         retries = task.max_retries(data_unread=says_data_unread(failure))
-        self.counts.retried_failed += 1
+        self.metrics.retried_failed += 1
         logger.warning("%s %s on %s; retrying (%d of %d)", name, what, peer, task.failures, retries)
         text = f"{name} {what}; retrying ({task.failures} of {retries})"
         self.event_log.record(peer.task, "retry", text, failure.traceback if failure is not None else "")

@@ -94,6 +94,11 @@ class Task(Generic[P]):
         limits = self.limits
         return max(limits.retries, limits.data_retries) if data_unread else limits.retries
 
+    @property
+    def data_retries_are_used_up(self) -> bool:
+        """Return whether an attempt that can't read an example must do without it, or fail."""
+        return self.failures >= self.limits.data_retries
+
     def __repr__(self) -> str:
         return f"<Task {self.id} {self.state.name} attempts={self.attempts}>"
 

@@ -218,10 +218,10 @@ class WorkerConnection:
         # Until the connection is lost: a cancelled function that is not told may run forever.
         await repeat(lambda: self._worker.recall(request, timeout=CALL_SECONDS), over=lambda: self._closed)
 
-    async def tell_seen(self, servers: Sequence[int]) -> None:
+    async def report_seen(self, servers: Sequence[int]) -> None:
         """Have the worker tell these servers which updates were acknowledged to it."""
-        request = worker_pb2.TellSeenRequest(incarnation=self.incarnation, servers=servers)
-        await repeat(lambda: self._worker.tell_seen(request, timeout=TELL_SECONDS), attempts=FEW_ATTEMPTS)
+        request = worker_pb2.ReportSeenRequest(incarnation=self.incarnation, servers=servers)
+        await repeat(lambda: self._worker.report_seen(request, timeout=TELL_SECONDS), attempts=FEW_ATTEMPTS)
 
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
         """Have the worker drop resources and definitions that are no longer used."""

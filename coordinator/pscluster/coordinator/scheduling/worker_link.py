@@ -31,6 +31,7 @@ from pscluster.coordinator.scheduling.tasks import Loss, Task
 from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.errors import FunctionError, MisuseError, PsClusterError, PSUnavailableError, UnavailableError
 from pscluster.core.fault_points import reach
+from pscluster.core.transport.retry import until
 from pscluster.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class WorkerLink:
             chance = random.random()  # noqa: S311 (nothing secret)  # nosec B311
             return seconds_to_redial(state.seconds_since_start or 0.0, chance)
 
-        retrying = tenacity.AsyncRetrying(retry=tenacity.retry_if_exception_type(UnavailableError), wait=pause)
+        retrying = tenacity.AsyncRetrying(**until(wait=pause))
         connection: WorkerConnection = await retrying(self._dial, TlsDiagnosis(self._handle.peer))
         return connection
 
@@ -168,7 +169,7 @@ class WorkerLink:
                 task.payload.applied = True  # perhaps
             if ran is not None:
                 ran.payload.deaths = (*ran.payload.deaths, f"{self._handle.peer} ({self._handle.why})")
-                self._state.counts.remember(ran, ran.payload.function.name, self._index, time.monotonic(), "lost")
+                self._state.metrics.remember(ran, ran.payload.function.name, self._index, time.monotonic(), "lost")
         reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._state.servers))
@@ -193,7 +194,7 @@ class WorkerLink:
         elif loss is Loss.DEADLY:
             error = deadly(self._index, ran, self._state.max_attempts)
         elif loss is not None:
-            self._state.counts.retried_lost += 1
+            self._state.metrics.retried_lost += 1
             if loss is Loss.RETRY:
                 self._state.say_retry(self._index, ran, "ran too long")
         cancelled = self._scheduler.requeue(self._index, error)
@@ -214,7 +215,7 @@ class WorkerLink:
                 now = time.monotonic()
                 tasks = self._scheduler.take(self._index, now)
                 if tasks:
-                    self._state.counts.sent(tasks, now)
+                    self._state.metrics.sent(tasks, now)
                 if full and tasks:
                     self._state.changed.notify_all()
                 worker.idle = not tasks

@@ -91,7 +91,7 @@ class Role:
     The methods are called one at a time, under the node's lock unless noted: keep them short.
     """
 
-    kept_job = 0  # id of the job whose state the role has at its start; 0: none
+    restored_job = 0  # id of the job whose state the role has at its start; 0: none
 
     def check_hello(self, request: node_pb2.HelloRequest) -> None:
         """Check a hello. Raise a refusal if the two processes can't work together. Not under the node's lock."""
@@ -105,9 +105,8 @@ class Role:
     def job_began(self, request: node_pb2.AttachRequest) -> None:
         """Begin another job: drop the state of the previous one, unless it has the same job id."""
 
-    def attached(self, request: node_pb2.AttachRequest) -> int:  # noqa: ARG002  (for those who override it)
-        """Take a new coordinator. Return the incarnation to work under, 0 if the role needs none."""
-        return 0
+    def attached(self, request: node_pb2.AttachRequest, event: node_pb2.AttachEvent) -> None:
+        """Take a new coordinator, and fill in the role's part of the event that tells it so."""
 
     def persist(self) -> None:
         """Save what the coordinator is about to be told. May block, and refuse. Not under the node's lock."""
@@ -117,9 +116,6 @@ class Role:
 
     def fill_hello(self, reply: node_pb2.HelloReply) -> None:
         """Fill in the role's part of a hello. Not under the node's lock."""
-
-    def fill_attached(self, event: node_pb2.AttachEvent) -> None:
-        """Fill in the role's part of the event that tells a coordinator that it is attached."""
 
     def describe(self, reply: node_pb2.StatusReply) -> None:
         """Fill in the role's part of its status."""
@@ -172,14 +168,14 @@ class NodeService:
         self._on_job_end = on_job_end
         self._coordinator_timeout = coordinator_timeout
         self._lock = threading.Lock()
-        self._attachment = Attachment(identity.name, role.kept_job)
+        self._attachment = Attachment(identity.name, role.restored_job)
         self._streams = _Streams()
         self._workers = _Workers()
         self._started = time.monotonic()
         self.metrics_address = ""
         self.data_port, self.address = 0, ""
-        if role.kept_job:
-            self._wait_for_coordinator(role.kept_job, 0)
+        if role.restored_job:
+            self._wait_for_coordinator(role.restored_job, 0)
 
     def hello(self, request: node_pb2.HelloRequest, _context: grpc.ServicerContext) -> node_pb2.HelloReply:
         check_version(request.identity, self.identity)
@@ -240,8 +236,7 @@ class NodeService:
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
             event.data_port, event.address = self.data_port, self.address
             try:
-                event.incarnation = self._role.attached(request)
-                self._role.fill_attached(event)
+                self._role.attached(request, event)
             except BaseException:
                 self._attachment.detach(number)  # a coordinator that was refused must not hold the role
                 raise

@@ -103,24 +103,23 @@ class RoleServer:
         self._metrics: MetricsServer | None = None
         raise_descriptor_limit()
         self._reaper = ConnectionReaper(connections())
-        bind_log(role=identity.role, index=identity.index, incarnation=f"{identity.incarnation:016x}", pid=os.getpid())
+        bind_log(role=identity.role, index=identity.index, boot_id=f"{identity.boot_id:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
         accepted = self._reaper.mark_authenticated
         # With --open-health anyone may check: that does not authenticate.
         self._health = _Health((lambda _peer: None) if options.open_health else accepted)
-        interceptors: list[grpc.ServerInterceptor] = []
-        self._authenticator = Authenticator(options.token, identity) if options.token else None
-        if self._authenticator is not None:
-            open_health = OpenHealth() if options.open_health else None
-            interceptors.append(AuthenticationInterceptor(self._authenticator, open_health, self._reaper.refused))
-        else:
-            interceptors.append(NoTokenInterceptor())
+        interceptors: list[grpc.ServerInterceptor] = []  # of every call, on any transport
         self._roles: RoleInterceptor | None = None
         if options.tls is not None and options.tls.is_mutual:
             self._roles = RoleInterceptor(tls=options.tls)
             interceptors.append(self._roles)
             self._roles.start()
-        gates = list(interceptors)
+        gates: list[grpc.ServerInterceptor] = [NoTokenInterceptor()]  # of calls over gRPC
+        self._authenticator = Authenticator(options.token, identity) if options.token else None
+        if self._authenticator is not None:  # on the data plane a connection is authenticated as a whole
+            open_health = OpenHealth() if options.open_health else None
+            gates = [AuthenticationInterceptor(self._authenticator, open_health, self._reaper.refused)]
+        gates += interceptors
         if admission is not None:
             gates.append(AdmissionInterceptor(admission))  # unauthenticated calls are refused before they are counted
         largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
@@ -175,12 +174,10 @@ class RoleServer:
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
         self._data: DataServer | None = None
         if services and options.data_port is not None and supported():
-            # A connection is authenticated as a whole.
-            rest = [gate for gate in interceptors if not isinstance(gate, AuthenticationInterceptor)]
             self._data = DataServer(
                 listen_for_data(address, options),
                 [generic_handler(descriptor, servicer) for descriptor, servicer in services.values()],
-                rest,
+                interceptors,
                 self._authenticator,
                 admission=admission,
                 message_bytes=data_message_bytes,

@@ -49,7 +49,7 @@ class Authenticator:
     def __init__(self, token: str, identity: node_pb2.Identity) -> None:
         self._token = token if isinstance(token, Token) else Token.of([token])
         self._lock = threading.Lock()
-        self._table = SessionTable(identity.role, identity.index, identity.incarnation)
+        self._table = SessionTable(identity.role, identity.index, identity.boot_id)
         self._open: dict[Cancellable, bytes] = {}  # with their tokens' ids
         self._secrets: dict[str, Secret] = {}
         self._over = threading.Event()

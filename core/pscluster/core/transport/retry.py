@@ -24,10 +24,12 @@ def until(
     seconds: float = math.inf,
     attempts: float = math.inf,
     over: Callable[[], object] = lambda: False,
+    wait: Callable[[tenacity.RetryCallState], float] | None = None,
 ) -> dict[str, Any]:
     """Return arguments for tenacity that retry errors that `may_pass`, or are in `also`, after a short random delay.
 
     No attempt begins later than `seconds` after the first, or if `over`, called after a failure, says to give up.
+    `wait` returns another delay.
     """
 
     def stop(state: tenacity.RetryCallState) -> bool:
@@ -36,6 +38,6 @@ def until(
 
     return {
         "retry": tenacity.retry_if_exception(lambda error: may_pass(error) or isinstance(error, also)),
-        "wait": tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
+        "wait": wait or tenacity.wait_random_exponential(multiplier=0.05, max=0.25),
         "stop": stop,
     }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import grpc
 
+from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.base import Metadata, Stream
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.grpc_streams import GrpcStream
@@ -11,19 +15,31 @@ from pscluster.core.transport.tcp.client import DataPort
 
 
 class Transport(DataPort):
-    """The way to one role. Thread-safe."""
+    """The way to one role. Thread-safe.
 
-    def __init__(self, peer: PeerAddress) -> None:
+    `say_hello` shakes hands with the role, and gives the reply to `learn`: called now and then to find out where its
+    data plane is. None if the owner does so by itself.
+    """
+
+    def __init__(self, peer: PeerAddress, say_hello: Callable[[], object] | None = None) -> None:
         super().__init__(str(peer), peer.token, peer.tls)
+        self._say_hello = say_hello
+
+    def _ask(self) -> None:
+        if self._say_hello is not None and self.should_ask():
+            with contextlib.suppress(PsClusterError):  # the call itself fails, too
+                self._say_hello()
 
     def open(self, channel: grpc.Channel, path: str, metadata: Metadata = (), *, prompt: bool = False) -> Stream:
         """Open a call, with `channel` for gRPC. Raise grpc.RpcError if the server does not prove that it is this role.
 
         With `prompt`, sending never waits, in any thread: messages without room are kept in memory.
         """
+        self._ask()
         stream = self.connect(path, metadata, prompt=prompt)
         return stream or GrpcStream(channel, path, metadata, prompt=prompt)
 
     def is_outdated(self, stream: Stream) -> bool:
-        """Return whether the stream uses gRPC although the data plane has become reachable since."""
+        """Return whether a new stream would be faster, since the role can be reached in a better way now."""
+        self._ask()
         return isinstance(stream, GrpcStream) and self.usable()

@@ -29,7 +29,7 @@ from pscluster.ps.client.connections import Server
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges, padded
 from pscluster.ps.client.reads import Reader
 from pscluster.ps.client.updates import UpdatePart, Updater
-from pscluster.ps.request_metrics import ClientCounts
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.spec import COPY, METADATA, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
@@ -60,13 +60,13 @@ class PsClient:
         incarnation: int,
         retry_seconds: float = 10.0,
         request_timeout: float = 60.0,
-        counts: ClientCounts | None = None,
+        metrics: ClientMetrics | None = None,
     ) -> None:
         self.job = job
-        self.counts = counts or ClientCounts(len(peers))
+        self.metrics = metrics or ClientMetrics(len(peers))
         self.incarnation = incarnation
         self._identity = identity
-        self.exchanges = Exchanges(peers, identity, self.counts, retry_seconds, request_timeout)
+        self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
         reader, self.updater = Reader(job, self.exchanges), Updater(job, incarnation, self.exchanges)
         self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
@@ -103,7 +103,7 @@ class PsClient:
         """Close all connections. Later requests are refused, with this reason."""
         self.exchanges.close(why)
 
-    def tell_seen(self, servers: Iterable[int] | None = None) -> None:
+    def report_seen(self, servers: Iterable[int] | None = None) -> None:
         """Have servers that may have restarted compare their updates with those this client has seen acknowledged."""
         seen = self.updater.seen()
         if seen:

@@ -110,7 +110,7 @@ class Server:
         self._identity = identity
         self._idle: list[Session] = []
         self._lock = threading.Lock()
-        self._transport = Transport(peer)
+        self._transport = Transport(peer, self.hello)
         self._closed = False
         self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate
         self._open()
@@ -125,7 +125,6 @@ class Server:
 
     def take_session(self) -> Session:
         """Return an idle session, or a new one. Failures of the server show when it is used."""
-        self._learn_where()
         while True:
             with self._lock:
                 if not self._idle:
@@ -139,15 +138,9 @@ class Server:
             stream = self._transport.open(self._control, _SESSION, ((SESSION_HEADER, name),))
         return Session(stream, self.liveness, name)
 
-    def _learn_where(self) -> None:
-        if self._transport.should_ask():
-            with contextlib.suppress(PsClusterError):
-                self.hello()
-
     @contextlib.contextmanager
     def _transfer(self, path: str, metadata: Metadata, timeout: float) -> Iterator[tuple[Stream, Callable[[], None]]]:
         """Open a call for a large transfer and watch it for the block, which calls the function given at progress."""
-        self._learn_where()
         with self._watched(timeout) as (exchange, tell):
             stream = self._transport.open(self._bulk, path, metadata)
             tell(stream)

@@ -25,7 +25,7 @@ from pscluster.core.transport.frames import Buffer, padding, parts_of, pieces, u
 from pscluster.core.transport.retry import may_pass, until
 from pscluster.core.transport.watchdog import SilentError
 from pscluster.ps.client.connections import Server, Session
-from pscluster.ps.request_metrics import ClientCounts
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, ps_pb2
 
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ class Exchanges:
         self,
         peers: Sequence[PeerAddress],
         identity: node_pb2.Identity,
-        counts: ClientCounts,
+        metrics: ClientMetrics,
         retry_seconds: float,
         request_timeout: float,
     ) -> None:
@@ -69,7 +69,7 @@ class Exchanges:
         self.on_lost: Callable[[PSUnavailableError], None] | None = None
         """Called with each error that reports a lost server, before it is raised. If set, such errors are final."""
         self.pulled = self.pushed = 0
-        self._counts = counts
+        self._metrics = metrics
         self._retry_seconds = retry_seconds
         self.closed = ""  # why the job is over
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
@@ -142,7 +142,7 @@ class Exchanges:
                 function.check()
             server.drop_sessions()
             if server in self.servers:
-                self._counts.reconnects[self.servers.index(server)] += 1
+                self._metrics.reconnects[self.servers.index(server)] += 1
             raise failure
         finally:
             # An error and a frame that hold each other also hold the callers' frames, with the arrays being read or
@@ -262,16 +262,16 @@ class Exchanges:
         function: FunctionContext | None,
     ) -> None:
         """Count an answered request. `asked` is its session's name and its position there; sizes are bytes."""
-        end, counts = time.monotonic(), self._counts
+        end, metrics = time.monotonic(), self._metrics
         if what == "pull":
-            counts.pulls[index].add(end - begin)
-            counts.pulled_bytes[index] += received
+            metrics.pulls[index].add(end - begin)
+            metrics.pulled_bytes[index] += received
         else:
-            counts.pushes[index].add(end - begin)
-            counts.pushed_bytes[index] += sent
+            metrics.pushes[index].add(end - begin)
+            metrics.pushed_bytes[index] += sent
         if function is not None and function.function:
             name, nth = asked
-            counts.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
+            metrics.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
 
     def on_each(self, work: Iterable[Callable[[], _T]]) -> list[_T]:
         """Run the bulk work of several servers at once. When all has ended, raise the first error, if any."""

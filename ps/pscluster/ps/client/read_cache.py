@@ -25,7 +25,7 @@ from dataclasses import dataclass
 Key = tuple[int, int]
 """A variable's id, and the shard's index."""
 
-KEEP_VARIABLE = "PSCLUSTER_KEEP_MIB"
+KEEP_VARIABLE = "PSCLUSTER_READ_CACHE_MIB"
 DEFAULT_MIB = 256
 
 _MOST_SKIPPED = 15

@@ -16,7 +16,7 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnavailableError, UnknownVariableError
 from pscluster.core.geometry import Partition
 from pscluster.ps.optim.rules import UpdateRule
-from pscluster.ps.request_metrics import VariableCounts
+from pscluster.ps.request_metrics import VariableMetrics
 from pscluster.ps.server.losses import NAMES
 from pscluster.ps.server.metadata import Metadata
 from pscluster.ps.server.shard import Shard
@@ -35,7 +35,7 @@ class HeldVariable:
     dtype: np.dtype[Any]
     partition: Partition
     shards: dict[int, Shard]
-    counts: VariableCounts = field(default_factory=VariableCounts)
+    metrics: VariableMetrics = field(default_factory=VariableMetrics)
 
 
 @dataclass(slots=True)

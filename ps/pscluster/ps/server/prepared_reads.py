@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from pscluster.core.transport.frames import Buffer, before_payload, padding
-from pscluster.ps.request_metrics import VariableCounts
+from pscluster.ps.request_metrics import VariableMetrics
 from pscluster.v1 import ps_pb2
 
 MAX_PREPARED = 64
@@ -25,11 +25,11 @@ class PreparedRead:
     """The answer to a request that the server has seen before: the current values of its arrays."""
 
     def __init__(
-        self, sources: Sequence[tuple[threading.Lock, memoryview]], counts: Sequence[VariableCounts] = ()
+        self, sources: Sequence[tuple[threading.Lock, memoryview]], metrics: Sequence[VariableMetrics] = ()
     ) -> None:
         self._times, self._seconds = 0, 0.0  # how often it was answered, and the time that took
         self._settled = 0, 0.0
-        self._counts = counts
+        self._metrics = metrics
         self._sources: list[tuple[threading.Lock, memoryview, slice]] = []
         self._total = 0
         for lock, values in sources:
@@ -44,8 +44,8 @@ class PreparedRead:
         self._settled = self._settled[0] + times, self._settled[1] + seconds
         if times:
             total = sum(len(values) for _, values, _ in self._sources) or 1
-            for counts, (_, values, _) in zip(self._counts, self._sources, strict=True):
-                counts.read(len(values) * times, seconds * len(values) / total, 0, times)
+            for metrics, (_, values, _) in zip(self._metrics, self._sources, strict=True):
+                metrics.read(len(values) * times, seconds * len(values) / total, 0, times)
 
     def reply(self) -> list[Buffer]:
         """Return the whole frame, in parts; each array is copied under its shard's lock."""

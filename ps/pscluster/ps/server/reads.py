@@ -129,7 +129,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         at = next_at
         if which != "version" and (held := store.directory.variables.get(item.variable)) is not None:
             end = time.monotonic()
-            held.counts.read(size, end - begin, item.rows.ids)
+            held.metrics.read(size, end - begin, item.rows.ids)
             begin = end
 
 

@@ -11,7 +11,7 @@ from pscluster.core.errors import StaleError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
-from pscluster.ps.request_metrics import ServiceCounts, StoreCounts
+from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.checkpoint_parts import Parts
 from pscluster.ps.storage.manager import JobIdentity, StateManager
@@ -33,13 +33,13 @@ class ParameterServerRole(Role):
         self.roots = roots or Roots()
         self.manager = manager or StateManager(DurabilityOptions())
         self.parts = Parts()
-        self.counts = ServiceCounts()
-        self._store_counts = StoreCounts()
+        self.metrics = ServiceMetrics()
+        self._store_metrics = StoreMetrics()
         reach("ps.restore.before")
         found = self.manager.restore()
         reach("ps.restore.after")
         self._take_on(Store(index) if found is None else found.store)
-        self.kept_job = self.store.job
+        self.restored_job = self.store.job
         self._identity = JobIdentity() if found is None else found.identity
         self._restored = "" if found is None else found.words
         # Restored, but the coordinator has not reported yet which workers were given up meanwhile: serve no requests.
@@ -48,7 +48,7 @@ class ParameterServerRole(Role):
         self._new = False  # the job has begun, and may not be on disk
 
     def _take_on(self, store: Store) -> None:
-        store.counts, store.spill = self._store_counts, self.manager.spill
+        store.metrics, store.spill = self._store_metrics, self.manager.spill
         self.store = store
 
     def serving(self) -> Store:
@@ -62,7 +62,7 @@ class ParameterServerRole(Role):
         identity = self._identity
         if (
             self.waiting
-            and request.job != self.kept_job
+            and request.job != self.restored_job
             and not request.take_over
             and time.monotonic() < self._own_until
         ):
@@ -73,39 +73,42 @@ class ParameterServerRole(Role):
                 "variables: start a new coordinator to start over"
             )
         if request.job_id and request.job_id == identity.job_id:
-            first = request.epoch > identity.epoch
-            if not first and not (request.epoch == identity.epoch and request.job == self.store.job):
+            first = request.coordinator_number > identity.coordinator_number
+            if not first and not (
+                request.coordinator_number == identity.coordinator_number and request.job == self.store.job
+            ):
                 raise StaleError(
-                    f"coordinator number {identity.epoch} of this job has taken it over from number {request.epoch}"
+                    f"coordinator number {identity.coordinator_number} of this job has taken it over from number "
+                    f"{request.coordinator_number}"
                 )
 
     def job_began(self, request: node_pb2.AttachRequest) -> None:
         """Continue with the state held here if it has the same job id; else drop it and start empty."""
         if request.job_id and request.job_id == self._identity.job_id:
-            reach("ps.epoch.before")
+            reach("ps.takeover.before")
             self.store.take_over(request.job)
             self.parts.forget()  # checkpoints of the previous coordinator
-            reach("ps.epoch.after")
-            self._identity = replace(self._identity, epoch=request.epoch)
+            reach("ps.takeover.after")
+            self._identity = replace(self._identity, coordinator_number=request.coordinator_number)
             self.manager.take_over(self._identity)
             return
         self.parts.forget()
         self._take_on(Store(self.store.index, request.job))
         self._restored = ""
-        self._identity = JobIdentity(fresh_id(), request.job_id, request.epoch, request.job_name)
+        self._identity = JobIdentity(fresh_id(), request.job_id, request.coordinator_number, request.job_name)
         self.manager.begin(self.store, self._identity)
         self._new = True
 
-    def attached(self, request: node_pb2.AttachRequest) -> int:
-        """Return the store id, which differs if the store does: a coordinator that reconnects learns of its loss."""
+    def attached(self, request: node_pb2.AttachRequest, event: node_pb2.AttachEvent) -> None:
+        """Report the store id, which differs if the store does: a coordinator that reconnects learns of its loss.
+
+        And what was restored (once), the rules that must be sent again, and the term.
+        """
         for incarnation in request.closed:
             self.store.close_incarnation(incarnation)
         self.store.finish_functions(list(zip(request.finished_starts, request.finished_stops, strict=True)))
         self.waiting = False
-        return self._identity.store_id
-
-    def fill_attached(self, event: node_pb2.AttachEvent) -> None:
-        """Report what was restored (once), the rules that must be sent again, and the term."""
+        event.store_id = self._identity.store_id
         event.restored, self._restored = self._restored, ""
         event.missing_rules.extend(self.store.held()[2])
         event.term = self.store.term
@@ -113,7 +116,7 @@ class ParameterServerRole(Role):
     def fill_hello(self, reply: node_pb2.HelloReply) -> None:
         identity = self._identity
         reply.store_id, reply.job_id = identity.store_id, identity.job_id
-        reply.epoch, reply.job_name = identity.epoch, identity.name
+        reply.coordinator_number, reply.job_name = identity.coordinator_number, identity.name
 
     def persist(self) -> None:
         """Save a job that has just begun, so that a server that dies now restarts with it, not the previous one."""
@@ -131,8 +134,8 @@ class ParameterServerRole(Role):
         reply.variables, reply.variable_bytes = self.store.totals()
         reply.detail = f"{self.store.remembered} updates remembered; {self.manager.words}"
         reply.lost_updates.update(self.store.lost)
-        reply.requests = sum(self.counts.pulls.counts) + sum(self.counts.pushes.counts)
-        reply.bytes_in, reply.bytes_out = self.counts.pushed_bytes, self.counts.pulled_bytes
+        reply.requests = sum(self.metrics.pulls.counts) + sum(self.metrics.pushes.counts)
+        reply.bytes_in, reply.bytes_out = self.metrics.pushed_bytes, self.metrics.pulled_bytes
         if self.waiting:
             reply.state = "restored, waiting for its coordinator"
 
@@ -140,12 +143,12 @@ class ParameterServerRole(Role):
         """Report the variables with the most bytes read and updated."""
         most = min(busiest, MAX_BUSIEST)
         traffic = [
-            (held.spec.name, nbytes, held.counts) for held, nbytes in self.store.traffic() if not held.spec.evaluation
+            (held.spec.name, nbytes, held.metrics) for held, nbytes in self.store.traffic() if not held.spec.evaluation
         ]
         largest = heapq.nlargest(most, traffic, key=lambda each: each[2].pulled_bytes + each[2].pushed_bytes)
-        for name, nbytes, counts in largest:
-            load = reply.busiest.add(name=name, bytes=nbytes, reads=counts.pulls, read_bytes=counts.pulled_bytes)
-            load.updates, load.update_bytes = counts.pushes, counts.pushed_bytes
+        for name, nbytes, metrics in largest:
+            load = reply.busiest.add(name=name, bytes=nbytes, reads=metrics.pulls, read_bytes=metrics.pulled_bytes)
+            load.updates, load.update_bytes = metrics.pushes, metrics.pushed_bytes
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
-        return self.counts.recording.messages()
+        return self.metrics.recording.messages()

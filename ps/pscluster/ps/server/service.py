@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -63,12 +62,12 @@ class ParameterServerService:
     ) -> None:
         self._role = role
         self._watchdog = watchdog or StallWatchdog(STILL_SECONDS)
-        self._counts = role.counts
+        self._metrics = role.metrics
         self.budget = Budget(in_flight_bytes)
         self.admission = Admission(lambda: _COMING_BYTES + self.budget.left, MESSAGE_BYTES)
         self.budget.on_reserved = self.admission.shrink
         self._incoming = Incoming(self._watchdog)
-        self.writes = WritePath(role, self.budget, self._incoming, self.restore)
+        self.writes = WritePath(role, self.budget, self._incoming)
         # The server may be restarted, so clients that are refused retry.
         self.drain = Drain(lambda: UnavailableError(f"ps {role.store.index} is stopping"))
 
@@ -117,7 +116,7 @@ class ParameterServerService:
                 buffers = self._answer(request, payload, reply, context)
         except PsClusterError as error:
             reply.refusal.kind, reply.refusal.message = kind_of(error)[0], shortened(str(error))
-            self._counts.refused += 1
+            self._metrics.refused += 1
         reply.total_bytes = sum(map(len, buffers))
         return _WORDS.get(reply.WhichOneof("body") or "", ""), parts_of(reply, buffers)
 
@@ -172,15 +171,15 @@ class ParameterServerService:
 
     def _counted(self, what: str, begin: float, nbytes: int, name: str, nth: int = 1) -> None:
         """Count an answered request: the n-th of the session with this name, or a large one."""
-        end, counts = time.monotonic(), self._counts
+        end, metrics = time.monotonic(), self._metrics
         if what == "pull":
-            counts.pulls.add(end - begin)
-            counts.pulled_bytes += nbytes
+            metrics.pulls.add(end - begin)
+            metrics.pulled_bytes += nbytes
         else:
-            counts.pushes.add(end - begin)
-            counts.pushed_bytes += nbytes
+            metrics.pushes.add(end - begin)
+            metrics.pushed_bytes += nbytes
         if name:
-            counts.recording.served.append(Served(name, nth, what, begin, end))
+            metrics.recording.served.append(Served(name, nth, what, begin, end))
 
     def _store_of(self, job: int) -> Store:
         """Return the store for a request of this job. StaleError if the server serves another one."""
@@ -205,12 +204,7 @@ class ParameterServerService:
         return reply
 
     def delete(self, request: ps_pb2.DeleteRequest, _context: grpc.ServicerContext) -> ps_pb2.DeleteReply:
-        """Remove a variable, or all copies of an evaluation."""
-        store = self._store_of(request.job)
-        check_name(request.name, "a variable's name")
-        store.delete(request.name, request.id, request.evaluation)
-        reach("ps.delete.after")
-        self._role.manager.save()
+        self.writes.delete(self._store_of(request.job), request)
         return ps_pb2.DeleteReply()
 
     def close_incarnation(
@@ -249,8 +243,8 @@ class ParameterServerService:
                 path = self._role.roots.path_of(request.directory, request.file)
                 begin = time.monotonic()
                 reply = self._role.parts.write(store, request.id, path)
-                self._counts.checkpoints.add(time.monotonic() - begin)
-                self._counts.checkpoint_bytes += reply.bytes
+                self._metrics.checkpoints.add(time.monotonic() - begin)
+                self._metrics.checkpoint_bytes += reply.bytes
                 reach("ps.part.after")
             elif request.action == ps_pb2.CheckpointRequest.DROP:
                 self._role.parts.drop_mark(request.id)
@@ -261,17 +255,5 @@ class ParameterServerService:
     def restore(self, request: ps_pb2.RestoreRequest, _context: grpc.ServicerContext) -> ps_pb2.RestoreReply:
         store = self._store_of(request.job)
         with self.drain:
-            if request.drop:
-                self._role.parts.drop_staged(request.id)
-            elif request.ahead:
-                self._role.parts.name(request.id, request.shards)
-            elif request.commit:
-                self._role.parts.commit(store, request.id, request.term)
-                reach("ps.commit.after")
-                self._role.manager.save()
-                reach("ps.commit.saved")
-            else:
-                where = functools.partial(self._role.roots.path_of, request.directory)
-                self._role.parts.stage(store, request, where)
-                reach("ps.stage.after")
+            self.writes.restore(store, request)
         return ps_pb2.RestoreReply()

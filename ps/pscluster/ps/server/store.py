@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import view
-from pscluster.ps.request_metrics import StoreCounts
+from pscluster.ps.request_metrics import StoreMetrics
 from pscluster.ps.server.dedup import Ledger
 from pscluster.ps.server.directory import Contents, Directory, HeldOptimizer, HeldVariable, described
 from pscluster.ps.server.losses import NAMES, Losses, ShardKey
@@ -53,7 +53,7 @@ class Store:
     def __init__(self, index: int, job: int = 0) -> None:
         self.index = index
         self.job = job
-        self.counts = StoreCounts()
+        self.metrics = StoreMetrics()
         self.spill = Spill()
         """Old bytes of blocks that change before they are written or sent."""
         self._lock = threading.Lock()
@@ -229,7 +229,7 @@ class Store:
             sources = [(shard.lock, view(shard.array)) for _, shard in targets]
             while len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared))).settle()
-            self._prepared[data] = PreparedRead(sources, [held.counts for held, _ in targets])
+            self._prepared[data] = PreparedRead(sources, [held.metrics for held, _ in targets])
 
     def _forget_prepared(self) -> None:
         """Drop all, since their arrays may have been removed. Needs the lock."""

@@ -11,7 +11,7 @@ from pscluster.ps.server.role import ParameterServerRole
 
 _BY = ("variable",)
 
-_OF_VARIABLES = {  # fields of VariableCounts
+_OF_VARIABLES = {  # fields of VariableMetrics
     "pulls": Metric("variable_pulls_total", "counter", "shards read, whole or rows", _BY),
     "pulled_bytes": Metric("variable_pulled_bytes_total", "counter", "values read", _BY),
     "pull_seconds": Metric("variable_pull_seconds_total", "counter", "time to read and send them", _BY),
@@ -59,7 +59,7 @@ class ServerTelemetry(Telemetry):
 
     def own(self) -> Snapshot:
         """Return the metrics of the store, the service and the state manager."""
-        role, store, counts = self._role, self._role.store, self._role.counts
+        role, store, metrics = self._role, self._role.store, self._role.metrics
         # The largest get labels first, and evaluation snapshots, which come and go, last.
         traffic = sorted(store.traffic(), key=lambda each: (each[0].spec.evaluation > 0, -each[1]))
         labels = self._labels.choose([held.spec.name for held, _ in traffic if not held.spec.evaluation])
@@ -74,20 +74,20 @@ class ServerTelemetry(Telemetry):
             if held.spec.evaluation:
                 continue  # a counter would fall when the snapshot is deleted
             for field, metric in _OF_VARIABLES.items():
-                value = getattr(held.counts, field)
+                value = getattr(held.metrics, field)
                 by_metric[metric.name][label] += value
         return {
-            "pull_seconds": counts.pulls.plain(),
-            "push_seconds": counts.pushes.plain(),
-            "pulled_bytes_total": counts.pulled_bytes,
-            "pushed_bytes_total": counts.pushed_bytes,
-            "requests_refused_total": counts.refused,
-            "update_staleness_updates": store.counts.staleness.plain(),
-            "updates_duplicate_total": store.counts.duplicates,
+            "pull_seconds": metrics.pulls.plain(),
+            "push_seconds": metrics.pushes.plain(),
+            "pulled_bytes_total": metrics.pulled_bytes,
+            "pushed_bytes_total": metrics.pushed_bytes,
+            "requests_refused_total": metrics.refused,
+            "update_staleness_updates": store.metrics.staleness.plain(),
+            "updates_duplicate_total": store.metrics.duplicates,
             "updates_remembered": store.remembered,
             "updates_lost": lost,
-            "lock_waits_total": store.counts.lock_waits,
-            "lock_wait_seconds_total": store.counts.lock_seconds,
+            "lock_waits_total": store.metrics.lock_waits,
+            "lock_wait_seconds_total": store.metrics.lock_seconds,
             "in_flight_bytes": self._budget.used,
             "variables": len(traffic),
             "variable_bytes": sizes,
@@ -96,6 +96,6 @@ class ServerTelemetry(Telemetry):
             "snapshot_bytes_total": role.manager.saved_bytes,
             "snapshot_failures_total": role.manager.failures,
             "log_bytes": role.manager.log_bytes,
-            "checkpoint_seconds": counts.checkpoints.plain(),
-            "checkpoint_bytes_total": counts.checkpoint_bytes,
+            "checkpoint_seconds": metrics.checkpoints.plain(),
+            "checkpoint_bytes_total": metrics.checkpoint_bytes,
         }

@@ -155,15 +155,15 @@ def apply(
         if not change.shard.lock.acquire(blocking=False):
             change.shard.lock.acquire()
             took = time.monotonic() - begin
-            store.counts.lock_waits += 1
-            store.counts.lock_seconds += took
+            store.metrics.lock_waits += 1
+            store.metrics.lock_seconds += took
         try:
             with store.ledger() as ledger:
                 store.check_job(request.job)  # it may have been taken over since
                 ledger.admit(origin)
                 repeated = ledger.seen(origin, item.variable, item.shard, item.nth)
             if repeated:
-                store.counts.duplicates += 1
+                store.metrics.duplicates += 1
                 reply.repeated_ += 1
                 reply.updates.append(change.shard.updates)
                 applied.append(0)
@@ -186,14 +186,14 @@ def apply(
             with store.ledger() as ledger:
                 ledger.record(origin, item.variable, item.shard, item.nth)
             if item.boot_id == reply.boot_id:
-                store.counts.staleness.add(change.shard.updates - item.seen)
+                store.metrics.staleness.add(change.shard.updates - item.seen)
             change.shard.updates += 1
             applied.append(change.shard.updates)
             reply.updates.append(change.shard.updates)
             reply.applied += 1
         finally:
             change.shard.lock.release()
-        change.held.counts.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
+        change.held.metrics.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
         reach("ps.ledger.after")
     if not origin.function:
         with store.ledger() as ledger:

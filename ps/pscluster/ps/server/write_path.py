@@ -14,8 +14,9 @@ Values that are assigned whole to large shards are received into arrays that tak
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import grpc
@@ -24,7 +25,7 @@ from google.protobuf.message import DecodeError
 from pscluster.core.errors import ProtocolError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.loading import UnresolvedReference
-from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_PICKLE_BYTES
+from pscluster.core.limits import MAX_CONTROL_BYTES, MAX_PICKLE_BYTES, check_name
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, pack, unpack
@@ -73,19 +74,12 @@ class Incoming:
 
 
 class WritePath:
-    """Handles updates and creations for the servicer. Thread-safe."""
+    """Handles requests that change the state, for the servicer. Thread-safe."""
 
-    def __init__(
-        self,
-        role: ParameterServerRole,
-        budget: Budget,
-        incoming: Incoming,
-        restore: Callable[[ps_pb2.RestoreRequest, grpc.ServicerContext], object],
-    ) -> None:
+    def __init__(self, role: ParameterServerRole, budget: Budget, incoming: Incoming) -> None:
         self._role = role
         self._budget = budget
         self._incoming = incoming
-        self._restore = restore  # for requests that are too large for one message
         self.pool = ArrayPool()
         self._mixed = False  # whether large updates of different kinds have arrived
 
@@ -102,6 +96,29 @@ class WritePath:
     ) -> ps_pb2.CreateReply:
         _check_create(store, request, context)
         return self._create(store, request.create, payload)
+
+    def delete(self, store: Store, request: ps_pb2.DeleteRequest) -> None:
+        """Remove a variable, or all copies of an evaluation."""
+        check_name(request.name, "a variable's name")
+        store.delete(request.name, request.id, request.evaluation)
+        reach("ps.delete.after")
+        self._role.manager.save()
+
+    def restore(self, store: Store, request: ps_pb2.RestoreRequest) -> None:
+        """Take one step of restoring a checkpoint."""
+        parts, manager = self._role.parts, self._role.manager
+        if request.drop:
+            parts.drop_staged(request.id)
+        elif request.ahead:
+            parts.name(request.id, request.shards)
+        elif request.commit:
+            parts.commit(store, request.id, request.term)
+            reach("ps.commit.after")
+            manager.save()
+            reach("ps.commit.saved")
+        else:
+            parts.stage(store, request, functools.partial(self._role.roots.path_of, request.directory))
+            reach("ps.stage.after")
 
     # Large requests
 
@@ -142,7 +159,7 @@ class WritePath:
                 raise ProtocolError("a frame came after the last one")
             reply = ps_pb2.Reply(id=first.id, last=True)
             if body == "restore":
-                self._restore(_restore_request(Payload(assembler.chunks).joined()), context)
+                self.restore(store, _restore_request(Payload(assembler.chunks).joined()))
                 return "", 0, pack(reply)
             if body == "update":
                 whole = Payload(assembler.chunks, once=not self._role.manager.logs)

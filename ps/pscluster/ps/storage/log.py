@@ -73,7 +73,7 @@ _ROOM = 256  # for a record, besides its request and payload
 
 
 @functools.cache
-def boot_id() -> bytes:
+def machine_boot_id() -> bytes:
     """Return the id of this boot of the machine; b"" if the system has none."""
     try:
         return uuid.UUID(_BOOT_ID.read_text().strip()).bytes
@@ -131,7 +131,7 @@ class Log:
                 os.posix_fallocate(file, 0, size)
                 unused = self._segment > saved and self._end == _FIRST
                 previous = self._previous if unused else self._segment or before
-                head = _with_crc(_SEGMENT, _SEGMENT_MAGIC, generation, previous, boot_id())
+                head = _with_crc(_SEGMENT, _SEGMENT_MAGIC, generation, previous, machine_boot_id())
                 end = write_all(file, [head, *_mark(_FIRST, 0, self._directory.fsync)], 0)
                 if self._directory.fsync:
                     os.fsync(file)
@@ -367,7 +367,7 @@ def _segment_head(path: Path, data: bytes) -> _Segment:
         offsets = _SEGMENT.size, _SEGMENT.size + _MARK.size
         marks = [mark for at in offsets if (mark := _checked(_MARK, data, at)) is not None]
         if magic == _SEGMENT_MAGIC and path.name == f"log-{generation:06d}.bin" and marks:
-            return _Segment(generation, previous, boot == boot_id() != b"", *max(marks))
+            return _Segment(generation, previous, boot == machine_boot_id() != b"", *max(marks))
     raise DamagedError(f"{path} is damaged at its beginning, or is not a segment of a log")
 
 

@@ -52,7 +52,7 @@ class JobIdentity:
 
     store_id: int = 0  # drawn by this server for the store; 0: none
     job_id: int = 0  # shared by all coordinators of the job
-    epoch: int = 0  # the number of coordinators so far
+    coordinator_number: int = 0  # the number of coordinators so far
     name: str = ""
 
 
@@ -143,7 +143,7 @@ class StateManager:
         try:
             # Even if the present choice is another one: updates acknowledged under the previous choice count, too.
             in_log = records(paths, manifest.generation, cut=True, dropped=dropped) if manifest.logged else ()
-            logged, epoch = replay.replayed(store, manifest, in_log, newest=not damaged)
+            logged, coordinator_number = replay.replayed(store, manifest, in_log, newest=not damaged)
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
                 raise ConfigurationError(
@@ -153,10 +153,10 @@ class StateManager:
             logger.error("%s: the updates after the last generation are lost", error)
             dropped = lost_in(paths, manifest.generation)
             store, logged = replay.restored(manifest, self._directory.read_all(manifest)), 0
-            epoch = manifest.epoch
+            coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
         replay.settle_losses(store, manifest, self._directory.losses(), dropped)
-        identity = JobIdentity(manifest.store_id, manifest.job_id, epoch, manifest.job_name)
+        identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
@@ -301,7 +301,7 @@ class StateManager:
                 else:
                     counts = applied + [0] * (len(request.items) - len(applied))
                     record = state_pb2.LogRecord(update=request, updates=counts, total_bytes=total, last=True)
-                    record.store_id, record.epoch = identity.store_id, identity.epoch
+                    record.store_id, record.coordinator_number = identity.store_id, identity.coordinator_number
                     record.optimizers.extend(used)
                     reach("ps.log.before")
                     self._log.record(ticket, room, record, payload.chunks if total else ())
@@ -402,7 +402,11 @@ class StateManager:
             broken = self._log.begin_segment(generation, self._segment_before, saved)
         contents, identity = job.store.held(), job.identity
         manifest = replay.manifest_of(job.store, contents)
-        manifest.store_id, manifest.job_id, manifest.epoch = identity.store_id, identity.job_id, identity.epoch
+        manifest.store_id, manifest.job_id, manifest.coordinator_number = (
+            identity.store_id,
+            identity.job_id,
+            identity.coordinator_number,
+        )
         manifest.job_name, manifest.generation, manifest.saved_at = identity.name, generation, time.time()
         manifest.logged = self._log is not None
         try:

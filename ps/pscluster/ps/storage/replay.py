@@ -197,10 +197,10 @@ class Replay:
     coordinator then takes the store over, as it did originally.
     """
 
-    def __init__(self, store: Store, store_id: int, epoch: int) -> None:
+    def __init__(self, store: Store, store_id: int, coordinator_number: int) -> None:
         self._store = store
         self._store_id = store_id
-        self.epoch = epoch  # of the last coordinator
+        self.coordinator_number = coordinator_number  # of the last coordinator
         self._here = {METADATA[0], *(held.spec.id for held in store.held()[0])}
         self._declared: dict[int, bytes] = {}
         self.skipped = 0  # updates of variables that were deleted
@@ -213,9 +213,9 @@ class Replay:
             return  # of the previous job, which was still in progress when this one began
         if record.update.term > self._store.term:
             raise DamagedError("a checkpoint was restored after the generation that is used, and is not in the log")
-        if record.epoch > self.epoch:
+        if record.coordinator_number > self.coordinator_number:
             self._store.take_over(record.update.job)
-            self.epoch = record.epoch
+            self.coordinator_number = record.coordinator_number
         wanted = [index for index, item in enumerate(record.update.items) if item.variable in self._here]
         self.skipped += len(record.update.items) - len(wanted)
         if not wanted:
@@ -265,13 +265,13 @@ def replayed(
     *,
     newest: bool,
 ) -> tuple[int, int]:
-    """Apply a log to a generation; return the number of updates of shards, and the epoch of the last coordinator.
+    """Apply a log to a generation; return the number of updates of shards, and the number of the last coordinator.
 
     The optimizers of the `newest` generation are newer than the log's.
     """
     _, optimizers, _ = store.held()
     declared_last = list(map(saved_optimizer, optimizers))
-    replay = Replay(store, manifest.store_id, manifest.epoch)
+    replay = Replay(store, manifest.store_id, manifest.coordinator_number)
     for record, payload in records:
         replay.add(record, payload)
     replay.end()
@@ -280,4 +280,4 @@ def replayed(
             _declare(store, saved)
     if replay.skipped:
         logger.warning("%d updates in the log belong to variables that no longer exist", replay.skipped)
-    return replay.applied, replay.epoch
+    return replay.applied, replay.coordinator_number

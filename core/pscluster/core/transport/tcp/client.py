@@ -224,9 +224,9 @@ class DataPort:
         if not has_one:
             self.is_at(None)
         elif (path := path_of(peer.address)) is not None:
-            self.is_at(data_path(path), said.identity.incarnation)
+            self.is_at(data_path(path), said.identity.boot_id)
         else:
-            self.is_at((split_address(peer.address)[0], said.data_port), said.identity.incarnation)
+            self.is_at((split_address(peer.address)[0], said.data_port), said.identity.boot_id)
 
     def is_at(self, where: Where | None, boot_id: int = 0) -> None:
         """Set the address, and the boot id of the process there; None: there is no data plane.
