@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,6 +100,13 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, trans
             for call in calls:
                 with pytest.raises(PSUnavailableError, match="ps 1 at"):
                     call()
+            assert "wait for it" not in coordinator.explain()
+            # It is given up: not even dialled, as that would take as long again.
+            monkeypatch.setattr(strategy.client._servers[1], "_transport", None)
+            for wait in waits:
+                with pytest.raises(PSUnavailableError, match="ps 1 at"):
+                    wait()
+            monkeypatch.undo()
         finally:
             os.kill(cluster.pids["ps", 1], signal.SIGCONT)
         for error in errors:
@@ -107,6 +115,50 @@ def test_a_server_that_is_frozen_for_good(monkeypatch: pytest.MonkeyPatch, trans
         for wait in waits:  # it answers again, but remains lost
             with pytest.raises(PSUnavailableError, match="ps 1 at"):
                 wait()
+
+
+@pytest.mark.timeout(60)  # far less than `ps_timeout`
+def test_waits_end_when_a_server_is_given_up() -> None:
+    """Also those that began long after the server was last heard from, and those amid an attempt."""
+    with (
+        LocalCluster(1, 1, restart=False, log_level="ERROR", grace=0.5) as cluster,
+        ParameterServerStrategy(cluster, ps_timeout=600) as strategy,
+    ):
+        with strategy.scope():
+            small = Variable(np.zeros(4, np.float32), name="small")
+            large = Variable(np.zeros(2 * SESSION_BYTES, np.float32), name="large")
+        freeze(cluster.pids["ps", 0])
+        try:
+            with ThreadPoolExecutor(3) as pool:
+                calls: list[Callable[[], object]] = [small.numpy, large.numpy, lambda: small.assign_add(1.0)]
+                waiting = [pool.submit(call) for call in calls]
+                until(lambda: all(each.running() for each in waiting), "they wait")
+                strategy.client.give_up(0, PSUnavailableError("it was given up"))
+                errors = [each.exception() for each in waiting]
+        finally:
+            os.kill(cluster.pids["ps", 0], signal.SIGCONT)
+        assert [(type(error), str(error)) for error in errors] == [(PSUnavailableError, "it was given up")] * 3
+
+
+@pytest.mark.timeout(60)
+def test_one_loss_has_one_error() -> None:
+    """Whoever notices it: a server that was restarted without its state says so itself, and may die again."""
+    with (
+        LocalCluster(1, 1, restart=False, durability="none", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, ps_timeout=600) as strategy,
+    ):
+        with strategy.scope():
+            variable = Variable(np.zeros(4, np.float32), name="v")
+        coordinator = ClusterCoordinator(strategy)
+        cluster.kill("ps", 0)
+        cluster.restart("ps", 0)
+        until(lambda: strategy.client._servers[0].lost, "the coordinator has met it")
+        cluster.kill("ps", 0)
+        with pytest.raises(PSUnavailableError) as joined:
+            coordinator.join()
+        with pytest.raises(PSUnavailableError) as read:
+            variable.numpy()
+        assert str(read.value) == str(joined.value)
 
 
 @pytest.mark.timeout(60)

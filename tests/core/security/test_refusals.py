@@ -9,6 +9,7 @@ from pscluster.core.security.refusals import (
     BURST,
     HOLD_SECONDS,
     MAX_HELD,
+    MAX_STALE,
     PER_SECOND,
     REPORT_SECONDS,
     UNKNOWN_SESSIONS,
@@ -104,3 +105,17 @@ def test_reports() -> None:
     assert refusals.report(REPORT_SECONDS).endswith(", 2 from 2 other addresses")
     assert refusals.report(9 * REPORT_SECONDS) == ""
     assert refusals.total == BURST + 7
+
+
+def test_sessions_of_before_a_restart_are_not_reported() -> None:
+    """Each client's first calls after a role's restart are refused, and no attack; many more in a minute may be one."""
+    refusals = Refusals(True, 0.0)
+    for client in range(MAX_STALE):
+        refusals.refused(f"ipv4:10.0.0.1:{client}", 1.0, unknown_session=True)
+    assert (refusals.report(1.0), refusals.total) == ("", MAX_STALE)
+    refusals.refused("ipv4:10.0.0.2:1", 1.0)
+    assert refusals.report(2.0).endswith(": 1 from 10.0.0.2")
+    assert refusals.report(2 * REPORT_SECONDS) == "", "those of the first minute are forgotten"
+    for call in range(MAX_STALE + 1):
+        refusals.refused(f"ipv4:10.0.0.3:{call}", 3 * REPORT_SECONDS, unknown_session=True)
+    assert refusals.report(3 * REPORT_SECONDS).endswith(f": {MAX_STALE + 1} from 10.0.0.3")

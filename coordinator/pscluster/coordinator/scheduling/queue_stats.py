@@ -156,7 +156,7 @@ class QueueStatus:
                     lines.append(
                         f"{handle.peer}: {name} has ended but is still running there; nothing else runs until it stops"
                     )
-                if not tasks and not handle.up:
+                if not tasks and not handle.up and not self._state.closed:
                     lines.append(f"{handle.peer}: not there: {handle.why}")
             if self._scheduler.barriers:
                 what = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
@@ -164,7 +164,7 @@ class QueueStatus:
                 lines.append(f"{what}; {unended}" if unended else what)
         lines += [
             f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
-            for peer, seconds in unreachable(self._state.servers).items()
+            for peer, seconds in ({} if self._scheduler.final else unreachable(self._state.servers)).items()
         ]
         return "\n".join(lines)
 

@@ -32,7 +32,11 @@ from pscluster.worker.servers import not_listed
 
 logger = logging.getLogger(__name__)
 
+CONFIRM_SECONDS = 30.0
+"""The longest time that a server that a worker reports as lost gets to answer the coordinator."""
+
 _CHECK_SECONDS = 0.1
+_MIN_HELLO_SECONDS = 0.5
 
 
 class ServerAttachment:
@@ -156,13 +160,15 @@ class ServerAttachment:
     async def check(self) -> PSUnavailableError | None:
         """Check a report that the server is lost. Return why it is, or None if it answers and still holds its state.
 
-        This waits for it as long as the reporter has. The time since it was found unreachable counts.
+        The reporter has waited for `ps_timeout`. If the server does not answer here either, it gets a quarter of that
+        again, at most CONFIRM_SECONDS: it may just be restarting. The time since it was found unreachable counts.
         """
         request, since = node_pb2.HelloRequest(identity=self._request.coordinator), 0.0
+        patience = min(self._request.ps_timeout / 4, CONFIRM_SECONDS)
         while True:
             asked = time.monotonic()
             try:
-                reply = await self._node.hello(request, timeout=min(HELLO_SECONDS, self._request.ps_timeout))
+                reply = await self._node.hello(request, timeout=min(HELLO_SECONDS, max(patience, _MIN_HELLO_SECONDS)))
             except LOST_CONNECTION as error:
                 failure = why_lost(error, str(self.peer))
             else:
@@ -172,16 +178,16 @@ class ServerAttachment:
                 return self._lost(PSUnavailableError(why))
             since = since or asked
             waited = time.monotonic() - min(since, self.gone_since or since)
-            if waited >= self._request.ps_timeout or self.peer.why_gone():
+            if waited >= patience or self.peer.why_gone():
                 return self._lost(failure)
             await asyncio.sleep(_CHECK_SECONDS)
 
     def _lost(self, why: PsClusterError) -> PSUnavailableError:
-        """Return the error that says the server is lost. Unless the server says why itself, end all waits for it."""
-        if isinstance(why, PSUnavailableError):
-            return why
-        cause = self.peer.why_gone() or self._diagnosis.why or why
-        lost = PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {cause}")
+        """End all waits for the server, and return the error that says it is lost."""
+        lost = why if isinstance(why, PSUnavailableError) else None
+        if lost is None:
+            cause = self.peer.why_gone() or self._diagnosis.why or why
+            lost = PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {cause}")
         if self.on_lost is not None:
             self.on_lost(self.peer.index, lost)
         return lost

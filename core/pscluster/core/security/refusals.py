@@ -34,6 +34,10 @@ MAX_HELD = 32
 UNKNOWN_SESSIONS = 4
 """Answers on one connection that its session is unknown, even while no other call is answered."""
 
+MAX_STALE = 256
+"""Calls of unknown sessions per REPORT_SECONDS that are not worth a line in the log: after a restart, the first calls of
+each client are of this kind."""
+
 REPORT_SECONDS = 60.0
 _MAX_ADDRESSES = 1024
 _MAX_CONNECTIONS = 16_384
@@ -89,7 +93,8 @@ class Refusals:
         self._held: dict[str, tuple[float, int]] = {}  # by connection: since when, and number of calls
         self._unknown: Counter[str] = Counter()
         self._unreported: Counter[str] = Counter()
-        self._next_report = now
+        self._stale: Counter[str] = Counter()  # calls of unknown sessions, since the time below
+        self._next_report = self._stale_since = now
         self.total = 0
 
     @property
@@ -105,8 +110,9 @@ class Refusals:
         address = address_of(peer)
         with self._lock:
             self.total += 1
-            named = address if address in self._unreported or len(self._unreported) < _MAX_ADDRESSES else "others"
-            self._unreported[named] += 1
+            counter = self._stale if unknown_session else self._unreported
+            named = address if address in counter or len(counter) < _MAX_ADDRESSES else "others"
+            counter[named] += 1
             answers = self._answers(address, now) and not is_large
             if answers or not self._can_close or peer.startswith("unix:"):
                 return True
@@ -162,10 +168,18 @@ class Refusals:
     def report(self, now: float) -> str:
         """Return a log line about the refusals since the last report; "" if there are none, or it was just now."""
         with self._lock:
-            if not self._unreported or now < self._next_report:
+            if now < self._next_report:
                 return ""
-            self._next_report = now + REPORT_SECONDS
-            refused, self._unreported = self._unreported, Counter()
+            refused = self._unreported
+            if self._stale.total() > MAX_STALE:
+                refused += self._stale
+                self._stale.clear()
+            elif now >= self._stale_since + REPORT_SECONDS:
+                self._stale.clear()
+                self._stale_since = now
+            if not refused:
+                return ""
+            self._next_report, self._unreported = now + REPORT_SECONDS, Counter()
         named = refused.most_common(_NAMED)
         places = ", ".join(f"{count:,} from {address}" for address, count in named)
         if rest := refused.total() - sum(count for _, count in named):

@@ -10,6 +10,7 @@ receiving a large one. While nothing comes, the client probes, on another connec
     silent  --progress, or the server answers a probe--> waiting
     silent  --neither for as long as is allowed--> cancelled, with `SilentError`
     any     --its deadline has passed--> cancelled: the client tries again, on another connection
+    any     --the server is given up--> cancelled
 
 Where there is nothing to probe, a silent call is cancelled after the time that is allowed. `WatchedCall.check` decides;
 one thread checks all calls of the process and acts. Time is counted in checks, not by the clock: a process that was
@@ -57,6 +58,7 @@ class Liveness:
         self.max_silence = max_silence
         self.probe_after = max(1.0, max_silence / 8)  # a probe takes a connection: rare where there is much time
         self.answered = self.unanswered = 0
+        self.given_up = False  # all calls to the server are cancelled
         self._probing = threading.Lock()  # held during a probe
 
     def probe(self) -> None:
@@ -122,7 +124,7 @@ class WatchedCall:
             self._answered, self._silence = liveness.answered, 0.0
         # A server that is silent for less time than a probe takes may be alive.
         is_silent = self._silence >= self._max_silence and (liveness is None or liveness.unanswered > self._unanswered)
-        if is_silent or deadline < now:
+        if is_silent or deadline < now or (liveness is not None and liveness.given_up):
             return Action.CANCEL
         return Action.PROBE if liveness is not None and self._silence >= liveness.probe_after else Action.WAIT
 

@@ -74,7 +74,7 @@ class PsClient:
 
     def give_up(self, server: int, error: PSUnavailableError) -> None:
         """Mark a server as lost: raise this error at once from all that needs it, on any thread."""
-        self._servers[server].lost = error
+        self._servers[server].give_up(error)
 
     @property
     def num_servers(self) -> int:

@@ -106,7 +106,7 @@ class Server:
         self.peer = peer
         self.liveness = Liveness(self._answers, retry_seconds)
         self.store_id = 0  # of what it holds for the job; see AttachEvent
-        self.lost: PSUnavailableError | None = None  # set when the coordinator has given it up
+        self.lost: PSUnavailableError | None = None  # see `give_up`
         self._identity = identity
         self._idle: list[Session] = []
         self._lock = threading.Lock()
@@ -114,6 +114,16 @@ class Server:
         self._closed = False
         self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate
         self._open()
+
+    def give_up(self, error: PSUnavailableError) -> None:
+        """Raise this error from all calls from now on, and end those that are waiting."""
+        self.lost = self.lost or error
+        self.liveness.given_up = True
+
+    def check(self) -> None:
+        """Raise the error that says that the server is lost, if it has been given up."""
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
 
     def _open(self) -> None:
         self._generation = 0 if self.peer.tls is None else self.peer.tls.refresh()

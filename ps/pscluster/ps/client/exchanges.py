@@ -119,8 +119,7 @@ class Exchanges:
             return self._retry(server, attempt, time.monotonic() - silent)
 
     def _once(self, server: Server, attempt: Callable[[], Any]) -> Any:
-        if server.lost is not None:  # found on any thread
-            raise server.lost.with_traceback(None)
+        server.check()  # it may have been given up on any thread
         try:
             return attempt()
         except grpc.RpcError as error:
@@ -129,6 +128,7 @@ class Exchanges:
         except (UnavailableError, StaleError) as error:
             failure = error
         try:
+            server.check()
             if isinstance(failure, StaleError):
                 self._check_store_id(server)  # a restarted server knows nothing of the job
             if not may_pass(failure):
@@ -153,6 +153,7 @@ class Exchanges:
     def _retry(self, server: Server, attempt: Callable[[], Any], failing_since: float) -> Any:
         def again() -> Any:
             self.begin()  # the function may have been cancelled meanwhile
+            server.check()
             # An attempt may take long to find out that the server is down.
             remaining = failing_since + self._retry_seconds - time.monotonic()
             self._check_store_id(server, min(HELLO_SECONDS, max(remaining, 1.0)))
@@ -160,8 +161,9 @@ class Exchanges:
 
         try:
             deadline = failing_since + self._retry_seconds
-            return tenacity.Retrying(**until(over=lambda: time.monotonic() >= deadline))(again)
+            return tenacity.Retrying(**until(over=lambda: server.lost or time.monotonic() >= deadline))(again)
         except tenacity.RetryError as error:
+            server.check()
             raise self._gone(server, error.last_attempt.exception()) from None
 
     def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
@@ -182,7 +184,7 @@ class Exchanges:
 
     def _tell_lost(self, server: Server, error: PSUnavailableError) -> None:
         if self.on_lost is not None and not self.closed:
-            server.lost = server.lost or error
+            server.give_up(error)
             self.on_lost(error)
 
     def exchange(
@@ -197,6 +199,7 @@ class Exchanges:
         try:
             for index, data in requests.items():
                 with contextlib.suppress(grpc.RpcError, UnavailableError):  # retried below
+                    self.servers[index].check()
                     session = self.servers[index].take_session()
                     begun[index] = session
                     session.send(data, self.timeout)
