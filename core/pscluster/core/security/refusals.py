@@ -35,8 +35,8 @@ UNKNOWN_SESSIONS = 4
 """Answers on one connection that its session is unknown, even while no other call is answered."""
 
 MAX_STALE = 256
-"""Calls of unknown sessions per REPORT_SECONDS that are not worth a line in the log: after a restart, the first calls of
-each client are of this kind."""
+"""Calls of unknown sessions per REPORT_SECONDS that are not worth a line in the log: after a restart, the first calls
+of each client are of this kind."""
 
 REPORT_SECONDS = 60.0
 _MAX_ADDRESSES = 1024
