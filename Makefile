@@ -10,7 +10,7 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
 
 test: $(STAMP)  ## run all tests, two files at a time, the longest first
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies
 	$(BIN)/ruff check .
