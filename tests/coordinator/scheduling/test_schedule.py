@@ -634,7 +634,7 @@ LOCK = threading.Lock()
         ((), {1: 2}, "kwargs has the key 1"),
         ("abc", {}, "args must be a tuple or list of arguments, not a str: write args=.x,."),
         (5, {}, "args must be a tuple or list of arguments, not a int"),
-        (np.zeros(2), {}, "args must be a tuple or list of arguments, not a ndarray"),
+        (np.zeros(2), {}, "args must be a tuple or list of arguments, not an ndarray"),
         ((), [1], "kwargs must be a dict of arguments, not a list"),
     ],
 )
@@ -1237,7 +1237,7 @@ def test_options_of_a_coordinator_that_there_is(strategy: ParameterServerStrateg
     assert ClusterCoordinator(strategy) is coordinator
     assert ClusterCoordinator(strategy, max_attempts=2, max_queued=262_144, worker_lease=30) is coordinator
     for options, said in (({"max_queued": 2}, "max_queued is 2.* 262144"), ({"max_attempts": 3}, "is 3.* with 2")):
-        with pytest.raises(errors.MisuseError, match=f"{said}, and there is one a strategy"):
+        with pytest.raises(errors.MisuseError, match=f"{said}, and a strategy has only one"):
             ClusterCoordinator(strategy, **options)
 
 

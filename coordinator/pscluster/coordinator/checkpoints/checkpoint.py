@@ -24,13 +24,15 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.observability.events import Saved
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
+from pscluster.core import checks
+from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
@@ -54,10 +56,9 @@ class Checkpoint(StaysHere):
     instead = "save and restore in the script"
 
     def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
-        if not barrier_timeout > 0:
-            raise ConfigurationError(f"barrier_timeout is {barrier_timeout}; give more than 0 seconds")
+        with configuration_errors():
+            self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
         self.context = strategy.context
-        self.barrier_timeout = barrier_timeout
 
     def mark(self, number: int = 0) -> MarkedCheckpoint:
         """Make a cut through the job as it is now, which can then be written.
@@ -147,7 +148,13 @@ class Checkpoint(StaysHere):
             request.directory = path
         if index.partly_applied:
             many, last = index.partly_applied, index.partly_applied_last[-1:]
-            logger.warning("%s may have parts of %d functions that had ended, the last: %s", path, many, *last or [""])
+            logger.warning(
+                "%s may contain some, but not all, of the updates of functions that failed or were cancelled (%d, "
+                "the last one: %s)",
+                path,
+                many,
+                *last or [""],
+            )
         with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
             context.partly_applied.clear()
             if datasets is not None:

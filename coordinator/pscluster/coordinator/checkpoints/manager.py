@@ -11,12 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import fsspec
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS, Checkpoint, MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.job.context import HasJob, open_jobs
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, MisuseError
+from pscluster.core import checks
+from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.tensor_files import join
@@ -60,10 +62,11 @@ class CheckpointManager(StaysHere):
         every: float | None = None,
         barrier_timeout: float = BARRIER_SECONDS,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ConfigurationError(f"max_to_keep is {max_to_keep}; give 1 or more, or None for all")
-        if every is not None and not every > 0:
-            raise ConfigurationError(f"every is {every}; give more than 0 seconds, or None")
+        with configuration_errors():
+            if max_to_keep is not None:
+                max_to_keep = checks.whole("max_to_keep", max_to_keep, ", or None for all", at_least=1)
+            if every is not None:
+                every = checks.real("every", every, ", or None", kind="number of seconds", above=0)
         if strategy is None:
             jobs = open_jobs()
             if len(jobs) != 1:

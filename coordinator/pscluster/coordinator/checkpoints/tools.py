@@ -45,7 +45,8 @@ def inspect(path: str) -> str:
         f"{len(index.files)} files, {index.nbytes:,} bytes; functions paused for {index.pause_seconds:.3f} s",
     ]
     if index.partly_applied:
-        lines.append(f"functions that had ended, and may have left a part of their updates: {index.partly_applied:,}")
+        count = f"{index.partly_applied:,}"
+        lines.append(f"functions that failed or were cancelled, and may have left some of their updates: {count}")
         lines += [f"  {shown(function)}" for function in index.partly_applied_last[-_MOST_NAMED:]]
     return "\n".join(lines)
 

@@ -69,7 +69,7 @@ _SMOOTHING = 0.2
 
 
 class Scheduler(TaskQueue[P]):
-    """The queue, and which worker has which tasks. The owner serialises all calls with one lock."""
+    """The queue, and which worker has which tasks. The owner serializes all calls with one lock."""
 
     def __init__(self, num_workers: int, max_attempts: int, max_queued: float = math.inf) -> None:
         super().__init__(max_queued)

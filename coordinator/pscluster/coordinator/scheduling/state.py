@@ -42,7 +42,7 @@ _MAX_NAMED, _MAX_TEXT = 1000, 300
 class PartlyApplied:
     """Functions that failed for good, or were cancelled, and may have applied some of their updates.
 
-    They stay, also in checkpoints, until one is restored. The last are kept by name. The owner serialises calls.
+    They stay, also in checkpoints, until one is restored. The last are kept by name. The owner serializes calls.
     """
 
     count: int = 0

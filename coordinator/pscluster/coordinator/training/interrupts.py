@@ -84,6 +84,6 @@ class Interrupts:
                 return
 
     def hand_on(self) -> None:
-        """After the block, hand on a signal that has not been handed on yet."""
+        """Hand on, after the block, a signal that has not been handed on yet."""
         if self.received is not None and not self.handed_on:
             self._hand_on(self.received, None)

@@ -146,7 +146,7 @@ class VariableCreator:
             elif (what, name) in self._reserved:
                 is_optimizer = what == "variable" and name not in self._variables  # they share their names
                 taken_by = "an optimizer" if is_optimizer else f"a {what}"
-                raise MisuseError(f"there is {taken_by} {name!r} already: {_TAKEN[what]}")
+                raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[what]}")
             self._reserved.add((what, name))
         try:
             yield name

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class CallbackList(Callback):
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 "callbacks are a list of instances of pscluster.coordinator.callbacks.Callback, not "
-                f"a {type(callbacks).__name__}"
+                f"{type_of(callbacks)}"
             )
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
