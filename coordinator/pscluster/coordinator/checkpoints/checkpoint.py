@@ -60,7 +60,7 @@ class Checkpoint(StaysHere):
             self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
         self.context = strategy.context
 
-    def mark(self, number: int = 0) -> MarkedCheckpoint:
+    def mark(self, checkpoint_number: int = 0) -> MarkedCheckpoint:
         """Make a cut through the job as it is now, which can then be written.
 
         Raises:
@@ -69,12 +69,12 @@ class Checkpoint(StaysHere):
             UnavailableError: a server can't be reached.
         """
         try:
-            return self._mark(number)
+            return self._mark(checkpoint_number)
         except BaseException:
             self.context.metrics.checkpoints_failed += 1
             raise
 
-    def _mark(self, number: int) -> MarkedCheckpoint:
+    def _mark(self, checkpoint_number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
         context.check_restored()
         context.client.directory()  # wait for a server that is down here, not while functions are paused
@@ -83,7 +83,7 @@ class Checkpoint(StaysHere):
             if context.dataset_progress is not None:
                 context.dataset_progress.save()
             forgotten = context.dispatcher.servers.forgotten() if context.dispatcher is not None else set()
-            index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
+            index = Index(checkpoint_number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = context.client.directory()[0]
             variables = [spec for spec in directory.variables if not spec.evaluation]
             for spec in variables:
@@ -175,14 +175,14 @@ class Checkpoint(StaysHere):
     def _taking_place(
         self,
         requests: dict[int, ps_pb2.RestoreRequest],
-        what: str,
+        action: str,
         nbytes: int = 0,
         datasets: DatasetProgress | None = None,
     ) -> Iterator[None]:
         """Have the servers read and commit what these requests name. No function runs within the block."""
-        context, number = self.context, fresh_id()
+        context, restore_id = self.context, fresh_id()
         for request in requests.values():
-            request.id = number
+            request.id = restore_id
         with contextlib.ExitStack() as pause:
             try:
                 for ahead in sent_ahead(requests):
@@ -194,12 +194,12 @@ class Checkpoint(StaysHere):
                     pause.enter_context(datasets.unsaved())
                     datasets.check_idle()
             except BaseException:
-                drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
+                drops = {server: ps_pb2.RestoreRequest(id=restore_id, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
                     context.client.restore(drops)
                 raise
-            with context.restoring(what) as term:
-                commits = {server: ps_pb2.RestoreRequest(id=number, commit=True, term=term) for server in requests}
+            with context.restoring(action) as term:
+                commits = {server: ps_pb2.RestoreRequest(id=restore_id, commit=True, term=term) for server in requests}
                 context.client.restore(commits, nbytes)
                 reach("coordinator.commit.after")
             yield
@@ -232,7 +232,7 @@ class MarkedCheckpoint:
     context: JobContext
     mark: int
     index: Index
-    names: Mapping[int, str]  # of its variables, by number
+    names: Mapping[int, str]  # of its variables, by id
     forgotten: Collection[int]  # keys of functions that are not scheduled again
 
     def write(self, path: str) -> str:

@@ -117,10 +117,12 @@ class CheckpointManager(StaysHere):
             if self._closed:
                 raise MisuseError("this CheckpointManager is closed: make another one")
             # Never use a number twice: a server that missed a failure may still be writing there.
-            number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
+            checkpoint_number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
             folder.clear_finished(self.directory)  # first, so that no evaluator takes the new one for the last
-            marked = self.checkpoint.mark(number)
-            future = self._pending = self._writer.submit(self._write, marked, folder.path_of(self.directory, number))
+            marked = self.checkpoint.mark(checkpoint_number)
+            future = self._pending = self._writer.submit(
+                self._write, marked, folder.path_of(self.directory, checkpoint_number)
+            )
         if wait:
             result_of(future)
         return future
@@ -164,9 +166,9 @@ class CheckpointManager(StaysHere):
         newest = max(complete, default=0)
         kept = complete if keep is None else complete[max(0, len(complete) - keep) :]
         fs, where = fsspec.core.url_to_fs(self.directory)
-        for number in folder.numbers(self.directory, whole=False):
-            if number not in kept and number <= newest:
-                old = folder.path_of(where, number)
+        for checkpoint_number in folder.numbers(self.directory, whole=False):
+            if checkpoint_number not in kept and checkpoint_number <= newest:
+                old = folder.path_of(where, checkpoint_number)
                 reach("coordinator.remove.before")
                 with contextlib.suppress(FileNotFoundError):
                     fs.rm_file(join(old, INDEX))  # first: without it, the rest is no checkpoint

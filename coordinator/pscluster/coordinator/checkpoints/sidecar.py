@@ -130,9 +130,9 @@ class SidecarEvaluator:
         with contextlib.closing(_Results(self.log_dir)) as results:
             last = logged = time.monotonic()
             while self.max_evaluations is None or len(evaluations) < self.max_evaluations:
-                finished, number = self._poll()
-                if number is not None:
-                    if (evaluation := self._evaluate(number, results)) is not None:
+                finished, checkpoint_number = self._poll()
+                if checkpoint_number is not None:
+                    if (evaluation := self._evaluate(checkpoint_number, results)) is not None:
                         evaluations.append(evaluation)
                     last = logged = time.monotonic()
                     continue
@@ -166,9 +166,9 @@ class SidecarEvaluator:
         self._handled &= set(numbers)
         return finished, next_of(numbers, self._handled, every=self.every)
 
-    def _evaluate(self, number: int, results: _Results) -> Evaluation | None:
-        self._handled.add(number)
-        path = folder.path_of(self.directory, number)
+    def _evaluate(self, checkpoint_number: int, results: _Results) -> Evaluation | None:
+        self._handled.add(checkpoint_number)
+        path = folder.path_of(self.directory, checkpoint_number)
         try:
             saved = SavedVariables(path)
         except CheckpointError as error:

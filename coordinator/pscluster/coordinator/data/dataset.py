@@ -262,9 +262,9 @@ class DistributedDataset(StaysHere):
         """Write the position now, instead of within the next seconds."""
         self._progress.save()
 
-    def _need_length(self, what: str) -> None:
+    def _need_length(self, purpose: str) -> None:
         if self._has_files:
-            raise TypeError(f"{what}: how many examples are in the files is known only to their reader")
+            raise TypeError(f"{purpose}: how many examples are in the files is known only to their reader")
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
         """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""

@@ -40,12 +40,12 @@ def save(client: PsClient, name: str, values: Mapping[str, Any]) -> None:
 def decoded(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
     """Return what a job's metadata has under this name; {} if nothing. CheckpointError if it is not a JSON object."""
     try:
-        found: Any = json.loads(texts.get(name, "{}"))
+        saved: Any = json.loads(texts.get(name, "{}"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the metadata {name!r} is not progress: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"the metadata {name!r} is not progress, but {found!r:.80}")
-    return found
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the metadata {name!r} is not progress, but {saved!r:.80}")
+    return saved
 
 
 def _plain(value: object) -> object:

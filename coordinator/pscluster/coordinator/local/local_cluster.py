@@ -562,9 +562,9 @@ class LocalCluster(ClusterResolver, StaysHere):
                     self._start_process(task)
                 except (OSError, ValueError, TypeError, RuntimeError, subprocess.SubprocessError) as error:
                     self._inbox.put(StartFailed(task, str(error)))
-            case Signal(task, pid, number):
+            case Signal(task, pid, signal_number):
                 with self._changed:
-                    self._processes.signal(task, pid, number)
+                    self._processes.signal(task, pid, signal_number)
             case GiveUp(task, reason):
                 logger.error("%s", reason)
                 self.reports.add(task_name(task), reason)

@@ -131,7 +131,7 @@ class Signal:
 
     task: TaskKey
     pid: int
-    number: signal.Signals
+    signal_number: signal.Signals
 
 
 @dataclass(frozen=True, slots=True)

@@ -464,16 +464,16 @@ class FunctionQueue(StaysHere):
         return self._dispatcher.status.describe()
 
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
-        number = next(self._resources)
-        iterator = self._per_worker[str(number)] = PerWorkerIterator(number)
-        self._build(iterator, function, id=number, seed=number)
+        resource_id = next(self._resources)
+        iterator = self._per_worker[str(resource_id)] = PerWorkerIterator(resource_id)
+        self._build(iterator, function, id=resource_id, seed=resource_id)
         return iterator
 
     def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
-        number = next(self._resources)
-        self._per_worker[str(number)] = dataset
-        self._build(dataset, function, id=number, seed=number, iterable=True)
-        return number
+        resource_id = next(self._resources)
+        self._per_worker[str(resource_id)] = dataset
+        self._build(dataset, function, id=resource_id, seed=resource_id, iterable=True)
+        return resource_id
 
     def _send_pipeline(self, pipeline: Pipeline) -> DatasetResource:
         resource_id = next(self._resources)
@@ -493,10 +493,10 @@ class FunctionQueue(StaysHere):
     def _handle_of(self, kind: str, key: str) -> Handle:
         if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
             return self.strategy.resolve_handle(kind, key)
-        found = self._per_worker.get(key)
-        if found is None or found.handle_kind != kind:
+        handle = self._per_worker.get(key)
+        if handle is None or handle.handle_kind != kind:
             raise MisuseError(f"a function returned a per-worker {kind} that this coordinator no longer has")
-        return found
+        return handle
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
         """Capture a user's function as `schedule` does, to be part of another one."""

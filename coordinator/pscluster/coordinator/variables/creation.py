@@ -135,7 +135,7 @@ class VariableCreator:
         kind = kind or what
         with self._lock:
             if name is None:
-                free = (f"{kind}_{number}" if number else kind for number in itertools.count())
+                free = (f"{kind}_{suffix}" if suffix else kind for suffix in itertools.count())
                 name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
                 raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")

@@ -174,9 +174,9 @@ def partition_for(
         error.add_note(f"raised by variable_partitioner for variable {name!r} of shape {shape}")
         raise
 
-    def wrong(what: str) -> ConfigurationError:
+    def wrong(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"variable {name!r} of shape {shape}: variable_partitioner returned {answer!r}, {what}"
+            f"variable {name!r} of shape {shape}: variable_partitioner returned {answer!r}, {problem}"
         )
 
     if isinstance(answer, np.ndarray):

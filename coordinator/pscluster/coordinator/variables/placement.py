@@ -95,9 +95,9 @@ class ShardPlacer:
         """
         loads, owners = self.loads, []
         blocks = partition.blocks
-        for number, block in enumerate(blocks):
+        for shard_index, block in enumerate(blocks):
             nbytes = block.size * dtype.itemsize
-            shard = ShardToPlace(variable, number, len(blocks), block, dtype, nbytes, self._placed + number)
+            shard = ShardToPlace(variable, shard_index, len(blocks), block, dtype, nbytes, self._placed + shard_index)
             owner = self._check(shard, self._policy(shard, loads))
             owners.append(owner)
             loads = _enter(loads, owner, 1, nbytes)
