@@ -411,7 +411,7 @@ def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) ->
     heads = ["fails failed on worker", "endless was cancelled because", "endless ran longer than its timeout of 0.1 s"]
     assert [any(each.startswith(head) for each in index.partly_applied_last) for head in heads] == [True] * 3
     shown = tools.inspect(path)
-    assert "may have left a part of their updates: 3" in shown
+    assert "may have left some of their updates: 3" in shown
     assert "ValueError: the reason" in shown
     manager.restore(path)
     assert read_index(manager.save().result()).partly_applied == 0

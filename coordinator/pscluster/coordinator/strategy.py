@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
@@ -195,7 +196,7 @@ class ParameterServerStrategy(Strategy):
     def colocate_vars_with(self, variable: Variable | Shard) -> Iterator[None]:
         """Place new variables within the block, whole, on the server of this shard, or of the variable's first one."""
         if not isinstance(variable, Variable | Shard):
-            raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not a {type(variable).__name__}")
+            raise TypeError(f"colocate_vars_with takes a variable or a shard of one, not {type_of(variable)}")
         whole = variable.variable if isinstance(variable, Shard) else variable
         if whole.client is not self._client:
             raise MisuseError(

@@ -156,7 +156,7 @@ def test_what_is_not_there(job: Job) -> None:
         assert saved.get(name) is None
     assert repr(saved) == f"<SavedVariables of {saved.path}: count>"
     for nowhere in (f"{job.directory}/ckpt-000003", f"{job.directory}/none", "/proc/none"):
-        with pytest.raises(CheckpointError, match=f"{nowhere} is no checkpoint: it has no index.json"):
+        with pytest.raises(CheckpointError, match=f"{nowhere} is not a checkpoint: it has no index.json"):
             SavedVariables(nowhere)
     with pytest.raises(CheckpointError, match="ghostly"):
         SavedVariables("ghostly://bucket/run")
@@ -724,7 +724,8 @@ def test_exit_codes(job: Job, tmp_path: Path) -> None:
     code, output = run("evaluator", str(script), job.directory, "0.05")
     assert (code, "WaitTimeoutError: no new checkpoint in" in output) == (1, True)
     code, output = run("evaluator", str(script), job.directory, "0")
-    assert (code, output.splitlines()[-1]) == (2, "pscluster: timeout is 0.0; give more than 0 seconds, or None")
+    refusal = "pscluster: timeout is 0.0; it must be a number of seconds, above 0, or None"
+    assert (code, output.splitlines()[-1]) == (2, refusal)
     job.save()
     job.manager.finish()
     code, output = run("evaluator", str(script), job.directory, "60")

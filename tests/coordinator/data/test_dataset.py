@@ -484,7 +484,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         distribute(iter([1]))
     with pytest.raises(TypeError, match="is one file: give a list of files"):
         distribute("file.txt", reader=open)
-    with pytest.raises(TypeError, match="reader is a int"):
+    with pytest.raises(TypeError, match="reader is an int"):
         distribute(["file.txt"], reader=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_error is 'ignore'; it must be 'raise' or 'skip'"):
         distribute([1], on_error="ignore")  # type: ignore[arg-type]

@@ -318,7 +318,7 @@ def test_configuration_errors_are_not_restarted(house: House) -> None:
             cluster.wait_first_end(TIMEOUT)
             cluster.check()
 
-    with pytest.raises(LocalClusterError, match="exited with code 2: its configuration is wrong"):
+    with pytest.raises(LocalClusterError, match="exited with code 2, which a restart can't mend"):
         run()
     assert house.diary().count("worker 0 exits") == 1
 
@@ -651,7 +651,7 @@ def test_run_without_a_script(
         with pytest.raises(SystemExit, match="2"):
             run(path)
         assert capsys.readouterr().err == f"pscluster: the script {path} {why}; give a Python file\n"
-    with pytest.raises(ConfigurationError, match="num_workers is 0; a cluster needs at least 1"):
+    with pytest.raises(ConfigurationError, match="num_workers is 0; it must be a whole number, 1 or more"):
         run_script(house.script(""), num_workers=0)
     assert house.diary() == []
 

@@ -182,7 +182,7 @@ def test_configuration_error_is_never_restarted() -> None:
     (action,) = world.tell(Exited(PS, pid, 2))
     assert isinstance(action, GiveUp)
     assert f"ps 0 (pid {pid}) exited with code 2" in action.reason
-    assert "configuration" in action.reason
+    assert "which a restart can't mend" in action.reason
 
 
 @pytest.mark.parametrize("until_done", [False, True])
@@ -399,7 +399,7 @@ class SupervisorMachine(RuleBasedStateMachine):
         process = self.running[action.task]
         assert process.pid == action.pid, "a signal for another process"
         assert not process.killed or self.at_once, "killed twice"
-        if action.number == signal.SIGTERM:
+        if action.signal_number == signal.SIGTERM:
             assert process.asked == math.inf, "asked to stop twice"
             assert self.stopping or action.task in self.wanted, "stopped without a request"
             if action.task not in self.wanted and action.task[0] == "ps":

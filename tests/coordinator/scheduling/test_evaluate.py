@@ -185,7 +185,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="shards is 0; it must be a whole number, 1 or more, or 'auto'"):
         evaluate(len, data, [metrics.Sum()], shards=0)
-    with pytest.raises(TypeError, match="evaluate takes a step function, not a int"):
+    with pytest.raises(TypeError, match="evaluate takes a step function, not an int"):
         evaluate(3, data, [metrics.Sum()])  # type: ignore[arg-type]
     for named in (["accuracy"], [metrics.Sum(), metrics.Accuracy], {"x": "accuracy"}):
         with pytest.raises(errors.MisuseError, match=r"(\[.\]|'x') is .*ccuracy.*: give an object, such as metrics"):

@@ -500,7 +500,7 @@ def bad_arguments() -> list[tuple[dict[str, Any], type[Exception], str]]:
     ]
     return [
         *numbers,
-        ({"step": 3}, TypeError, "fit takes a step function, not a int"),
+        ({"step": 3}, TypeError, "fit takes a step function, not an int"),
         ({"data": [1, 2]}, TypeError, r"fit takes a dataset, not a list: give coordinator.distribute_dataset\("),
         ({"verbose": 3}, ValueError, "verbose is 3; it must be 0, 1, 2 or 'auto'"),
         ({"validation_data": [1]}, TypeError, "validation_data is a list: give coordinator.distribute_dataset"),
@@ -520,7 +520,7 @@ def test_bad_arguments(coordinator: ClusterCoordinator, model: Counted, data: Di
             coordinator.fit(whole.pop("step"), whole.pop("data"), **whole)
     with pytest.raises(ValueError, match=r"validation_data needs validation_step, .* and validation_metrics"):
         coordinator.fit(model.step(), data, validation_data=data)
-    with pytest.raises(TypeError, match="validation_step is a int; it must be a function"):
+    with pytest.raises(TypeError, match="validation_step is an int; it must be a function"):
         coordinator.fit(
             model.step(),
             data,

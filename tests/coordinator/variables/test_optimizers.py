@@ -298,7 +298,7 @@ def test_names_of_optimizers(strategy: ParameterServerStrategy) -> None:
         given = optimizers.Adam(name="mine")
         made_up = [optimizers.Adam().name for _ in range(2)]
         for name in ("w", "mine"):
-            with pytest.raises(errors.MisuseError, match=f"'{name}' already: names are unique in a strategy"):
+            with pytest.raises(errors.MisuseError, match=f"'{name}': names are unique in a strategy"):
                 optimizers.SGD(name=name)
     assert given.name == "mine"
     assert len({"w", "mine", *made_up}) == 4

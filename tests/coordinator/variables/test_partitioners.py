@@ -218,10 +218,10 @@ def test_answers_that_are_taken(answer: Any, parts: Shape) -> None:
         ([2, 1, 1], "3 axes, but the variable has 2"),
         ([0, 1], "0 for axis 0 is below 1"),
         ([1, -1], "-1 for axis 1 is below 1"),
-        ([2.0, 1], r"2\.0 for axis 0 is no integer"),
-        ([1, True], "True for axis 1 is no integer"),
-        ([None], "None for axis 0 is no integer"),
-        (np.array([[2, 1]]), r"\[2, 1\] for axis 0 is no integer"),
+        ([2.0, 1], r"2\.0 for axis 0 is not an integer"),
+        ([1, True], "True for axis 1 is not an integer"),
+        ([None], "None for axis 0 is not an integer"),
+        (np.array([[2, 1]]), r"\[2, 1\] for axis 0 is not an integer"),
     ],
 )
 def test_answers_that_are_refused(answer: Any, message: str) -> None:

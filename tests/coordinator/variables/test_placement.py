@@ -87,7 +87,7 @@ def test_a_policy_of_the_users_own() -> None:
 def test_a_wrong_answer_places_nothing(answer: Any) -> None:
     """The error names variable, shard, answer and range, and the account is as it was."""
     placer = ShardPlacer(2, lambda shard, loads: 0 if shard.shard == 0 else answer)
-    with pytest.raises(ConfigurationError, match=rf"'w', shard 1.*answered {answer!r}\..*in 0\.\.1"):
+    with pytest.raises(ConfigurationError, match=rf"'w', shard 1.*returned {answer!r}\..*in 0\.\.1"):
         placer.place("w", rows(1, 1), F32)
     assert placer.loads == (Load(), Load())
 
@@ -108,7 +108,7 @@ def test_known_places_enter_the_account() -> None:
 
 def test_placers_that_can_not_be() -> None:
     """No servers, an unknown name, or no function: each is said."""
-    with pytest.raises(ConfigurationError, match="not on 0"):
+    with pytest.raises(ConfigurationError, match="num_ps is 0"):
         ShardPlacer(0)
     with pytest.raises(ConfigurationError, match=r"'random'.*'bytes', 'round_robin'"):
         ShardPlacer(2, "random")

@@ -568,8 +568,8 @@ class TestPartitioning:
             ([0, 1, 1], "0 for axis 0 is below 1"),
             ([-2], "-2 for axis 0 is below 1"),
             ([2, 1, 1, 1], "4 axes, but the variable has 3"),
-            ([1.5], "1.5 for axis 0 is no integer"),
-            ([True], "True for axis 0 is no integer"),
+            ([1.5], "1.5 for axis 0 is not an integer"),
+            ([True], "True for axis 0 is not an integer"),
         ],
         ids=repr,
     )

@@ -602,14 +602,14 @@ def test_names(strategy: ParameterServerStrategy) -> None:
     with strategy.scope():
         first = Variable(0, name="w")
         made_up = [Variable(0).name for _ in range(3)]
-        with pytest.raises(errors.MisuseError, match="there is a variable 'w' already: names are unique in a strategy"):
+        with pytest.raises(errors.MisuseError, match="there is already a variable 'w': names are unique in a strategy"):
             Variable(1, name="w")
-        with pytest.raises(errors.MisuseError, match=r"a variable 'w' already: .*; give another one or none, or use"):
+        with pytest.raises(errors.MisuseError, match=r"already a variable 'w': .*; give another one or none, or use"):
             optimizers.SGD(0.1, name="w")
         for _ in range(2):  # its name is free again
             strategy.delete_variable(Variable(0, name="deleted"))
         optimizers.SGD(0.1, name="taken")
-        with pytest.raises(errors.MisuseError, match=r"there is an optimizer 'taken' already: .* variables and optim"):
+        with pytest.raises(errors.MisuseError, match=r"there is already an optimizer 'taken': .* variables and optim"):
             Variable(1, name="taken")
         for wrong in ("", 5, "x" * 1001):
             with pytest.raises(errors.MisuseError, match="name must be a string of 1 to 1000 characters"):
@@ -698,7 +698,7 @@ def test_a_scope_of_its_own(strategy: ParameterServerStrategy) -> None:
 def test_partitioners_that_answer_nonsense(strategy: ParameterServerStrategy, answer: Any) -> None:
     """They are refused with a ValueError that names the variable; nothing has been created (row 22)."""
     with strategy.scope():
-        with pytest.raises(ValueError, match=r"variable 'v' of shape \(4, 2\): variable_partitioner answered"):
+        with pytest.raises(ValueError, match=r"variable 'v' of shape \(4, 2\): variable_partitioner returned"):
             Variable(np.zeros((4, 2)), name="v", partitioner=lambda shape, dtype: answer)
         assert strategy.variables == []
 

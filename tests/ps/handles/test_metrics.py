@@ -193,7 +193,7 @@ def test_what_they_are() -> None:
     assert repr(mean) == "<Mean 'described'>"
     unnamed = metrics.Accuracy()
     assert unnamed.name == "accuracy"
-    with pytest.raises(errors.MisuseError, match="'described' already"):
+    with pytest.raises(errors.MisuseError, match=r"there is already a .* 'described'"):
         metrics.Mean("described")
 
 

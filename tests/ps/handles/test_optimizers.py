@@ -602,7 +602,7 @@ class TestBadGradients:
         first, second = optimizers.Lion(), optimizers.Lion()
         assert first.name != second.name
         optimizers.SGD(name="only one")
-        with pytest.raises(errors.MisuseError, match="an optimizer 'only one' already"):
+        with pytest.raises(errors.MisuseError, match="already an optimizer 'only one'"):
             optimizers.Adam(name="only one")
 
 

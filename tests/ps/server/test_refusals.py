@@ -147,12 +147,12 @@ def test_names_are_shown_as_they_are(strategy: ParameterServerStrategy) -> None:
 def test_a_metric_or_optimizer_that_fails_leaves_nothing() -> None:
     """Neither variables nor a name."""
     Variable(0.0, name="m/count")
-    with pytest.raises(MisuseError, match="'m/count' already"):
+    with pytest.raises(MisuseError, match="already a variable 'm/count'"):
         metrics.Mean(name="m")
     Variable(0.0, name="m/total")
     metrics.Sum(name="free")
     Variable(0.0, name="o/nonfinite")
-    with pytest.raises(MisuseError, match="'o/nonfinite' already"):
+    with pytest.raises(MisuseError, match="already a variable 'o/nonfinite'"):
         optimizers.SGD(name="o", nonfinite="skip")
     optimizers.SGD(name="o")
 

@@ -24,13 +24,15 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.observability.events import Saved
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, PsClusterError
+from pscluster.core import checks
+from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
@@ -54,12 +56,11 @@ class Checkpoint(StaysHere):
     instead = "save and restore in the script"
 
     def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
-        if not barrier_timeout > 0:
-            raise ConfigurationError(f"barrier_timeout is {barrier_timeout}; give more than 0 seconds")
+        with configuration_errors():
+            self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
         self.context = strategy.context
-        self.barrier_timeout = barrier_timeout
 
-    def mark(self, number: int = 0) -> MarkedCheckpoint:
+    def mark(self, checkpoint_number: int = 0) -> MarkedCheckpoint:
         """Make a cut through the job as it is now, which can then be written.
 
         Raises:
@@ -68,12 +69,12 @@ class Checkpoint(StaysHere):
             UnavailableError: a server can't be reached.
         """
         try:
-            return self._mark(number)
+            return self._mark(checkpoint_number)
         except BaseException:
             self.context.metrics.checkpoints_failed += 1
             raise
 
-    def _mark(self, number: int) -> MarkedCheckpoint:
+    def _mark(self, checkpoint_number: int) -> MarkedCheckpoint:
         context, begin = self.context, time.monotonic()
         context.check_restored()
         context.client.directory()  # wait for a server that is down here, not while functions are paused
@@ -82,7 +83,7 @@ class Checkpoint(StaysHere):
             if context.dataset_progress is not None:
                 context.dataset_progress.save()
             forgotten = context.dispatcher.servers.forgotten() if context.dispatcher is not None else set()
-            index = Index(number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
+            index = Index(checkpoint_number, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), 0.0)
             directory = context.client.directory()[0]
             variables = [spec for spec in directory.variables if not spec.evaluation]
             for spec in variables:
@@ -147,7 +148,13 @@ class Checkpoint(StaysHere):
             request.directory = path
         if index.partly_applied:
             many, last = index.partly_applied, index.partly_applied_last[-1:]
-            logger.warning("%s may have parts of %d functions that had ended, the last: %s", path, many, *last or [""])
+            logger.warning(
+                "%s may contain some, but not all, of the updates of functions that failed or were cancelled (%d, "
+                "the last one: %s)",
+                path,
+                many,
+                *last or [""],
+            )
         with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
             context.partly_applied.clear()
             if datasets is not None:
@@ -168,14 +175,14 @@ class Checkpoint(StaysHere):
     def _taking_place(
         self,
         requests: dict[int, ps_pb2.RestoreRequest],
-        what: str,
+        action: str,
         nbytes: int = 0,
         datasets: DatasetProgress | None = None,
     ) -> Iterator[None]:
         """Have the servers read and commit what these requests name. No function runs within the block."""
-        context, number = self.context, fresh_id()
+        context, restore_id = self.context, fresh_id()
         for request in requests.values():
-            request.id = number
+            request.id = restore_id
         with contextlib.ExitStack() as pause:
             try:
                 for ahead in sent_ahead(requests):
@@ -187,12 +194,12 @@ class Checkpoint(StaysHere):
                     pause.enter_context(datasets.unsaved())
                     datasets.check_idle()
             except BaseException:
-                drops = {server: ps_pb2.RestoreRequest(id=number, drop=True) for server in requests}
+                drops = {server: ps_pb2.RestoreRequest(id=restore_id, drop=True) for server in requests}
                 with contextlib.suppress(PsClusterError):
                     context.client.restore(drops)
                 raise
-            with context.restoring(what) as term:
-                commits = {server: ps_pb2.RestoreRequest(id=number, commit=True, term=term) for server in requests}
+            with context.restoring(action) as term:
+                commits = {server: ps_pb2.RestoreRequest(id=restore_id, commit=True, term=term) for server in requests}
                 context.client.restore(commits, nbytes)
                 reach("coordinator.commit.after")
             yield
@@ -225,7 +232,7 @@ class MarkedCheckpoint:
     context: JobContext
     mark: int
     index: Index
-    names: Mapping[int, str]  # of its variables, by number
+    names: Mapping[int, str]  # of its variables, by id
     forgotten: Collection[int]  # keys of functions that are not scheduled again
 
     def write(self, path: str) -> str:

@@ -24,8 +24,8 @@ INDEX = "index.json"
 FINISHED = "finished.json"
 
 
-def path_of(directory: str, number: int) -> str:
-    return f"{directory.rstrip('/')}/ckpt-{number:06d}"
+def path_of(directory: str, checkpoint_number: int) -> str:
+    return f"{directory.rstrip('/')}/ckpt-{checkpoint_number:06d}"
 
 
 def numbers(directory: str, *, whole: bool) -> list[int]:
@@ -34,8 +34,8 @@ def numbers(directory: str, *, whole: bool) -> list[int]:
         if not there(fs, root):
             return []
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in fs.ls(root, detail=True)]
-        found = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
-        return sorted(number for number in found if not whole or there(fs, f"{path_of(root, number)}/{INDEX}"))
+        existing = [int(name[5:]) for name in names if re.fullmatch(r"ckpt-([0-9]{6}|[1-9][0-9]{6,})", name)]
+        return sorted(number for number in existing if not whole or there(fs, f"{path_of(root, number)}/{INDEX}"))
 
 
 def where(path: str | Path) -> str:
@@ -97,13 +97,13 @@ def written(path: str) -> contextlib.AbstractContextManager[tuple[Any, str]]:
 
 
 @contextlib.contextmanager
-def _accessible(path: str, what: str) -> Iterator[tuple[Any, str]]:
+def _accessible(path: str, problem: str) -> Iterator[tuple[Any, str]]:
     try:
         fs, local_path = fsspec.core.url_to_fs(path)
         fs.invalidate_cache()
         yield fs, local_path
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} {what}: {reason(error)}") from error
+        raise CheckpointError(f"{path} {problem}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -68,7 +68,7 @@ class SavedNamed:
         try:
             decoded: list[int] = np.frombuffer(base64.b64decode(self.keys, validate=True), "<u8").tolist()
         except binascii.Error as error:
-            raise ValueError(f"{self.keys!r:.40} are no keys: {error}") from None
+            raise ValueError(f"{self.keys!r:.40} are not keys: {error}") from None
         return decoded
 
 
@@ -186,7 +186,7 @@ def read_index(directory: str) -> Index:
                 data += chunk
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory} is no checkpoint: it has no {INDEX}, which is written last, after everything else"
+            f"{directory} is not a checkpoint: it has no {INDEX}, which is written last, after everything else"
         ) from None
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
@@ -198,12 +198,13 @@ def read_index(directory: str) -> Index:
             foreign = json.loads(data).get("format") != FORMAT
         except (ValueError, AttributeError, RecursionError):
             foreign = False
-        what = "is of another program" if foreign else "is damaged: it is not what was written"
-        raise CheckpointError(f"{path} {what}")
+        problem = "was written by another program" if foreign else "is damaged: it is not what was written"
+        raise CheckpointError(f"{path} {problem}")
     try:
         body = json.loads(text + "\n}")
         if body.get("format") != FORMAT or body.get("version") != VERSION:
-            raise CheckpointError(f"{path} is of version {body.get('version')!r} of the format, not {VERSION}")
+            version = body.get("version")
+            raise CheckpointError(f"{path} has format version {version!r}; this program reads version {VERSION}")
         index: Index = _reader(Index)({item.name: body[item.name] for item in fields(Index)})
         for variable in index.variables.values():
             _check_saved(variable)

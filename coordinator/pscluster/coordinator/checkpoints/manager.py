@@ -11,12 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import fsspec
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS, Checkpoint, MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.job.context import HasJob, open_jobs
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
-from pscluster.core.errors import CheckpointError, CheckpointMisfitError, ConfigurationError, MisuseError
+from pscluster.core import checks
+from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.tensor_files import join
@@ -60,10 +62,11 @@ class CheckpointManager(StaysHere):
         every: float | None = None,
         barrier_timeout: float = BARRIER_SECONDS,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ConfigurationError(f"max_to_keep is {max_to_keep}; give 1 or more, or None for all")
-        if every is not None and not every > 0:
-            raise ConfigurationError(f"every is {every}; give more than 0 seconds, or None")
+        with configuration_errors():
+            if max_to_keep is not None:
+                max_to_keep = checks.whole("max_to_keep", max_to_keep, ", or None for all", at_least=1)
+            if every is not None:
+                every = checks.real("every", every, ", or None", kind="number of seconds", above=0)
         if strategy is None:
             jobs = open_jobs()
             if len(jobs) != 1:
@@ -114,10 +117,12 @@ class CheckpointManager(StaysHere):
             if self._closed:
                 raise MisuseError("this CheckpointManager is closed: make another one")
             # Never use a number twice: a server that missed a failure may still be writing there.
-            number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
+            checkpoint_number = self._last = max([self._last, *folder.numbers(self.directory, whole=False)]) + 1
             folder.clear_finished(self.directory)  # first, so that no evaluator takes the new one for the last
-            marked = self.checkpoint.mark(number)
-            future = self._pending = self._writer.submit(self._write, marked, folder.path_of(self.directory, number))
+            marked = self.checkpoint.mark(checkpoint_number)
+            future = self._pending = self._writer.submit(
+                self._write, marked, folder.path_of(self.directory, checkpoint_number)
+            )
         if wait:
             result_of(future)
         return future
@@ -161,9 +166,9 @@ class CheckpointManager(StaysHere):
         newest = max(complete, default=0)
         kept = complete if keep is None else complete[max(0, len(complete) - keep) :]
         fs, where = fsspec.core.url_to_fs(self.directory)
-        for number in folder.numbers(self.directory, whole=False):
-            if number not in kept and number <= newest:
-                old = folder.path_of(where, number)
+        for checkpoint_number in folder.numbers(self.directory, whole=False):
+            if checkpoint_number not in kept and checkpoint_number <= newest:
+                old = folder.path_of(where, checkpoint_number)
                 reach("coordinator.remove.before")
                 with contextlib.suppress(FileNotFoundError):
                     fs.rm_file(join(old, INDEX))  # first: without it, the rest is no checkpoint

@@ -34,7 +34,8 @@ def plan_variable(
         )
     old, new = saved.partition, variable.partition
     shards = [
-        requests[owner].shards.add(variable=variable.id, shard=number) for number, owner in enumerate(variable.owners)
+        requests[owner].shards.add(variable=variable.id, shard=shard_index)
+        for shard_index, owner in enumerate(variable.owners)
     ]
     tensors = {key: {tensor.shard: tensor for tensor in saved_tensors} for key, saved_tensors in saved.arrays.items()}
     arrays: dict[tuple[int, str], Any] = {}
@@ -59,11 +60,11 @@ def plan_variable(
             getattr(source, "from").extend(a - b for a, b in zip(move.block.start, old_block.start, strict=True))
             source.to.extend(a - b for a, b in zip(move.block.start, new_block.start, strict=True))
             source.count.extend(move.block.shape)
-    for number, shard in enumerate(shards):
-        if (number, "value") not in arrays:
+    for shard_index, shard in enumerate(shards):
+        if (shard_index, "value") not in arrays:
             shard.arrays.add(array="value")  # an empty shard
         by_updates: dict[tuple[int, ...], list[int]] = {}
-        for function, nths in updates[number].items():
+        for function, nths in updates[shard_index].items():
             by_updates.setdefault(tuple(sorted(nths)), []).append(function)
         for nth, keys in by_updates.items():
             shard.named.add(nth=nth, keys=keys)

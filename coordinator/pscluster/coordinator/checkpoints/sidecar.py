@@ -22,9 +22,11 @@ from typing import Any
 
 import fsspec
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.saved import SavedVariables
 from pscluster.coordinator.training.events import EventWriter, appended_file
+from pscluster.core import checks
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -92,12 +94,12 @@ class SidecarEvaluator:
     ) -> None:
         if not callable(fn):
             raise ConfigurationError(f"fn is {fn!r}; give a function of a checkpoint's variables")
-        if max_evaluations is not None and max_evaluations < 1:
-            raise ConfigurationError(f"max_evaluations is {max_evaluations}; give 1 or more, or None for no limit")
-        if not poll > 0:
-            raise ConfigurationError(f"poll is {poll}; give more than 0 seconds")
-        if timeout is not None and not timeout > 0:
-            raise ConfigurationError(f"timeout is {timeout}; give more than 0 seconds, or None")
+        with configuration_errors():
+            if max_evaluations is not None:
+                max_evaluations = checks.whole("max_evaluations", max_evaluations, ", or None for no limit", at_least=1)
+            poll = checks.real("poll", poll, kind="number of seconds", above=0)
+            if timeout is not None:
+                timeout = checks.real("timeout", timeout, ", or None", kind="number of seconds", finite=False, above=0)
         self.fn = fn
         self.directory = str(directory).rstrip("/")
         self.every = every
@@ -128,9 +130,9 @@ class SidecarEvaluator:
         with contextlib.closing(_Results(self.log_dir)) as results:
             last = logged = time.monotonic()
             while self.max_evaluations is None or len(evaluations) < self.max_evaluations:
-                finished, number = self._poll()
-                if number is not None:
-                    if (evaluation := self._evaluate(number, results)) is not None:
+                finished, checkpoint_number = self._poll()
+                if checkpoint_number is not None:
+                    if (evaluation := self._evaluate(checkpoint_number, results)) is not None:
                         evaluations.append(evaluation)
                     last = logged = time.monotonic()
                     continue
@@ -164,9 +166,9 @@ class SidecarEvaluator:
         self._handled &= set(numbers)
         return finished, next_of(numbers, self._handled, every=self.every)
 
-    def _evaluate(self, number: int, results: _Results) -> Evaluation | None:
-        self._handled.add(number)
-        path = folder.path_of(self.directory, number)
+    def _evaluate(self, checkpoint_number: int, results: _Results) -> Evaluation | None:
+        self._handled.add(checkpoint_number)
+        path = folder.path_of(self.directory, checkpoint_number)
         try:
             saved = SavedVariables(path)
         except CheckpointError as error:

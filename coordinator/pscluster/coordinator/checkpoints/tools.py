@@ -45,7 +45,8 @@ def inspect(path: str) -> str:
         f"{len(index.files)} files, {index.nbytes:,} bytes; functions paused for {index.pause_seconds:.3f} s",
     ]
     if index.partly_applied:
-        lines.append(f"functions that had ended, and may have left a part of their updates: {index.partly_applied:,}")
+        count = f"{index.partly_applied:,}"
+        lines.append(f"functions that failed or were cancelled, and may have left some of their updates: {count}")
         lines += [f"  {shown(function)}" for function in index.partly_applied_last[-_MOST_NAMED:]]
     return "\n".join(lines)
 
@@ -95,9 +96,9 @@ def merge(path: str, out: str, *, file_bytes: int = _FILE_BYTES) -> list[str]:
         fs.makedirs(where, exist_ok=True)
     names, total = [], 0
     weight_map: dict[str, str] = {}
-    for number, whole in enumerate(wholes, 1):
+    for file_number, whole in enumerate(wholes, 1):
         tensors = [tensor for tensor, _ in whole]
-        name = f"model-{number:05d}-of-{len(wholes):05d}.safetensors"
+        name = f"model-{file_number:05d}-of-{len(wholes):05d}.safetensors"
         write(join(out, name), tensors, [data for _, data in whole])
         names.append(name)
         total += sum(tensor.bytes for tensor in tensors)
@@ -125,7 +126,7 @@ def _fill(index: Index, key: str) -> float:
     rule = RULES.get(spec.get("rule", ""))
     if rule is None:
         return 0.0
-    numbers = {name: float(number) for name, number in spec.get("numbers", {}).items()}
+    numbers = {name: float(value) for name, value in spec.get("numbers", {}).items()}
     return rule.from_spec(numbers, spec.get("flags", {})).slots.get(slot, 0.0)
 
 
@@ -159,10 +160,10 @@ def _in_order(
     shape = variable.shape
     if math.prod(shape) == 0:
         return
-    blocks = [(number, block) for number, block in enumerate(variable.partition.blocks) if block.size]
+    blocks = [(shard, block) for shard, block in enumerate(variable.partition.blocks) if block.size]
     side_by_side = variable.partition.num_shards // (variable.partition.grid[0] if shape else 1)
     chunk_bytes = max(_LEAST_READ_BYTES, CHUNK_BYTES // side_by_side)
-    shards = {number: _Shard(path, tensor, chunk_bytes) for number, tensor in tensors.items()}
+    shards = {shard: _Shard(path, tensor, chunk_bytes) for shard, tensor in tensors.items()}
     if not shape:
         yield shards[0].take(()).astype(dtype, copy=False).tobytes()
         return
@@ -172,16 +173,16 @@ def _in_order(
     chunk_rows = CHUNK_BYTES // row_bytes[axis]
     for before in np.ndindex(shape[:axis]):
         touched = [
-            (number, block)
-            for number, block in blocks
+            (shard, block)
+            for shard, block in blocks
             if all(low <= index < high for index, low, high in zip(before, block.start, block.stop, strict=False))
         ]
         for start in range(0, shape[axis], chunk_rows):
             stop = min(start + chunk_rows, shape[axis])
             rows = np.full((stop - start, *shape[axis + 1 :]), fill, dtype)
-            for number, block in touched:
+            for shard, block in touched:
                 low, high = max(start, block.start[axis]), min(stop, block.stop[axis])
-                if low < high and number in shards:
+                if low < high and shard in shards:
                     destination = (slice(low - start, high - start), *block.slices[axis + 1 :])
-                    rows[destination] = shards[number].take((high - low, *block.shape[axis + 1 :]))
+                    rows[destination] = shards[shard].take((high - low, *block.shape[axis + 1 :]))
             yield rows.tobytes()

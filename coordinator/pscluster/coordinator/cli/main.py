@@ -98,8 +98,12 @@ for _name, _module, _attribute, _summary in (
 
 
 @cli.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--ps", "num_ps", default=1, show_default=True, type=click.IntRange(1), help="Parameter servers.")
-@click.option("--workers", "num_workers", default=1, show_default=True, type=click.IntRange(1), help="Workers.")
+@click.option(
+    "--ps", "num_ps", default=1, show_default=True, type=click.IntRange(1), help="Number of parameter servers."
+)
+@click.option(
+    "--workers", "num_workers", default=1, show_default=True, type=click.IntRange(1), help="Number of workers."
+)
 @click.option(
     "--max-restarts",
     default=10,

@@ -109,11 +109,11 @@ class _Inbox:
             if threading.current_thread() is threading.main_thread():
                 before_us = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
                 undo.callback(signal.set_wakeup_fd, before_us)
-                for number in _FORWARDED:
-                    before = signal.getsignal(number)
+                for signal_number in _FORWARDED:
+                    before = signal.getsignal(signal_number)
                     if before not in (signal.SIG_IGN, None):
-                        signal.signal(number, self._take)
-                        undo.callback(signal.signal, number, before)
+                        signal.signal(signal_number, self._take)
+                        undo.callback(signal.signal, signal_number, before)
             yield
 
     @contextlib.contextmanager
@@ -124,18 +124,18 @@ class _Inbox:
         finally:
             self._collects = False
 
-    def _take(self, number: int, _frame: object) -> None:
+    def _take(self, signal_number: int, _frame: object) -> None:
         if not self._collects:
-            raise _Interrupted(number)
-        self.put(number)
+            raise _Interrupted(signal_number)
+        self.put(signal_number)
 
 
 class _Interrupted(BaseException):
     """A signal arrived while no script was running."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
 
 
 def script_at(path: str | os.PathLike[str]) -> Path:
@@ -220,7 +220,7 @@ def run_script(
                     cluster.join(grace)
         except _Interrupted as interrupt:
             if code is None:
-                return 128 + interrupt.number
+                return 128 + interrupt.signal_number
         return code if code >= 0 else 128 - code
 
 
@@ -260,10 +260,10 @@ def _run_to_end(
             match message:
                 case None:
                     script.kill()
-                case int(number):
-                    signalled = signalled or number
-                    if early >= 0 or not (shares_terminal and number in _FROM_TERMINAL):
-                        script.send_signal(number)
+                case int(signal_number):
+                    signalled = signalled or signal_number
+                    if early >= 0 or not (shares_terminal and signal_number in _FROM_TERMINAL):
+                        script.send_signal(signal_number)
                 case LocalClusterError() as error:
                     failure = failure or error
                     script.terminate()

@@ -52,13 +52,13 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
     in_script, has_ended = False, False
     unfinished = 0  # the signal that arrived before the script had ended
 
-    def handle(number: int, _frame: object) -> None:
+    def handle(signal_number: int, _frame: object) -> None:
         nonlocal unfinished
         if stopped:
-            os._exit(128 + number)
-        stopped.append(signal.Signals(number))
+            os._exit(128 + signal_number)
+        stopped.append(signal.Signals(signal_number))
         if not has_ended:
-            unfinished = number
+            unfinished = signal_number
         if in_script:
             raise _Stopped
 

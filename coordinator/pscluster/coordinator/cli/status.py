@@ -171,10 +171,10 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
     """
     meter = RateMeter()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Asker(peers)) as asker, _screen(live=True) as show:
-        for number in _rounds(every, rounds and rounds + 1):
+        for round_number in _rounds(every, rounds and rounds + 1):
             replies = replies_by_task(asker.ask(BUSIEST))
             rates = meter.add(time.monotonic(), replies)
-            if number:
+            if round_number:
                 silent = [peer.task for peer in peers if peer.task not in replies]
                 show(top_tables(replies, rates, silent, rows))
     return 0
@@ -182,10 +182,10 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
 
 def _rounds(every: float, count: int = 0) -> Iterator[int]:
     """Yield the numbers below `count`, or without end for 0, with `every` seconds between two."""
-    for number in range(count) if count else itertools.count():
-        if number:
+    for round_number in range(count) if count else itertools.count():
+        if round_number:
             time.sleep(every)
-        yield number
+        yield round_number
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def _cleaning_up_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(_signal_number: int, _frame: FrameType | None) -> None:
         raise _Terminated
 
     signal.signal(signal.SIGTERM, handle)
@@ -279,15 +279,15 @@ def top_tables(
 
 def _variables(variables: Sequence[VariableRates]) -> Table:
     table = _numbers("variables", "name", "reads/s", "read/s", "updates/s", "written/s", "held", "on")
-    for each in variables:
-        on = ", ".join(f"ps {server}" for server in sorted(each.servers))
+    for variable in variables:
+        on = ", ".join(f"ps {server}" for server in sorted(variable.servers))
         table.add_row(
-            Text(shown(each.name)),
-            f"{each.reads:,.0f}",
-            size(each.read_bytes),
-            f"{each.updates:,.0f}",
-            size(each.update_bytes),
-            size(each.nbytes),
+            Text(shown(variable.name)),
+            f"{variable.reads:,.0f}",
+            size(variable.read_bytes),
+            f"{variable.updates:,.0f}",
+            size(variable.update_bytes),
+            size(variable.nbytes),
             on,
         )
     return table

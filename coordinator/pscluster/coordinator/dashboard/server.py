@@ -51,7 +51,7 @@ class Dashboard:
         insecure: bool = False,
     ) -> None:
         context = coordinator.context
-        host, _ = _place(address or DEFAULT_ADDRESS)
+        host, _ = _endpoint(address or DEFAULT_ADDRESS)
         token = context.options.token
         files = None if certificate is None else CertificateFiles("the live page", certificate, key)
         check_place(
@@ -110,7 +110,7 @@ class Dashboard:
             self._loop.close()
 
 
-def _place(address: str) -> tuple[str, int]:
+def _endpoint(address: str) -> tuple[str, int]:
     """Return host and port; 0 stands for any free port."""
     if address.endswith(":0"):
         return split_address(f"{address[:-1]}1")[0], 0
@@ -119,7 +119,7 @@ def _place(address: str) -> tuple[str, int]:
 
 def _listen(address: str | None) -> socket.socket:
     """Open a socket at the address; without one, at the default address, or any port there if that one is taken."""
-    host, port = _place(address or DEFAULT_ADDRESS)
+    host, port = _endpoint(address or DEFAULT_ADDRESS)
     for candidate in (port,) if address else (port, 0):
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]

@@ -82,8 +82,8 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
             "example_rate": snapshot.series.example_rate,
         },
         "series": {
-            "times": [round(snapshot.now - snapshot.clock + each, 1) for each in times],
-            "rates": [round(each, 2) for each in snapshot.series.curve()],
+            "times": [round(snapshot.now - snapshot.clock + at, 1) for at in times],
+            "rates": [round(rate, 2) for rate in snapshot.series.curve()],
             "losses": _loss_curve(losses, loss),
             "loss": event_log.loss_name,
             "loss_now": None if loss is None else _number(loss),
@@ -94,10 +94,10 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
         "more_variables": max(len(snapshot.rates.variables) - MAX_VARIABLES, 0),
         "events": [_event(event) for event in reversed(event_log.events[-MAX_EVENTS:])],
         "errors": [
-            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if number < detailed else {})}
-            for number, event in enumerate(reversed(event_log.errors))
+            {**_event(event), "detailed": bool(event.detail), **({"detail": event.detail} if age < detailed else {})}
+            for age, event in enumerate(reversed(event_log.errors))
         ],
-        "checkpoints": [asdict(each) for each in reversed(event_log.checkpoints)],
+        "checkpoints": [asdict(checkpoint) for checkpoint in reversed(event_log.checkpoints)],
     }
 
 
@@ -156,7 +156,7 @@ def _common(snapshot: JobSnapshot, peer: PeerAddress, stories: Mapping[str, list
 
 def _workers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[Json]:
     rows = []
-    known = {} if snapshot.queue is None else {each.peer.task: each for each in snapshot.queue.workers}
+    known = {} if snapshot.queue is None else {stats.peer.task: stats for stats in snapshot.queue.workers}
     exits = snapshot.event_log.exits
     for peer in snapshot.workers:
         worker = known.get(peer.task)
@@ -200,7 +200,7 @@ def _state_of_worker(
 
 def _slower(worker: WorkerStats, workers: Sequence[WorkerStats]) -> float | None:
     """Return how many times as long its functions take as the others' median; None: unknown."""
-    others = [each.seconds for each in workers if each is not worker and each.up and each.seconds]
+    others = [other.seconds for other in workers if other is not worker and other.up and other.seconds]
     if not worker.up or not worker.seconds or not others:
         return None
     return worker.seconds / statistics.median(others)
@@ -247,23 +247,23 @@ def _servers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[J
 
 
 def _variables(variables: Sequence[VariableRates]) -> list[Json]:
-    total = sum(each.moved for each in variables)
+    total = sum(variable.moved for variable in variables)
     rows = []
-    for each in variables[:MAX_VARIABLES]:
-        share = each.moved / total if total else 0.0
+    for variable in variables[:MAX_VARIABLES]:
+        share = variable.moved / total if total else 0.0
         rows.append(
             {
-                "name": each.name,
-                "held": each.nbytes,
-                "reads": round(each.reads, 1),
-                "read_bytes": round(each.read_bytes),
-                "updates": round(each.updates, 1),
-                "update_bytes": round(each.update_bytes),
+                "name": variable.name,
+                "held": variable.nbytes,
+                "reads": round(variable.reads, 1),
+                "read_bytes": round(variable.read_bytes),
+                "updates": round(variable.updates, 1),
+                "update_bytes": round(variable.update_bytes),
                 "share": round(share, 3),
                 "hot": len(variables) > 1 and share > HOT_SHARE,
                 "servers": [
-                    [f"ps {server}", round(moved / each.moved, 3) if each.moved else 0.0]
-                    for server, moved in sorted(each.servers.items())
+                    [f"ps {server}", round(moved / variable.moved, 3) if variable.moved else 0.0]
+                    for server, moved in sorted(variable.servers.items())
                 ],
             }
         )
@@ -280,7 +280,7 @@ def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
             continue
         index, count = peer.index, len(servers)
         text = f"{row['task']} carries {row['share']:.0%} of the load of {count} servers"
-        most = max(snapshot.rates.variables, key=lambda each: each.servers.get(index, 0.0), default=None)
+        most = max(snapshot.rates.variables, key=lambda variable: variable.servers.get(index, 0.0), default=None)
         if most is not None and (here := most.servers.get(index, 0.0)) > 0:
             share = here / most.moved
             if share > 0.99:
@@ -354,7 +354,7 @@ def _health(snapshot: JobSnapshot, problems: list[str]) -> tuple[str, str, list[
     if queue.error:
         return "bad", "A function failed; the others were cancelled", [queue.error, *problems]
     if problems:
-        hopeless = not any(each.up for each in queue.workers) or any(snapshot.servers.values())
+        hopeless = not any(worker.up for worker in queue.workers) or any(snapshot.servers.values())
         return "bad" if hopeless else "warn", "Needs attention", problems
     if queue.paused:
         return "ok", "Making a checkpoint; functions are paused until it is done", []

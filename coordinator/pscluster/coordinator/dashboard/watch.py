@@ -150,9 +150,9 @@ class Watch:
             await self._ask_once()
         return self._contents(details=True)
 
-    def detail(self, number: int) -> str | None:
+    def detail(self, event_number: int) -> str | None:
         """Return the traceback of the error with this number; None if there is none, or it is no longer recorded."""
-        return next((error.detail for error in self._event_log.errors if error.number == number), None)
+        return next((error.detail for error in self._event_log.errors if error.number == event_number), None)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset_progress import (
     ChooseStop,
     DatasetProgress,
@@ -181,7 +182,7 @@ class DistributedDataset(StaysHere):
     def map(self, fn: Callable[[Any], Any]) -> DistributedDataset:
         """Apply `fn` to each element, on the workers: to each example before `batch`, to each batch after it."""
         if not callable(fn):
-            raise TypeError(f"map takes a function, not a {type(fn).__name__}")
+            raise TypeError(f"map takes a function, not {type_of(fn)}")
         pipeline = self._pipeline
         if pipeline.batch is None:
             return self._with(each=(*pipeline.each, fn))
@@ -261,9 +262,9 @@ class DistributedDataset(StaysHere):
         """Write the position now, instead of within the next seconds."""
         self._progress.save()
 
-    def _need_length(self, what: str) -> None:
+    def _need_length(self, purpose: str) -> None:
         if self._has_files:
-            raise TypeError(f"{what}: how many examples are in the files is known only to their reader")
+            raise TypeError(f"{purpose}: how many examples are in the files is known only to their reader")
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
         """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""
@@ -353,7 +354,7 @@ def distribute(
         raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
     retries = checks.whole("retries", retries, at_least=0)
     if reader is not None and not callable(reader):
-        raise TypeError(f"reader is a {type(reader).__name__}; give a function of a file")
+        raise TypeError(f"reader is {type_of(reader)}; give a function of a file")
     if reader is not None and isinstance(source, str | bytes):
         raise TypeError(f"{source!r} is one file: give a list of files")
     readable = source_of(source) if reader is None else Files(source, reader)

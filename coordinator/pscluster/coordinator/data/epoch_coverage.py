@@ -22,7 +22,7 @@ from pscluster.core.intervals import IntervalSet
 
 
 class EpochCoverage:
-    """The coverage of one dataset's epochs. Its owner serialises the calls.
+    """The coverage of one dataset's epochs. Its owner serializes the calls.
 
     Of an epoch's `length` items, the first `used` are visited; the others are an incomplete last batch.
     """
@@ -85,7 +85,7 @@ class EpochCoverage:
             epoch, length = int(state["epoch"]), state["length"]
             visited = [(int(key), *interval) for key, intervals in state["visited"].items() for interval in intervals]
             if not all(type(start) is type(stop) is int and start >= 0 for _, start, stop in visited):
-                raise ValueError("these are no intervals")
+                raise ValueError("these are not intervals")
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointMisfitError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
         if length != self.length:

@@ -50,7 +50,7 @@ class PerWorkerDataset(Handle):
         make_iterator: Callable[[CapturedFunction], PerWorkerIterator],
         build: Callable[[CapturedFunction, PerWorkerDataset], int],
     ) -> None:
-        """`build`: has it built on all workers, and returns its resource id."""
+        """Take `build`, which has it built on all workers, and returns its resource id."""
         self._function = function
         self._make_iterator = make_iterator
         self._build = build
@@ -59,7 +59,7 @@ class PerWorkerDataset(Handle):
 
     @property
     def handle_key(self) -> str:
-        """The id of the resource, which is built at the first call."""
+        """Return the id of the resource, which is built at the first call."""
         with self._building:
             if self._id is None:
                 self._id = self._build(self._function, self)

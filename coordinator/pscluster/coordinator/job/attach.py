@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.dashboard.server import Dashboard
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
@@ -19,6 +20,7 @@ from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.placement import ShardPlacer
+from pscluster.core import checks
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError
@@ -52,8 +54,8 @@ def describe_job(
     allow_pickle: bool | None,
 ) -> JobContext:
     """Return the context of a new job on this cluster, not connected yet. See `ParameterServerStrategy`."""
-    if not ps_timeout > 0:
-        raise ConfigurationError(f"ps_timeout is {ps_timeout}; give more than 0 seconds")
+    with configuration_errors():
+        ps_timeout = checks.real("ps_timeout", ps_timeout, kind="number of seconds", above=0)
     if isinstance(resolver, LocalCluster):
         resolver.check_not_stopped()
     spec = resolver.cluster_spec()
@@ -76,7 +78,7 @@ def describe_job(
     if token is None and (tls is None or not tls.is_mutual):
         others = (peer.address for peer in (*ps, *workers))
         if who := next((other for other in others if not (options.insecure and is_on_this_machine(other))), ""):
-            exposed = f"the role at {who} would take one from anybody, without a token"
+            exposed = f"the role at {who} accepts calls without a token, so anyone could send it a pickle"
     choices = (choice for choice in (allow_pickle, mine.allow_pickle, options.allow_pickle) if choice is not None)
     policy = policy_of(next(choices, None), exposed)
     for peer in (*ps, *workers):
@@ -120,7 +122,9 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
         loop.run(_attach(context, servers, must_hold))
         if context.resumed:
             context.variables.go_on_with(_find_live(client))
-            context.partly_applied.add("functions", "had begun under a coordinator that died: which is not known")
+            context.partly_applied.add(
+                "functions", "functions that had begun under a coordinator that died; it is not known which"
+            )
     except BaseException:
         context.close("the coordinator could not connect")
         raise
@@ -204,7 +208,7 @@ async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: 
     reach("coordinator.attach.after")
     terms = [server.term for server in servers]
     if len(set(terms)) > 1:
-        context.half_restored = "the coordinator that died has restored a checkpoint on some parameter servers only"
+        context.half_restored = "the coordinator that died has restored a checkpoint on only some parameter servers"
         logger.error("%s: restore it again", context.half_restored)
     context.begin_term(max(terms))
     store_ids = [server.store_id for server in servers]

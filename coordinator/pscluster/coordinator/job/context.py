@@ -160,13 +160,13 @@ class JobContext:
             self.dispatcher.state.term = term
 
     @contextlib.contextmanager
-    def restoring(self, what: str) -> Iterator[int]:
+    def restoring(self, action: str) -> Iterator[int]:
         """Give all servers other values within the block, under the term that it is given.
 
         No function runs meanwhile. If the block raises, nothing is saved until another one has succeeded.
         """
         term = self.request.term + 1
-        self.half_restored = f"{what} was broken off: some parameter servers may have its values, and others not"
+        self.half_restored = f"{action} was broken off: some parameter servers may have its values, and others not"
         try:
             yield term
         finally:

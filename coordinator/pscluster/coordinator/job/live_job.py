@@ -31,23 +31,26 @@ def default_job_name() -> str:
     return os.path.abspath(script) if script and script not in ("-", "-c", "-m") else ""
 
 
-def continue_job(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> list[int]:
+def continue_job(request: node_pb2.AttachRequest, replies: Sequence[node_pb2.HelloReply]) -> list[int]:
     """Make the request continue the job that the servers hold, if that is a whole job of this name.
 
     Return the store id that each server must hold when it is taken (0: any): it may lose it in a restart until then.
     """
-    job_ids = {reply.job_id for reply in found}
-    names = {reply.job_name for reply in found}
-    if job_ids == {0} or (any(reply.holder for reply in found) and not request.take_over):
+    job_ids = {reply.job_id for reply in replies}
+    names = {reply.job_name for reply in replies}
+    if job_ids == {0} or (any(reply.holder for reply in replies) and not request.take_over):
         pass  # they hold nothing, or the request will be refused
     elif len(job_ids) > 1 or 0 in job_ids:
         logger.warning("the servers hold parts of different jobs; starting a new job and dropping what they hold")
     elif names != {request.job_name} or not request.job_name:
         logger.info("dropping another job (%s) from the servers: its coordinator is gone", *names)
     else:
-        request.job_id, request.coordinator_number = job_ids.pop(), max(reply.coordinator_number for reply in found) + 1
-        return [reply.store_id for reply in found]
-    return [0] * len(found)
+        request.job_id, request.coordinator_number = (
+            job_ids.pop(),
+            max(reply.coordinator_number for reply in replies) + 1,
+        )
+        return [reply.store_id for reply in replies]
+    return [0] * len(replies)
 
 
 @dataclass
@@ -62,15 +65,15 @@ class LiveJob:
     def of(directories: Sequence[ps_pb2.DescribeReply]) -> tuple[LiveJob, list[ps_pb2.VariableSpec]]:
         """Return what the servers hold, and the variables that not all of them have or that an evaluation has left."""
         live = LiveJob()
-        found = [spec for directory in directories for spec in directory.variables]
-        knowing = Counter(spec.id for spec in found)
+        specs = [spec for directory in directories for spec in directory.variables]
+        knowing = Counter(spec.id for spec in specs)
         whole = {id_ for id_, count in knowing.items() if count == len(directories)}
-        whole -= {spec.id for spec in found if spec.evaluation}
-        live.variables = {spec.name: spec for spec in found if spec.id in whole}
+        whole -= {spec.id for spec in specs if spec.evaluation}
+        live.variables = {spec.name: spec for spec in specs if spec.id in whole}
         for directory in directories:
             live.optimizers.update({spec.name: spec for spec in directory.optimizers})
         live.last_id = max([*knowing, *(spec.id for spec in live.optimizers.values())], default=0)
-        remains = {spec.id: spec for spec in found if spec.id not in whole}
+        remains = {spec.id: spec for spec in specs if spec.id not in whole}
         return live, list(remains.values())
 
     def take_variable(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ps_pb2.VariableSpec | None:

@@ -77,7 +77,7 @@ class Losses:
         if not news:
             return
         listed = ", ".join(f"{count} of {name!r}" for name, count in news.items())
-        text = f"acknowledged updates were lost with a parameter server's process, at least {listed}"
+        text = f"a parameter server's process died, and acknowledged updates were lost: at least {listed}"
         logger.warning("%s: see strategy.lost_updates(); docs/guarantees.md says how to lose none", text)
         self._event_log.record("coordinator", "note", text)
 

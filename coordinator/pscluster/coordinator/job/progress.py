@@ -30,7 +30,7 @@ def save(client: PsClient, name: str, values: Mapping[str, Any]) -> None:
         raise MisuseError(f"progress must be representable as JSON: {error}") from None
     if len(text) > MAX_TEXT_BYTES:  # it is ASCII
         raise MisuseError(
-            f"progress of {len(text):,} bytes, and at most {MAX_TEXT_BYTES:,} fit: save less, or use a variable"
+            f"the progress takes {len(text):,} bytes; at most {MAX_TEXT_BYTES:,} fit: save less, or use a variable"
         )
     reach("coordinator.progress.before")
     client.put_metadata(name, text)
@@ -38,14 +38,14 @@ def save(client: PsClient, name: str, values: Mapping[str, Any]) -> None:
 
 
 def decoded(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a job's metadata has under this name; {} if nothing. CheckpointError if it is no JSON object."""
+    """Return what a job's metadata has under this name; {} if nothing. CheckpointError if it is not a JSON object."""
     try:
-        found: Any = json.loads(texts.get(name, "{}"))
+        saved: Any = json.loads(texts.get(name, "{}"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the metadata {name!r} is no progress: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"the metadata {name!r} is no progress, but {found!r:.80}")
-    return found
+        raise CheckpointError(f"the metadata {name!r} is not progress: {error}") from None
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the metadata {name!r} is not progress, but {saved!r:.80}")
+    return saved
 
 
 def _plain(value: object) -> object:

@@ -92,8 +92,8 @@ class Addresses:
 
 
 def _close(sockets: list[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
+    for bound in sockets:
+        bound.close()
 
 
 def _bound(host: str) -> socket.socket:

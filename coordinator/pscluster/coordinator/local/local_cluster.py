@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.local.addresses import Addresses, choose_transport
 from pscluster.coordinator.local.environment import child_environ, role_environ
 from pscluster.coordinator.local.launcher import Report, Reports
@@ -57,6 +58,7 @@ from pscluster.coordinator.local.supervisor import (
     task_name,
 )
 from pscluster.coordinator.local.temp_folder import OwnFolder
+from pscluster.core import checks
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
@@ -165,13 +167,11 @@ class LocalCluster(ClusterResolver, StaysHere):
         Raises:
             ConfigurationError: an argument is invalid.
         """
-        for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
-            if count < 1:
-                raise ConfigurationError(f"{name} is {count}; a cluster needs at least 1")
-        if max_restarts < 0:
-            raise ConfigurationError(f"max_restarts is {max_restarts}; give 0 or more, or restart=False")
-        if grace < 0:
-            raise ConfigurationError(f"grace is {grace}; give 0 seconds or more")
+        with configuration_errors():
+            num_ps = checks.whole("num_ps", num_ps, at_least=1)
+            num_workers = checks.whole("num_workers", num_workers, at_least=1)
+            max_restarts = checks.whole("max_restarts", max_restarts, at_least=0)
+            grace = checks.real("grace", grace, kind="number of seconds", at_least=0)
         if log_level.upper() not in LOG_LEVELS:
             raise ConfigurationError(f"log_level is {log_level!r}; give one of {', '.join(LOG_LEVELS)}")
         if log_format not in LOG_FORMATS:
@@ -562,9 +562,9 @@ class LocalCluster(ClusterResolver, StaysHere):
                     self._start_process(task)
                 except (OSError, ValueError, TypeError, RuntimeError, subprocess.SubprocessError) as error:
                     self._inbox.put(StartFailed(task, str(error)))
-            case Signal(task, pid, number):
+            case Signal(task, pid, signal_number):
                 with self._changed:
-                    self._processes.signal(task, pid, number)
+                    self._processes.signal(task, pid, signal_number)
             case GiveUp(task, reason):
                 logger.error("%s", reason)
                 self.reports.add(task_name(task), reason)

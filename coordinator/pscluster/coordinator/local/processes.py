@@ -76,11 +76,11 @@ class Processes:
     def pids(self) -> dict[TaskKey, int]:
         return {task: process.pid for task, process in sorted(self._living.items())}
 
-    def signal(self, task: TaskKey, pid: int, number: int) -> None:
+    def signal(self, task: TaskKey, pid: int, signal_number: int) -> None:
         """Send a signal to the task's process, if it still has this pid."""
         if self.pid(task) == pid:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
     def join(self, pid: int) -> None:
         """Join the thread that reported this process's exit."""

@@ -82,7 +82,9 @@ class RateMeter:
             )
             _compare(before, reply, seconds, variables)
         self._before = {task: (now, reply) for task, reply in replies.items()}
-        return Rates(tasks, sorted(variables.values(), key=lambda each: (-each.moved, -each.nbytes, each.name)))
+        return Rates(
+            tasks, sorted(variables.values(), key=lambda variable: (-variable.moved, -variable.nbytes, variable.name))
+        )
 
 
 def _compare(

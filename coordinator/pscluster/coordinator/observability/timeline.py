@@ -89,9 +89,9 @@ def _ask(peer: PeerAddress) -> Recorded:
             return Recorded(peer, missing=str(from_rpc(error, str(peer))))
     return Recorded(
         peer,
-        runs=[each.run for each in reply.recorded if each.HasField("run")],
-        asked=[each.asked for each in reply.recorded if each.HasField("asked")],
-        served=[each.served for each in reply.recorded if each.HasField("served")],
+        runs=[record.run for record in reply.recorded if record.HasField("run")],
+        asked=[record.asked for record in reply.recorded if record.HasField("asked")],
+        served=[record.served for record in reply.recorded if record.HasField("served")],
         offset=offset,
     )
 
@@ -103,15 +103,15 @@ class _Trace:
     origin: float
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def name(self, what: str, name: str, process: int, row: int = 0, place: int | None = None) -> None:
-        self.events.append({"ph": "M", "name": f"{what}_name", "pid": process, "tid": row, "args": {"name": name}})
-        if place is not None:
-            arguments = {"sort_index": place}
-            self.events.append({"ph": "M", "name": f"{what}_sort_index", "pid": process, "tid": row, "args": arguments})
+    def name(self, kind: str, name: str, process: int, row: int = 0, sort_index: int | None = None) -> None:
+        self.events.append({"ph": "M", "name": f"{kind}_name", "pid": process, "tid": row, "args": {"name": name}})
+        if sort_index is not None:
+            arguments = {"sort_index": sort_index}
+            self.events.append({"ph": "M", "name": f"{kind}_sort_index", "pid": process, "tid": row, "args": arguments})
 
     def slice(self, name: str, span: Span, process: int, row: int, **arguments: Any) -> None:
         # Round begin and end to whole nanoseconds, not the length: adjacent spans must not seem to overlap.
-        begin, end = (round((each - self.origin) * 1e9) for each in span)
+        begin, end = (round((moment - self.origin) * 1e9) for moment in span)
         event = {"ph": "X", "name": name, "cat": "step", "pid": process, "tid": row}
         self.events.append({**event, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": arguments})
 
@@ -127,50 +127,50 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
     for index, worker in workers.items():
         for run in worker.runs:
             runs[index, run.function].append((worker.span(run.received, run.end), run))
-        for each in worker.asked:
-            asked[index, each.function].append(each)
+        for request in worker.asked:
+            asked[index, request.function].append(request)
     served = {
-        (each.session, each.nth): role.span(each.begin, each.end)
+        (request.session, request.nth): role.span(request.begin, request.end)
         for role in roles
         if role.peer.role == "ps"
-        for each in role.served
+        for request in role.served
     }
     trace = _Trace(min((attempt.scheduled for attempt in attempts), default=0.0))
-    trace.name("process", "steps", _STEPS, place=_STEPS)
-    trace.name("process", "workers", _WORKERS, place=_WORKERS)
+    trace.name("process", "steps", _STEPS, sort_index=_STEPS)
+    trace.name("process", "workers", _WORKERS, sort_index=_WORKERS)
     for index, worker in sorted(workers.items()):
         trace.name("thread", str(worker.peer), _WORKERS, index + 1, index)
-    for number, tries in sorted(by_function.items()):
+    for function_id, tries in sorted(by_function.items()):
         tries.sort(key=lambda attempt: attempt.sent)
         whole = Span(min(attempt.scheduled for attempt in tries), tries[-1].end)
         name = tries[-1].name
-        trace.name("thread", f"step {number}", _STEPS, number, number)
-        trace.slice(name, whole, _STEPS, number, function=number, attempts=len(tries), ended=tries[-1].how)
+        trace.name("thread", f"step {function_id}", _STEPS, function_id, function_id)
+        trace.slice(name, whole, _STEPS, function_id, function=function_id, attempts=len(tries), ended=tries[-1].how)
         before = whole.begin
         for attempt in tries:
-            trace.slice("queue", Span(before, max(attempt.sent, before)), _STEPS, number)
+            trace.slice("queue", Span(before, max(attempt.sent, before)), _STEPS, function_id)
             there = Span(max(attempt.sent, before), attempt.end)
             before = there.end
             title = f"worker {attempt.worker}"
-            trace.slice(title, there, _STEPS, number, attempt=attempt.number, ended=attempt.how)
-            known = [each.worker for each in tries].count(attempt.worker)
-            found = _best(runs[attempt.worker, number], there, only=known == 1)
-            if found is not None:
+            trace.slice(title, there, _STEPS, function_id, attempt=attempt.number, ended=attempt.how)
+            known = [other.worker for other in tries].count(attempt.worker)
+            timed_run = _best(runs[attempt.worker, function_id], there, only=known == 1)
+            if timed_run is not None:
                 role = workers[attempt.worker]
-                _add_run(trace, role, name, there, found, asked[attempt.worker, number], served)
+                _add_run(trace, role, name, there, timed_run, asked[attempt.worker, function_id], served)
     return trace.events
 
 
 def _best(
-    found: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
+    runs: Sequence[tuple[Span, node_pb2.Recorded.Run]], there: Span, *, only: bool
 ) -> tuple[Span, node_pb2.Recorded.Run] | None:
     """Return the last run whose middle is in this span, if any: the clock may be slightly wrong.
 
     If this is the `only` attempt on that worker, return its last run: the clock's error may exceed a short function's
     duration, and a run left over from an earlier job has ended before.
     """
-    inside = [each for each in found if only or there.begin <= (each[0].begin + each[0].end) / 2 <= there.end]
-    return max(inside, key=lambda each: each[0].end, default=None)
+    inside = [run for run in runs if only or there.begin <= (run[0].begin + run[0].end) / 2 <= there.end]
+    return max(inside, key=lambda run: run[0].end, default=None)
 
 
 def _add_run(
@@ -178,12 +178,12 @@ def _add_run(
     worker: Recorded,
     name: str,
     there: Span,
-    found: tuple[Span, node_pb2.Recorded.Run],
+    timed_run: tuple[Span, node_pb2.Recorded.Run],
     asked: Iterable[node_pb2.Recorded.Asked],
     served: Mapping[tuple[str, int], Span],
 ) -> None:
     """Add a worker's records of a function, within the attempt as the coordinator saw it."""
-    span, run = found
+    span, run = timed_run
     moved, row = span.within(there), run.function
     scale = (moved.end - moved.begin) / ((span.end - span.begin) or 1.0)
 
@@ -191,55 +191,57 @@ def _add_run(
         """Map the worker's times in proportion, so that nested spans stay nested."""
         return Span(*(moved.begin + (time - run.received) * scale for time in (begin, end)))
 
-    for what, begin, end in (("waits", run.received, run.begin), ("arguments", run.begin, run.ready)):
+    for phase, begin, end in (("waits", run.received, run.begin), ("arguments", run.begin, run.ready)):
         if end > begin:
-            trace.slice(what, here(begin, end), _STEPS, row)
+            trace.slice(phase, here(begin, end), _STEPS, row)
     running = here(run.ready, run.end)
     facts = {"thread": run.thread, "ended": run.how, "data_wait_ms": round(run.waited * 1e3, 3)}
     trace.slice("run", running, _STEPS, row, **facts)
     # By the worker's clock alone: its functions ran one after another.
     ran = worker.span(run.ready, run.end)
     trace.slice(name, ran, _WORKERS, worker.peer.index + 1, function=run.function, **facts)
-    mine = [(here(each.begin, each.end), each) for each in asked]
-    inside = sorted((each for each in mine if running.begin <= each[0].begin <= running.end), key=lambda each: each[0])
+    mine = [(here(request.begin, request.end), request) for request in asked]
+    inside = sorted(
+        (timed for timed in mine if running.begin <= timed[0].begin <= running.end), key=lambda timed: timed[0]
+    )
     for call in _calls(inside):
         outer = Span(min(span.begin for span, _ in call), max(span.end for span, _ in call)).within(running)
         requests = [
-            {"server": each.server, "ms": round((span.end - span.begin) * 1e3, 3), "sent_bytes": each.sent}
-            | {"received_bytes": each.received}
-            for span, each in call
+            {"server": request.server, "ms": round((span.end - span.begin) * 1e3, 3), "sent_bytes": request.sent}
+            | {"received_bytes": request.received}
+            for span, request in call
         ]
         trace.slice(call[0][1].what, outer, _STEPS, row, requests=requests)
-        parts = [
-            (each.server, served[each.session, each.nth].within(span).within(outer))
-            for span, each in call
-            if (each.session, each.nth) in served
+        answers = [
+            (request.server, served[request.session, request.nth].within(span).within(outer))
+            for span, request in call
+            if (request.session, request.nth) in served
         ]
-        for title, part in together(parts):
-            trace.slice(title, part, _STEPS, row)
+        for title, busy in together(answers):
+            trace.slice(title, busy, _STEPS, row)
 
 
 def _calls(
-    found: Sequence[tuple[Span, node_pb2.Recorded.Asked]],
+    requests: Sequence[tuple[Span, node_pb2.Recorded.Asked]],
 ) -> Iterator[list[tuple[Span, node_pb2.Recorded.Asked]]]:
     """Group requests: those that overlap are one call's, to several servers at once; or of several threads."""
     call: list[tuple[Span, node_pb2.Recorded.Asked]] = []
     end = 0.0
-    for span, each in found:
+    for span, request in requests:
         if call and span.begin >= end:
             yield call
             call = []
-        call.append((span, each))
+        call.append((span, request))
         end = max(span.end, end) if len(call) > 1 else span.end
     if call:
         yield call
 
 
-def together(parts: Sequence[tuple[int, Span]]) -> Iterator[tuple[str, Span]]:
+def together(answers: Sequence[tuple[int, Span]]) -> Iterator[tuple[str, Span]]:
     """Yield which servers worked at the same time, and from when to when: spans that do not overlap, in order."""
-    times = sorted({time for _, span in parts for time in span})
+    times = sorted({time for _, span in answers for time in span})
     for begin, end in itertools.pairwise(times):
-        busy = sorted({server for server, span in parts if span.begin <= begin and end <= span.end})
+        busy = sorted({server for server, span in answers if span.begin <= begin and end <= span.end})
         if busy:
             yield " + ".join(f"ps {server}" for server in busy), Span(begin, end)
 

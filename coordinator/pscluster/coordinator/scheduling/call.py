@@ -115,12 +115,12 @@ def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
 
 def with_dependents(tasks: Iterable[Task[Call]]) -> list[Task[Call]]:
     """Return these tasks, and those that need their results, directly or not."""
-    found, todo = dict[Task[Call], None](), list(tasks)
+    chosen, todo = dict[Task[Call], None](), list(tasks)
     while todo:
         task = todo.pop()
-        if task in found:
+        if task in chosen:
             continue
-        found[task] = None
+        chosen[task] = None
         if (value := task.payload.result()) is not None and value.dependents:
             todo += value.dependents
-    return list(found)
+    return list(chosen)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MANY_MADE = 200
 """Warn when one line has made this many functions."""
 
-MAX_PLACES = 1000
+MAX_CALL_SITES = 1000
 """Lines for which functions are counted."""
 
 _Known: TypeAlias = tuple[CapturedFunction, Captures]
@@ -53,12 +53,12 @@ class CapturedFunctions:
                 self._count_made(fn)
                 return self.anew(fn)
             self._captured[key] = reference, known
-        found = known.get(name)
-        if found is None or not (found[1].are_same() or _is_kept(found)):
-            if found is None:
+        entry = known.get(name)
+        if entry is None or not (entry[1].are_same() or _is_kept(entry)):
+            if entry is None:
                 self._count_made(fn)
-            found = known[name] = self.anew(fn), Captures(fn)
-        return found[0]
+            entry = known[name] = self.anew(fn), Captures(fn)
+        return entry[0]
 
     def anew(self, fn: Callable[..., Any], *, holds_data: bool = False) -> CapturedFunction:
         """Capture a function, whether or not it was captured before."""
@@ -74,15 +74,15 @@ class CapturedFunctions:
 
     def _count_made(self, fn: Callable[..., Any]) -> None:
         """Warn, once a line, if a line of the script makes a new function for every call."""
-        place = _where_made(fn)
-        if len(self._made) >= MAX_PLACES and place not in self._made:
+        site = _where_made(fn)
+        if len(self._made) >= MAX_CALL_SITES and site not in self._made:
             return
-        self._made[place] += 1
-        if self._made[place] == MANY_MADE:
+        self._made[site] += 1
+        if self._made[site] == MANY_MADE:
             logger.warning(
                 "%s was created again for %d calls of schedule: each costs about 0.3 ms, ten times as much as the same "
                 "function again. Make it once, before the loop, and pass what changes from call to call as an argument",
-                place,
+                site,
                 MANY_MADE,
             )
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
@@ -37,7 +38,7 @@ class ClusterCoordinator(FunctionQueue):
 
     Raises:
         ValueError: there is no strategy, or an option is out of range.
-        MisuseError: the strategy's coordinator was made with other options, or the strategy is closed.
+        MisuseError: the strategy's coordinator was created with other options, or the strategy is closed.
     """
 
     _options: dict[str, Any]
@@ -52,9 +53,9 @@ class ClusterCoordinator(FunctionQueue):
         worker_lease: float | None = None,
     ) -> ClusterCoordinator:
         if current_function() is not None:
-            raise MisuseError(f"no ClusterCoordinator can be made in a step function: {cls.instead}")
+            raise MisuseError(f"a ClusterCoordinator can't be created in a step function: {cls.instead}")
         if not isinstance(strategy, ParameterServerStrategy):
-            raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not a {type(strategy).__name__}")
+            raise ValueError(f"a ClusterCoordinator needs a ParameterServerStrategy, not {type_of(strategy)}")
         asked = {"max_queued": max_queued, "max_attempts": max_attempts, "worker_lease": worker_lease}
         for name, value in asked.items():
             if value is not None:
@@ -75,8 +76,8 @@ class ClusterCoordinator(FunctionQueue):
         for name, value in asked.items():
             if value is not None and value != (mine := self._options[name]):
                 raise MisuseError(
-                    f"{name} is {value}, but this strategy's ClusterCoordinator was made with {mine}, and there is one "
-                    "a strategy: give its options where it is made first, or none"
+                    f"{name} is {value}, but this strategy's ClusterCoordinator was created with {mine}, and a "
+                    "strategy has only one: pass options only where it is first created"
                 )
 
     def fit(

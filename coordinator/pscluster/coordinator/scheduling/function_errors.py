@@ -93,9 +93,8 @@ def not_begun(function: CapturedFunction, worker: int, attempts: int, why: Excep
 def cancelled_error(name: str, first: Exception | None, applied: bool = False) -> CancelledError:
     """Return the error of a function that was cancelled, because of the error of another one if one is given."""
     why = f"because another function failed first ({type(first).__name__})" if first else "before it had ended"
-    if applied:
-        why += f". {PARTLY_APPLIED} If it should count"
-    error = CancelledError(f"{name} was cancelled {why}: schedule it again")
+    again = f". {PARTLY_APPLIED} To have it done," if applied else ":"
+    error = CancelledError(f"{name} was cancelled {why}{again} schedule it again")
     error.__cause__ = first
     return error
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.dataset_progress import DatasetProgress, DatasetResource
@@ -107,12 +108,12 @@ class FunctionQueue(StaysHere):
             PSUnavailableError: a parameter server is lost.
         """
         if not callable(fn):
-            raise TypeError(f"schedule takes a function, not a {type(fn).__name__}")
+            raise TypeError(f"schedule takes a function, not {type_of(fn)}")
         # Only given arguments are checked: checking all took a third of the time for a function without any.
         if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            raise TypeError(f"args must be a tuple or list of arguments, not a {type(args).__name__}: write args=(x,)")
+            raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict of arguments, not a {type(kwargs).__name__}")
+            raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
         if type(retries) is not int or retries < 0:
             retries = checks.whole("retries", retries, at_least=0)
         if timeout is not None:
@@ -284,9 +285,7 @@ class FunctionQueue(StaysHere):
         if callable(dataset_fn):
             function = self._functions.get(dataset_fn)
         elif not isinstance(dataset_fn, Iterable):
-            raise ValueError(
-                f"create_per_worker_dataset takes a function or an iterable, not a {type(dataset_fn).__name__}"
-            )
+            raise ValueError(f"create_per_worker_dataset takes a function or an iterable, not {type_of(dataset_fn)}")
         elif isinstance(dataset_fn, Iterator):
             raise ValueError("an iterator can be iterated over only once: give a list, or a function that makes one")
         else:
@@ -378,10 +377,10 @@ class FunctionQueue(StaysHere):
         if shards != "auto":
             shards = checks.whole("shards", shards, ", or 'auto'", at_least=1)
         if not callable(step):
-            raise TypeError(f"evaluate takes a step function, not a {type(step).__name__}")
+            raise TypeError(f"evaluate takes a step function, not {type_of(step)}")
         if not isinstance(dataset, DistributedDataset):
             raise TypeError(
-                f"evaluate takes a distributed dataset, not a {type(dataset).__name__}: give "
+                f"evaluate takes a distributed dataset, not {type_of(dataset)}: give "
                 "coordinator.distribute_dataset(...).batch(64)"
             )
 
@@ -465,16 +464,16 @@ class FunctionQueue(StaysHere):
         return self._dispatcher.status.describe()
 
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
-        number = next(self._resources)
-        iterator = self._per_worker[str(number)] = PerWorkerIterator(number)
-        self._build(iterator, function, id=number, seed=number)
+        resource_id = next(self._resources)
+        iterator = self._per_worker[str(resource_id)] = PerWorkerIterator(resource_id)
+        self._build(iterator, function, id=resource_id, seed=resource_id)
         return iterator
 
     def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
-        number = next(self._resources)
-        self._per_worker[str(number)] = dataset
-        self._build(dataset, function, id=number, seed=number, iterable=True)
-        return number
+        resource_id = next(self._resources)
+        self._per_worker[str(resource_id)] = dataset
+        self._build(dataset, function, id=resource_id, seed=resource_id, iterable=True)
+        return resource_id
 
     def _send_pipeline(self, pipeline: Pipeline) -> DatasetResource:
         resource_id = next(self._resources)
@@ -494,10 +493,10 @@ class FunctionQueue(StaysHere):
     def _handle_of(self, kind: str, key: str) -> Handle:
         if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
             return self.strategy.resolve_handle(kind, key)
-        found = self._per_worker.get(key)
-        if found is None or found.handle_kind != kind:
+        handle = self._per_worker.get(key)
+        if handle is None or handle.handle_kind != kind:
             raise MisuseError(f"a function returned a per-worker {kind} that this coordinator no longer has")
-        return found
+        return handle
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
         """Capture a user's function as `schedule` does, to be part of another one."""
@@ -518,7 +517,7 @@ def _check_no_part(function: CapturedFunction) -> None:
 def _number_of(key: str) -> int:
     """Return the servers' number of a key; 0 if it is empty. Two keys collide as rarely as random 64-bit numbers."""
     if not isinstance(key, str):
-        raise TypeError(f"a key is a string, not a {type(key).__name__}")
+        raise TypeError(f"a key is a string, not {type_of(key)}")
     if not key:
         return 0
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()

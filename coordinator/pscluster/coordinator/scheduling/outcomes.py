@@ -130,9 +130,9 @@ class Outcomes:
     @staticmethod
     def _visited(task: Task[Call], outcome: Outcome) -> None:
         """Mark the dataset parts of a task that returned as visited. Under the lock."""
-        for place, part in enumerate(task.payload.parts):
+        for part_index, part in enumerate(task.payload.parts):
             part.commit(task.key)
-            skipped = [skip for skip in outcome.skipped if skip.part == place]
+            skipped = [skip for skip in outcome.skipped if skip.part == part_index]
             part.dataset.took(outcome.seconds, outcome.waited, skipped)
 
     def hand_over(self, index: int) -> bool:

@@ -43,9 +43,9 @@ class Overtime:
     def _stop_late(self, index: int, now: float) -> None:
         """Stop a worker's task if it has run too long. Under the lock."""
         handle, scheduler = self._state.workers[index], self._scheduler
-        if (found := scheduler.late(index, handle.sent, now)) is None:
+        if (overdue := scheduler.late(index, handle.sent, now)) is None:
             return
-        late, task = found
+        late, task = overdue
         if late is Late.STOP:
             self._state.recall(index, [task])
         elif late is Late.GIVE_UP:

@@ -74,7 +74,7 @@ class QueueStatus:
             return ""
         with self._state.lock:
             unended = self.unended()
-        return f"no worker has been there for {away:.0f} s, and {unended}" if unended else ""
+        return f"no worker has been connected for {away:.0f} s, and {unended}" if unended else ""
 
     def metrics(self) -> Snapshot:
         """Return the metrics of the queue, the workers and the servers; see `CoordinatorTelemetry`."""
@@ -175,10 +175,10 @@ class QueueStatus:
             waiting, running = scheduler.waiting, scheduler.in_flight
             cancelled = 0 if error is None else self._state.cancelled_by_error
             told = error is None or self._state.final_told or (isinstance(error, FunctionError) and error._fetched)
-        after = f", {cancelled} were cancelled after the error of another one" if cancelled else ""
+        after = f", {cancelled} cancelled after the error of another one" if cancelled else ""
         if waiting or running or after:
             logger.warning(
-                "the job ended before all of its functions finished: %d were waiting, %d were running%s; "
+                "the job ended before all of its functions finished: %d waiting, %d running%s; "
                 "coordinator.join() waits for them and raises their errors",
                 waiting,
                 running,
@@ -261,4 +261,4 @@ class QueueStatus:
 
 def _listed(names: Sequence[str]) -> str:
     """List each name once, with its count."""
-    return ", ".join(name if count == 1 else f"{count} times {name}" for name, count in Counter(names).items())
+    return ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in Counter(names).items())

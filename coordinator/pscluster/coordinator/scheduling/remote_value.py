@@ -77,7 +77,7 @@ class RemoteValue(StaysHere):
         self._event: Event | None = None
         self.dependents: list[Task[Any]] | None = None  # tasks that take this as an argument
 
-    # The coordinator's side; it serialises these calls
+    # The coordinator's side; it serializes these calls
 
     def _set_value(self, message: value_pb2.Value, attachments: Sequence[Buffer]) -> None:
         self._message, self._attachments = message, attachments

@@ -69,7 +69,7 @@ _SMOOTHING = 0.2
 
 
 class Scheduler(TaskQueue[P]):
-    """The queue, and which worker has which tasks. The owner serialises all calls with one lock."""
+    """The queue, and which worker has which tasks. The owner serializes all calls with one lock."""
 
     def __init__(self, num_workers: int, max_attempts: int, max_queued: float = math.inf) -> None:
         super().__init__(max_queued)
@@ -216,10 +216,10 @@ class Scheduler(TaskQueue[P]):
     def next_free(self) -> int | None:
         """Return the next free worker, in turn; None if there is none."""
         count = len(self.workers)
-        for place in range(self._turn, self._turn + count):
-            if self.workers[place % count].free:
-                self._turn = place % count + 1
-                return place % count
+        for turn in range(self._turn, self._turn + count):
+            if self.workers[turn % count].free:
+                self._turn = turn % count + 1
+                return turn % count
         return None
 
     def to_wake(self) -> list[int]:
@@ -228,7 +228,7 @@ class Scheduler(TaskQueue[P]):
         if len(free) < self.queued:
             return [index for index, worker in enumerate(self.workers) if worker.idle]
         self._turn += 1
-        return [free[(self._turn + place) % len(free)] for place in range(self.queued)]
+        return [free[(self._turn + offset) % len(free)] for offset in range(self.queued)]
 
     def take(self, index: int, now: float = 0.0) -> list[Task[P]]:
         """Give a worker its next tasks, and return them."""

@@ -55,7 +55,7 @@ class ServerAttachment:
         store_id: int = 0,
         event_log: EventLog | None = None,
     ) -> None:
-        """`declare_again` sends a server, by its index, the rules of these optimizers, which it does not persist."""
+        """Take `declare_again`, which sends a server the rules of these optimizers, as it does not persist them."""
         self.peer = peer
         self._request = attach
         self._declare_again = declare_again

@@ -42,7 +42,7 @@ _MAX_NAMED, _MAX_TEXT = 1000, 300
 class PartlyApplied:
     """Functions that failed for good, or were cancelled, and may have applied some of their updates.
 
-    They stay, also in checkpoints, until one is restored. The last are kept by name. The owner serialises calls.
+    They stay, also in checkpoints, until one is restored. The last are kept by name. The owner serializes calls.
     """
 
     count: int = 0
@@ -188,13 +188,13 @@ class DispatchState:
         if task.isolated:
             self.changed.notify_all()
 
-    def say_retry(self, index: int, task: Task[Call], what: str, failure: worker_pb2.Failure | None = None) -> None:
+    def say_retry(self, index: int, task: Task[Call], event: str, failure: worker_pb2.Failure | None = None) -> None:
         """Log that a function failed and will be retried."""
         name, peer = task.payload.function.name, self.workers[index].peer
         retries = task.max_retries(data_unread=says_data_unread(failure))
         self.metrics.retried_failed += 1
-        logger.warning("%s %s on %s; retrying (%d of %d)", name, what, peer, task.failures, retries)
-        text = f"{name} {what}; retrying ({task.failures} of {retries})"
+        logger.warning("%s %s on %s; retrying (%d of %d)", name, event, peer, task.failures, retries)
+        text = f"{name} {event}; retrying ({task.failures} of {retries})"
         self.event_log.record(peer.task, "retry", text, failure.traceback if failure is not None else "")
 
     def abort(self, error: Exception, *, final: bool) -> None:
@@ -247,5 +247,5 @@ class DispatchState:
     def steal(self, index: int) -> None:
         """Recall from another worker what an idle one can run instead. On the loop's thread."""
         with self.lock:
-            if (found := self.scheduler.steal_for(index)) is not None:
-                self.recall(*found, cancel_running=False)
+            if (order := self.scheduler.steal_for(index)) is not None:
+                self.recall(*order, cancel_running=False)

@@ -55,7 +55,7 @@ class Waits:
             return self._scheduler.settled
 
     def raise_error(self, deadline: float, by: str) -> None:
-        """If there is an error, wait until nothing executes and raise it. Under the lock."""
+        """Raise the error, if there is one, once nothing executes. Under the lock."""
         while self._scheduler.error is not None:
             if (error := self._scheduler.take_error()) is not None:
                 raise self._explained(error, by)
@@ -65,12 +65,12 @@ class Waits:
         """Prepare a taken error to be raised by this call, which may not have caused it. Under the lock."""
         self._state.cancelled_by_error, self._state.final_told = 0, self._scheduler.final
         if isinstance(error, FunctionError) and not self._scheduler.final and (error._fetched or by == "schedule"):
-            ago = time.monotonic() - self._state.failed_at
-            when = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+            failed_at = time.time() - (time.monotonic() - self._state.failed_at)
+            when = time.strftime("%H:%M:%S", time.localtime(failed_at))
             told = ", and fetch() has raised it before" if error._fetched else ""
             lost = ". What was given to schedule() has not been scheduled: do so again" if by == "schedule" else ""
             error.add_note(
-                f"This is the error of {error.function}, which failed at {when}, {ago:.1f} s ago{told}: schedule(), "
+                f"This is the error of {error.function}, which failed at {when}{told}: schedule(), "
                 f"join() and done() raise the first error of all functions, once. It is cleared now{lost}."
             )
         return error.with_traceback(None)  # otherwise a final one would grow with every call
@@ -102,7 +102,7 @@ class Waits:
 
     @contextlib.contextmanager
     def barrier(self, timeout: float = threading.TIMEOUT_MAX) -> Iterator[None]:
-        """Within the block no function runs, and none has begun that may run again: a cut through the job.
+        """Hold the job for the block: no function runs, and none has begun that may run again. So it is a cut.
 
         Functions that have begun end first; if they are queued again they run before all others. The others wait. One
         such block at a time: a reader of all variables at one moment must not meet a restore.
@@ -130,7 +130,7 @@ class Waits:
 
     @contextlib.contextmanager
     def exclusive(self, timeout: float | None) -> Iterator[None]:
-        """Within the block only this thread schedules functions; all earlier ones have ended. Raises as `join` does."""
+        """Let only this thread schedule within the block; all earlier functions have ended. Raises as `join` does."""
         me, deadline = threading.get_ident(), deadline_of(timeout)
         try:
             with self._state.lock:

@@ -53,7 +53,7 @@ class WorkerConnection:
         take: Callable[[WorkerConnection, Sequence[worker_pb2.Outcome]], None],
         transport: Transport,
     ) -> None:
-        """`take` is called with outcomes as they come, on the stream's thread; its errors end the stream."""
+        """Call `take` with outcomes as they come, on the stream's thread; its errors end the stream."""
         self.peer = peer
         self._take = take
         self._transport = transport

@@ -89,7 +89,7 @@ class EventWriter:
             raise MisuseError("this EventWriter is closed: make another one")
         data = event.SerializeToString()
         size = struct.pack("<Q", len(data))
-        crcs = (struct.pack("<I", masked_crc32c(part)) for part in (size, data))
+        crcs = (struct.pack("<I", masked_crc32c(block)) for block in (size, data))
         self._file.write(b"".join((size, next(crcs), data, next(crcs))))
         self._file.flush()
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
@@ -84,7 +85,7 @@ class Fit:
         self._verbose = verbose
         self._feed: DistributedFeed | PerWorkerFeed
         if not callable(step):
-            raise TypeError(f"fit takes a step function, not a {type(step).__name__}")
+            raise TypeError(f"fit takes a step function, not {type_of(step)}")
         if isinstance(data, DistributedDataset):
             self._feed = DistributedFeed(data, steps_per_epoch)
             if steps_per_execution == "auto" and data.shape.elements_per_part > 1:
@@ -93,7 +94,7 @@ class Fit:
             self._feed = PerWorkerFeed(data, steps_per_epoch)
         else:
             raise TypeError(
-                f"fit takes a dataset, not a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64) "
+                f"fit takes a dataset, not {type_of(data)}: give coordinator.distribute_dataset(...).batch(64) "
                 "or coordinator.create_per_worker_dataset(...)"
             )
         captured = coordinator.captured(step)
@@ -365,7 +366,7 @@ class Fit:
                 self._take(value, work)
 
     def _abort(self) -> None:
-        """After an error, leave nothing running, and write the position as it is."""
+        """Leave nothing running after an error, and write the position as it is."""
         with contextlib.suppress(PsClusterError):
             self._coordinator.cancel_waiting([value for value, _ in self._pending])
             self._feed.save()
@@ -381,14 +382,12 @@ def validation_of(
             raise ValueError("validation_step and validation_metrics need validation_data: give it, too")
         return None
     if not isinstance(data, DistributedDataset):
-        raise TypeError(
-            f"validation_data is a {type(data).__name__}: give coordinator.distribute_dataset(...).batch(64)"
-        )
+        raise TypeError(f"validation_data is {type_of(data)}: give coordinator.distribute_dataset(...).batch(64)")
     if step is None or metrics is None:
         raise ValueError(
             "validation_data needs validation_step, which returns what the metrics take for an element, and "
             "validation_metrics: see coordinator.evaluate"
         )
     if not callable(step):
-        raise TypeError(f"validation_step is a {type(step).__name__}; it must be a function")
+        raise TypeError(f"validation_step is {type_of(step)}; it must be a function")
     return step, data, by_name(metrics)

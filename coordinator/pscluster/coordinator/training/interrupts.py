@@ -41,12 +41,12 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             with contextlib.ExitStack() as stack:
-                for number in SIGNALS:
-                    before = signal.getsignal(number)
-                    if callable(before) or (before is signal.SIG_DFL and number == signal.SIGTERM):
-                        self._before[number] = before
-                        stack.callback(signal.signal, number, before)
-                        signal.signal(number, self._handle)
+                for signal_number in SIGNALS:
+                    before = signal.getsignal(signal_number)
+                    if callable(before) or (before is signal.SIG_DFL and signal_number == signal.SIGTERM):
+                        self._before[signal_number] = before
+                        stack.callback(signal.signal, signal_number, before)
+                        signal.signal(signal_number, self._handle)
                 watcher = threading.Thread(target=self._watch, name="interrupts", daemon=True)
                 watcher.start()
                 stack.callback(watcher.join)
@@ -57,24 +57,24 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self._end.close()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, number
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, signal_number
         if again or self.at_once:
-            self._hand_on(number, frame)
+            self._hand_on(signal_number, frame)
             return
         logger.warning(
             "%s: training stops when the running functions have ended; repeat to stop it at once",
-            signal.Signals(number).name,
+            signal.Signals(signal_number).name,
         )
 
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+    def _hand_on(self, signal_number: int, frame: FrameType | None) -> None:
         self.handed_on = True
-        before = self._before[number]
+        before = self._before[signal_number]
         if callable(before):
-            before(number, frame)
+            before(signal_number, frame)
         else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.signal(signal_number, signal.SIG_DFL)
+            os.kill(os.getpid(), signal_number)
 
     def _watch(self) -> None:
         while not self._over.wait(CHECK_SECONDS):
@@ -84,6 +84,6 @@ class Interrupts:
                 return
 
     def hand_on(self) -> None:
-        """After the block, hand on a signal that has not been handed on yet."""
+        """Hand on, after the block, a signal that has not been handed on yet."""
         if self.received is not None and not self.handed_on:
             self._hand_on(self.received, None)

@@ -32,12 +32,12 @@ class TrainingState:
 
     def load(self) -> bool:
         """Load what was saved, if it is of this training. False if it is of a later one: this one has ended."""
-        found = progress.load(self.client, progress.TRAINING)
-        number: int = found.get("number", 0)
-        if number == self.number:
+        saved = progress.load(self.client, progress.TRAINING)
+        saved_number: int = saved.get("number", 0)
+        if saved_number == self.number:
             self.resumed = True
-            vars(self).update(found)
-        return number <= self.number
+            vars(self).update(saved)
+        return saved_number <= self.number
 
     def save(self) -> None:
         values = {name: getattr(self, name) for name in _KEPT}

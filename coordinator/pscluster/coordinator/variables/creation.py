@@ -135,7 +135,7 @@ class VariableCreator:
         kind = kind or what
         with self._lock:
             if name is None:
-                free = (f"{kind}_{number}" if number else kind for number in itertools.count())
+                free = (f"{kind}_{suffix}" if suffix else kind for suffix in itertools.count())
                 name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
                 raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
@@ -146,7 +146,7 @@ class VariableCreator:
             elif (what, name) in self._reserved:
                 is_optimizer = what == "variable" and name not in self._variables  # they share their names
                 taken_by = "an optimizer" if is_optimizer else f"a {what}"
-                raise MisuseError(f"there is {taken_by} {name!r} already: {_TAKEN[what]}")
+                raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[what]}")
             self._reserved.add((what, name))
         try:
             yield name

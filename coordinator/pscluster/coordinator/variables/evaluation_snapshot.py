@@ -72,10 +72,10 @@ class EvaluationSnapshot:
         if missing := sorted(self._variables.difference(spec.name for spec in variables)):
             raise UnknownVariableError(f"the step uses variables that are not in this job: {', '.join(missing)}")
         copies = []
-        for spec, number in zip(variables, self._context.variables.numbers(len(variables)), strict=True):
+        for spec, copy_id in zip(variables, self._context.variables.numbers(len(variables)), strict=True):
             copy = ps_pb2.VariableSpec()
             copy.CopyFrom(spec)
-            copy.id, copy.name, copy.evaluation = number, self._prefix + spec.name, self._evaluation
+            copy.id, copy.name, copy.evaluation = copy_id, self._prefix + spec.name, self._evaluation
             copies.append((spec.id, copy))
         self._made = True
         with dispatcher.waits.barrier(round(max(deadline - time.monotonic(), 0.0), 3)):

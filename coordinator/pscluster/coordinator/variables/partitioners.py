@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.core import checks
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Partition
@@ -173,9 +174,9 @@ def partition_for(
         error.add_note(f"raised by variable_partitioner for variable {name!r} of shape {shape}")
         raise
 
-    def wrong(what: str) -> ConfigurationError:
+    def wrong(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"variable {name!r} of shape {shape}: variable_partitioner answered {answer!r}, {what}"
+            f"variable {name!r} of shape {shape}: variable_partitioner returned {answer!r}, {problem}"
         )
 
     if isinstance(answer, np.ndarray):
@@ -196,7 +197,7 @@ def partition_for(
             count = operator.index(count)
         except TypeError:
             raise wrong(
-                f"in which {count!r} for axis {axis} is no integer. Round it and convert it with int()."
+                f"in which {count!r} for axis {axis} is not an integer. Round it and convert it with int()."
             ) from None
         if count < 1:
             raise wrong(f"in which {count} for axis {axis} is below 1. Return 1 for an axis that is not to be cut.")
@@ -207,11 +208,9 @@ def partition_for(
 
 
 def _check_positive(partitioner: Partitioner, *names: str) -> None:
-    for name in names:
-        try:
+    with configuration_errors():
+        for name in names:
             checks.whole(name, getattr(partitioner, name), at_least=1)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
 
 
 def _axis(shape: tuple[int, ...], axis: int) -> int:

@@ -15,7 +15,9 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.cli.tables import rendered
+from pscluster.core import checks
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Block, Partition
 from pscluster.core.sanitize import shown
@@ -70,8 +72,8 @@ class ShardPlacer:
     """
 
     def __init__(self, num_ps: int, policy: str | PlacementPolicy = "bytes") -> None:
-        if num_ps < 1:
-            raise ConfigurationError(f"shards are placed on 1 parameter server at least, not on {num_ps}")
+        with configuration_errors():
+            num_ps = checks.whole("num_ps", num_ps, at_least=1)
         if isinstance(policy, str):
             if policy not in POLICIES:
                 names = ", ".join(map(repr, POLICIES))
@@ -93,9 +95,9 @@ class ShardPlacer:
         """
         loads, owners = self.loads, []
         blocks = partition.blocks
-        for number, block in enumerate(blocks):
+        for shard_index, block in enumerate(blocks):
             nbytes = block.size * dtype.itemsize
-            shard = ShardToPlace(variable, number, len(blocks), block, dtype, nbytes, self._placed + number)
+            shard = ShardToPlace(variable, shard_index, len(blocks), block, dtype, nbytes, self._placed + shard_index)
             owner = self._check(shard, self._policy(shard, loads))
             owners.append(owner)
             loads = _enter(loads, owner, 1, nbytes)
@@ -126,7 +128,7 @@ class ShardPlacer:
             owner = -1
         if not 0 <= owner < len(self.loads):
             raise ConfigurationError(
-                f"variable {shard.variable!r}, shard {shard.shard}: the placement policy answered "
+                f"variable {shard.variable!r}, shard {shard.shard}: the placement policy returned "
                 f"{answer!r}. It must return the index of a parameter server, "
                 f"an integer in 0..{len(self.loads) - 1}."
             )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class CallbackList(Callback):
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 "callbacks are a list of instances of pscluster.coordinator.callbacks.Callback, not "
-                f"a {type(callbacks).__name__}"
+                f"{type_of(callbacks)}"
             )
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
@@ -128,7 +129,7 @@ class CallbackList(Callback):
         methods = (getattr(getattr(callback, hook), "__func__", None) for callback in self.callbacks)
         return any(method is not getattr(Callback, hook) for method in methods)
 
-    def _each(self, hook: str, *args: Any, at_end: bool = False) -> None:
+    def _call_each(self, hook: str, *args: Any, at_end: bool = False) -> None:
         """Call this hook of each callback; `at_end`, even if some fail."""
         for callback in self.callbacks:
             name = type(callback).__name__
@@ -141,38 +142,38 @@ class CallbackList(Callback):
                 logger.error("the callback %s failed at the end of training: %s", name, error)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._each("on_train_begin", logs or {})
+        self._call_each("on_train_begin", logs or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        self._each("on_train_end", logs or {})
+        self._call_each("on_train_end", logs or {})
 
     def on_train_interrupted(self, logs: Logs | None = None) -> None:
-        self._each("on_train_interrupted", logs or {}, at_end=True)
+        self._call_each("on_train_interrupted", logs or {}, at_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.training.epoch, self.training.steps = epoch, 0
-        self._each("on_epoch_begin", epoch, logs or {})
+        self._call_each("on_epoch_begin", epoch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._each("on_epoch_end", epoch, {} if logs is None else logs)
+        self._call_each("on_epoch_end", epoch, {} if logs is None else logs)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         if self.wants_begin:
-            self._each("on_train_batch_begin", batch, logs or {})
+            self._call_each("on_train_batch_begin", batch, logs or {})
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self.training.steps = batch + 1
         if self.wants_end:
-            self._each("on_train_batch_end", batch, logs or {})
+            self._call_each("on_train_batch_end", batch, logs or {})
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        self._each("on_test_begin", logs or {})
+        self._call_each("on_test_begin", logs or {})
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        self._each("on_test_end", logs or {})
+        self._call_each("on_test_end", logs or {})
 
     def close(self) -> None:
-        self._each("close", at_end=True)
+        self._call_each("close", at_end=True)
 
     def states(self) -> list[dict[str, Any]]:
         states = [(type(callback).__name__, callback.state()) for callback in self.callbacks]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
 from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
 from pscluster.core import checks
@@ -87,7 +88,7 @@ class LearningRateScheduler(Callback):
     def __init__(self, optimizer: Optimizer, schedule: Callable[[int, float], float]) -> None:
         _rate_of(optimizer)
         if not callable(schedule):
-            raise TypeError(f"schedule is a {type(schedule).__name__}; it must be a function of the epoch and the rate")
+            raise TypeError(f"schedule is {type_of(schedule)}; it must be a function of the epoch and the rate")
         self.optimizer, self.schedule = optimizer, schedule
         self._begun: tuple[int, float] | None = None  # an epoch, and the rate before it
 
@@ -112,7 +113,7 @@ class LearningRateScheduler(Callback):
 
 def _rate_of(optimizer: Optimizer) -> float:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"give the optimizer whose learning rate should change, not a {type(optimizer).__name__}")
+        raise TypeError(f"give the optimizer whose learning rate should change, not {type_of(optimizer)}")
     rate = optimizer.learning_rate
     if isinstance(rate, LearningRateSchedule):
         raise MisuseError(f"the learning rate of {optimizer.name!r} is a schedule: make the optimizer with a number")

@@ -122,9 +122,10 @@ class TerminateOnNaN(Callback):
         if not bad or self.training.stop_training:
             return
         strategy = self.training.coordinator.strategy
-        names = [f"{variable.name!r} ({count:,} of its values)" for variable, count in _not_finite(strategy.variables)]
+        counts = _not_finite(strategy.variables)
+        names = [f"{variable.name!r} ({count:,} value{'s' * (count != 1)})" for variable, count in counts]
         of = "" if self.training.execution is None else f", {self.training.execution}"
-        where = f"not finite are now the variables {', '.join(names)}" if names else "all variables are finite"
+        where = f"variables that now hold NaN or infinity: {', '.join(names)}" if names else "all variables are finite"
         self.training.stop(
             f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}", failed=True
         )

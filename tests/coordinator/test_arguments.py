@@ -1,0 +1,49 @@
+"""Numbers that users give: each is refused, with its name, before anything is done with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pscluster.coordinator import Checkpoint, CheckpointManager, LocalCluster, ParameterServerStrategy, SidecarEvaluator
+from pscluster.coordinator.arguments import type_of
+from pscluster.coordinator.variables.placement import ShardPlacer
+from pscluster.core.errors import ConfigurationError
+
+NUMBERS: dict[str, tuple[Callable[..., object], list[object]]] = {
+    "num_ps": (LocalCluster, [0, 1.5, None]),
+    "num_workers": (LocalCluster, [0, 1.5, None]),
+    "max_restarts": (LocalCluster, [-1, 1.5, None]),
+    "grace": (LocalCluster, [-0.5, math.inf, None]),
+    "ps_timeout": (lambda **options: ParameterServerStrategy(LocalCluster(), **options), [0, math.inf, None]),
+    "max_to_keep": (lambda **options: CheckpointManager("unused", **options), [0, 1.5]),
+    "every": (lambda **options: CheckpointManager("unused", **options), [0, math.inf]),
+    "barrier_timeout": (lambda **options: Checkpoint(None, **options), [0, math.inf, None]),  # type: ignore[arg-type]
+    "max_evaluations": (lambda **options: SidecarEvaluator(len, "unused", **options), [0, 1.5]),
+    "poll": (lambda **options: SidecarEvaluator(len, "unused", **options), [0, math.inf, None]),
+    "timeout": (lambda **options: SidecarEvaluator(len, "unused", **options), [0]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_out_of_its_range_is_refused(name: str) -> None:
+    """So are NaN, strings and flags."""
+    take, refused = NUMBERS[name]
+    for value in (*refused, math.nan, "3", True):
+        with pytest.raises(ConfigurationError) as caught:
+            take(**{name: value})
+        assert str(caught.value).startswith(f"{name} is {value!r}; it must be a "), value
+
+
+@pytest.mark.parametrize("num_ps", [0, math.nan, "2", True])
+def test_shards_need_a_server(num_ps: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"num_ps is .*; it must be a whole number, 1 or more"):
+        ShardPlacer(num_ps)
+
+
+def test_types_have_their_article() -> None:
+    values: list[object] = [None, 1, [], ConfigurationError()]
+    assert list(map(type_of, values)) == ["None", "an int", "a list", "a ConfigurationError"]
