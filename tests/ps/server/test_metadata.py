@@ -32,7 +32,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import METADATA
-from pscluster.ps.storage.checkpoint_parts import Parts
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
@@ -129,7 +129,7 @@ def test_a_server_without_metadata_has_lost_none(tmp_path: Path) -> None:
 def test_restored_with_the_shards(held: Store, client: Client) -> None:
     """What is staged changes nothing; the commit puts all texts in the place of those there are, under its term."""
     client.update(put("progress", "old"), dense(ps_pb2.ADD, np.ones(3)))
-    parts = Parts()
+    parts = CheckpointParts()
     assert parts.mark(held, 1) == {"progress": "old"}
     client.update(put("training", "new"), dense(ps_pb2.ADD, np.ones(3)))
     late = client.made(put("progress", "late"))

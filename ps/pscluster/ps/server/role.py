@@ -13,7 +13,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
 from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
 from pscluster.ps.server.store import Store
-from pscluster.ps.storage.checkpoint_parts import Parts
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import JobIdentity, StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
@@ -32,7 +32,7 @@ class ParameterServerRole(Role):
     def __init__(self, index: int, manager: StateManager | None = None, roots: Roots | None = None) -> None:
         self.roots = roots or Roots()
         self.manager = manager or StateManager(DurabilityOptions())
-        self.parts = Parts()
+        self.parts = CheckpointParts()
         self.metrics = ServiceMetrics()
         self._store_metrics = StoreMetrics()
         reach("ps.restore.before")

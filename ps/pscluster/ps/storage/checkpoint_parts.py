@@ -61,7 +61,7 @@ class _Staged:
     shards: list[tuple[tuple[int, int], Shard, dict[str, Array], dict[int, int]]] = field(default_factory=list)
 
 
-class Parts:
+class CheckpointParts:
     """One server's parts of checkpoints. Thread-safe."""
 
     def __init__(self) -> None:
