@@ -166,7 +166,7 @@ def test_restored_with_the_shards(held: Store, client: Client) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"text": "é" * (MAX_TEXT_BYTES // 2 + 1)}, "metadata 'progress': 65,538 bytes, the limit is 65,536"),
+        ({"text": "é" * (MAX_TEXT_BYTES // 2 + 1)}, "metadata 'progress': 65,538 bytes; the limit is 65,536"),
         ({"name": ""}, "metadata '': text without a name"),
         ({"name": "x" * 2000}, "a name in a job's metadata of 2,000 characters"),
         ({"shard": 0}, "is not for the metadata of ps 0 alone"),
@@ -191,7 +191,7 @@ def test_too_many_names(held: Store, client: Client) -> None:
     """The names there are can still be put."""
     for number in range(MAX_TEXTS):
         client.update(put(f"{number}", "1"))
-    with pytest.raises(ProtocolError, match=f"17 names in a job's metadata, the limit is {MAX_TEXTS}"):
+    with pytest.raises(ProtocolError, match=f"17 names in a job's metadata; the limit is {MAX_TEXTS}"):
         client.update(put("more", "1"))
     client.update(put("0", "2"))
     assert texts(held) == {"0": "2"} | {f"{number}": "1" for number in range(1, MAX_TEXTS)}

@@ -224,7 +224,9 @@ class Optimizer(Handle):
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
             raise TypeError(f"slots belong to variables, not to a {type(variable).__name__}")
         if isinstance(variable, JoinedVariable):
-            raise TypeError(f"slots belong to each of {variable.member_names}: ask for one of these")
+            raise TypeError(
+                f"a joined variable has no slots of its own; ask for a slot of one of {variable.member_names}"
+            )
         if not name or not isinstance(name, str):
             raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)

@@ -110,7 +110,7 @@ class Directory:
             raise StaleError(f"variable {spec.name!r} was deleted, with all others of its evaluation")
         # The same spec again is a repetition of this request: its first answer was lost.
         if any(held.spec.name == spec.name and held.spec != spec for held in self.variables.values()):
-            raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
+            raise InvalidUpdateError(f"there is already a variable {spec.name!r}: names are unique in a strategy")
 
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
         """Enter an optimizer, or a new form of it."""

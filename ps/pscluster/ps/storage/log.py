@@ -390,8 +390,8 @@ def _records_of(
         missing = Dropped() if dropped is None else dropped
         if lost := _count_lost(data, head, at, count, missing):
             logger.warning(
-                "%s: of what was not synced when the machine stopped, %d acknowledged updates or more are lost, from "
-                "byte %s on",
+                "%s: at least %d acknowledged updates were lost, from byte %s on, because they had not been synced "
+                "when the machine stopped; start servers with --fsync to prevent this",
                 path,
                 lost,
                 f"{at:,}",

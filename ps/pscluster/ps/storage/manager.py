@@ -158,12 +158,12 @@ class StateManager:
         replay.settle_losses(store, manifest, self._directory.losses(), dropped)
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
-        words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
+        words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
-            words += f" and {logged} updates after it"
+            words += f" and {logged} updates logged since"
         if damaged:
             words += f", since {damaged} newer generation{'s were' if damaged > 1 else ' was'} damaged"
-        logger.info("restored %s in %.2f s, from %s", words, time.monotonic() - begin, self.options.directory)
+        logger.info("restored %s, from %s in %.2f s", words, self.options.directory, time.monotonic() - begin)
         if self._log is not None:  # a segment of the log begins with a generation
             with contextlib.suppress(PsClusterError):  # it is retried, and updates are refused until then
                 self.save()
@@ -362,7 +362,7 @@ class StateManager:
             if job is not None:
                 with self._changed:
                     if self._plan.failed and not error:
-                        logger.warning("the state is saved again")
+                        logger.warning("saving the state works again")
                     self._plan.end(time.monotonic(), error)
                     self._changed.notify_all()
             self._write_losses()

@@ -97,7 +97,7 @@ class MappedArray:
         """
         dtype = plain_dtype(self.dtype)
         if dtype.itemsize == 0 or dtype.subdtype is not None:
-            raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which can't be")
+            raise ProtocolError(f"a file's array can't have the element type {dtype!r:.80}")
         path = chosen_policy().data_file(str(self.path))
         # A pipe or device must neither block the worker nor be read. Open first, then check what was opened.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
