@@ -126,7 +126,7 @@ class _Decaying(UpdateRule):
 
 
 def _average(slot: Array, value: Array, beta: float, scratch: Array) -> None:
-    """slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
+    """Set slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
     if beta < 0.5:  # the slot follows the value closely: keep the digits of a value much smaller than the last
         np.subtract(slot, value, out=slot)
         np.multiply(slot, beta, out=slot)
@@ -411,7 +411,7 @@ class Ftrl(_Decaying):
         np.divide(t, power, out=param)
 
     def _grow(self, n: Array, grad: Array, sigma: Array, power: Array, t: Array) -> None:
-        """n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
+        """Set n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
         k = -self.learning_rate_power
         np.multiply(grad, grad, out=sigma)
         if k == 0.5:

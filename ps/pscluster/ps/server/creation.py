@@ -83,7 +83,7 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
             "dtype, partition or placement"
         )
     try:
-        return {number: shard.copy(optimizers) for number, shard in held.shards.items()}
+        return {index: shard.copy(optimizers) for index, shard in held.shards.items()}
     except MemoryError:
         size = sum(shard.nbytes for shard in held.shards.values())
         raise InvalidUpdateError(

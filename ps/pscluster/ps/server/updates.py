@@ -219,7 +219,7 @@ def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload:
 
 
 def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
-    """Needs the shard's lock."""
+    """Apply one item. Needs the shard's lock."""
     shard, dtype = change.shard, change.shard.array.dtype
     slots: dict[str, Array] = {}
     step = 0
