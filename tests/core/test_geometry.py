@@ -62,12 +62,12 @@ def cut(whole: Array, partition: Partition) -> list[Array]:
 def gather(selection: Selection, shards: list[Array]) -> Array:
     """The result of a selection, assembled as its docstring says, with each element written once."""
     gathered = np.full(selection.counts, -1, dtype=np.int64)
-    for part in selection.parts:
-        values = shards[part.shard][part.slices]
-        assert values.shape == part.target.shape
+    for selected in selection.shards:
+        values = shards[selected.shard][selected.slices]
+        assert values.shape == selected.target.shape
         assert values.size > 0
-        assert np.all(gathered[part.target.slices] == -1)
-        gathered[part.target.slices] = values
+        assert np.all(gathered[selected.target.slices] == -1)
+        gathered[selected.target.slices] = values
     return gathered.reshape(selection.result_shape)
 
 
@@ -447,8 +447,9 @@ def assert_selects_as_numpy(partition: Partition, index: Any) -> None:
     expected = whole[index]
     selection = select(partition, index)
     assert selection.result_shape == expected.shape
-    assert sum(part.target.size for part in selection.parts) == expected.size
-    assert [part.shard for part in selection.parts] == sorted({part.shard for part in selection.parts})
+    assert sum(selected.target.size for selected in selection.shards) == expected.size
+    shards = [selected.shard for selected in selection.shards]
+    assert shards == sorted(set(shards))
     assert np.array_equal(gather(selection, cut(whole, partition)), expected)
 
 
@@ -535,13 +536,13 @@ def test_a_single_item_needs_no_tuple() -> None:
 def test_only_what_is_asked_for_moves() -> None:
     """Reading a row on one of four servers sends a request to that server alone."""
     partition = Partition.even((10, 5), (4,))
-    (part,) = select(partition, (7, slice(1, 3))).parts
-    assert part.shard == 2
-    assert part.local == (AxisSlice(1, 1, 1), AxisSlice(1, 1, 2))
-    assert part.slices == (slice(1, 2, 1), slice(1, 3, 1))
-    assert part.target == Block((0, 0), (1, 2))
-    assert select(partition, slice(3, 3)).parts == ()
-    assert [part.shard for part in select(partition, slice(None, None, -9)).parts] == [0, 3]
+    (selected,) = select(partition, (7, slice(1, 3))).shards
+    assert selected.shard == 2
+    assert selected.local == (AxisSlice(1, 1, 1), AxisSlice(1, 1, 2))
+    assert selected.slices == (slice(1, 2, 1), slice(1, 3, 1))
+    assert selected.target == Block((0, 0), (1, 2))
+    assert select(partition, slice(3, 3)).shards == ()
+    assert [selected.shard for selected in select(partition, slice(None, None, -9)).shards] == [0, 3]
 
 
 def test_dropped_and_added_axes() -> None:

@@ -79,7 +79,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
     "a variable's name": (lambda: create(name=LONG, owners=[0]), r"a variable's name of 1,025 characters, .*1,024"),
     "a variable's axes": (
         lambda: create(name="v", shape=[1] * 65, splits=[ps_pb2.AxisSplit(ends=[1])] * 65, owners=[0]),
-        "'v' has 65 axes, the limit is 64",
+        "'v' has 65 axes; the limit is 64",
     ),
     "intervals of functions": (
         lambda: ps().finish_functions(ps_pb2.FinishFunctionsRequest(job=JOB, starts=MANY, stops=MANY), context()),
@@ -93,7 +93,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
         lambda: check_version(node_pb2.Identity(version=VERSION, name=LONG), OURS),
         "a peer's name of 1,025",
     ),
-    "a pickle": (lambda: upload(limits.MAX_PICKLE_BYTES + 1), "1,073,741,825 bytes, the limit is 1,073,741,824"),
+    "a pickle": (lambda: upload(limits.MAX_PICKLE_BYTES + 1), "1,073,741,825 bytes; the limit is 1,073,741,824"),
     "arrays": (lambda: upload(0, MANY), "32,769 arrays beside the arguments"),
     "arrays' sizes": (lambda: upload(5, [2, 2]), "attachments of 4 bytes, but 5 are declared"),
     "axes of an array": (

@@ -124,7 +124,7 @@ def test_a_script_s_server_hears_the_environment(tmp_path: Path) -> None:
         roles.env["PSCLUSTER_IN_FLIGHT_MIB"] = "much"
         other = roles.start(script, role="ps", command=PYTHON)
         assert other.wait() == 1
-        assert "PSCLUSTER_IN_FLIGHT_MIB is 'much'; give a whole number of MiB, from 1 on" in other.output
+        assert "PSCLUSTER_IN_FLIGHT_MIB is 'much'; it must be a whole number of MiB, 1 or more" in other.output
 
 
 def test_a_chief_is_no_server(tmp_path: Path) -> None:

@@ -514,7 +514,7 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
         time.sleep(0.01)
         return number
 
-    job._pipelines["5"] = Pipeline(source_of(np.arange(100)), "data", each=(slowly,), ahead=1)
+    job._pipelines["5"] = Pipeline(source_of(np.arange(100)), "data", example_functions=(slowly,), ahead=1)
     stream = Stream(job)
     stream.send(1, with_part(1, "read", 0))
     until(lambda: job.reads_ahead and not job._parts, "it is known that reading takes long")

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import numpy as np
+
+from pscluster.core.errors import ConfigurationError
 
 
 class Limits(TypedDict, total=False):
@@ -54,6 +57,16 @@ def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number
             if number == value and _within(number, limits):
                 return int(number)
     raise _refusal(name, value, f"a {kind}", limits, mend)
+
+
+def mib_of_environ(variable: str, default: int, at_least: int) -> int:
+    """Return a whole number of MiB from the environment. ConfigurationError if it is none, or below the limit."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        number = int(text) if text.isascii() and text.isdecimal() else text
+        return whole(variable, number, kind="whole number of MiB", at_least=at_least)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def flag(name: str, value: object) -> bool:

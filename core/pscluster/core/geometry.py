@@ -170,11 +170,11 @@ class Partition:
             Block(tuple(a for a, _ in bounds), tuple(b for _, b in bounds)) for bounds in itertools.product(*axes)
         )
 
-    def _number(self, pieces: Iterator[int]) -> int:
-        number = 0
+    def _shard_index(self, pieces: Iterator[int]) -> int:
+        index = 0
         for count, piece in zip(self.grid, pieces, strict=True):
-            number = number * count + piece
-        return number
+            index = index * count + piece
+        return index
 
 
 def _bounds(ends: tuple[int, ...], piece: int) -> tuple[int, int]:
@@ -284,8 +284,8 @@ def moves(old: Partition, new: Partition) -> Iterator[Move]:
     axes = [list(_common_pieces(a, b)) for a, b in zip(old.ends, new.ends, strict=True)]
     for pieces in itertools.product(*axes):
         yield Move(
-            old._number(p.old for p in pieces),
-            new._number(p.new for p in pieces),
+            old._shard_index(p.old for p in pieces),
+            new._shard_index(p.new for p in pieces),
             Block(tuple(p.start for p in pieces), tuple(p.stop for p in pieces)),
         )
 
@@ -342,7 +342,7 @@ class AxisSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class SelectionPart:
+class ShardSelection:
     """One shard's part of a selection."""
 
     shard: int  # its number
@@ -351,7 +351,7 @@ class SelectionPart:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of this part in the shard: `shard_array[part.slices]`."""
+        """The index of this selection in the shard: `shard_array[selected.slices]`."""
         return tuple(axis.as_slice for axis in self.local)
 
 
@@ -363,15 +363,17 @@ class Selection:
     changes the order of the elements, so a result is gathered with all axes in place and then reshaped:
 
         gathered = np.empty(selection.counts, dtype)
-        for part in selection.parts:
-            gathered[part.target.slices] = shard_arrays[part.shard][part.slices]
+        for selected in selection.shards:
+            gathered[selected.target.slices] = shard_arrays[selected.shard][selected.slices]
         result = gathered.reshape(selection.result_shape)
     """
 
     axes: tuple[AxisSlice, ...]  # of the whole array
     dropped: tuple[int, ...]  # axes of the whole that the result lacks, rising
     added: tuple[int, ...]  # axes of the result that the whole lacks, rising
-    parts: tuple[SelectionPart, ...]  # of the shards that hold any, by number; disjoint, they fill `counts` completely
+    shards: tuple[
+        ShardSelection, ...
+    ]  # of the shards that hold any, by number; disjoint, they fill `counts` completely
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -396,16 +398,16 @@ def select(partition: Partition, index: BasicIndex) -> Selection:
     """
     axes, dropped, added = _normalise(partition.shape, index)
     pieces = [list(_owned(axis, ends)) for axis, ends in zip(axes, partition.ends, strict=True)]
-    parts = tuple(
-        SelectionPart(
-            partition._number(p.piece for p in chosen),
+    selected = tuple(
+        ShardSelection(
+            partition._shard_index(p.piece for p in chosen),
             tuple(p.local for p in chosen),
             Block(tuple(p.start for p in chosen), tuple(p.start + p.local.count for p in chosen)),
         )
         for chosen in itertools.product(*pieces)
     )
     # With a negative step, the pieces of an axis come in reverse.
-    return Selection(axes, dropped, added, tuple(sorted(parts, key=lambda part: part.shard)))
+    return Selection(axes, dropped, added, tuple(sorted(selected, key=lambda of_shard: of_shard.shard)))
 
 
 def _normalise(shape: tuple[int, ...], index: Any) -> tuple[tuple[AxisSlice, ...], tuple[int, ...], tuple[int, ...]]:

@@ -62,7 +62,7 @@ def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
     """Return the geometry that a spec describes. ProtocolError if it is invalid."""
     check_name(spec.name, "a variable's name")
     if len(spec.shape) > MAX_RANK:
-        raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes, the limit is {MAX_RANK}")
+        raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes; the limit is {MAX_RANK}")
     try:
         partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
     except ValueError as error:
@@ -75,8 +75,10 @@ def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
 def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
     """Raise InvalidUpdateError if elements of this type can't be updated this way."""
     if kind != ps_pb2.ASSIGN and ("f" if dtype.name == "bfloat16" else dtype.kind) not in _UPDATED.get(kind, "fciu"):
-        what = ps_pb2.UpdateKind.Name(kind)
-        raise InvalidUpdateError(f"{what} of {name!r}, which is {dtype.name}: elements of this type can't")
+        raise InvalidUpdateError(
+            f"variable {name!r} is {dtype.name}, and elements of that type can't be updated by "
+            f"{ps_pb2.UpdateKind.Name(kind)}: use assign"
+        )
 
 
 _UPDATED = {ps_pb2.APPLY_GRADIENT: "f", ps_pb2.DIV: "fc", ps_pb2.MIN: "fiu", ps_pb2.MAX: "fiu"}

@@ -699,7 +699,7 @@ class TestJoined:
             adam.apply_gradients([(IndexedSlices(gradient[:2], [3, 0]), each)])
         np.testing.assert_array_equal(v.numpy(), same.numpy())
         np.testing.assert_array_equal(adam.slot(b, "m").numpy(), adam.slot(same, "m").numpy()[1:])
-        with pytest.raises(TypeError, match="slots belong to each of"):
+        with pytest.raises(TypeError, match="no slots of its own; ask for a slot of one of"):
             adam.slot(v, "m")
         with pytest.raises(errors.MisuseError, match="is given twice: add its gradients first"):
             adam.apply_gradients([(gradient, v), (gradient[:1], a)])

@@ -137,10 +137,10 @@ def test_of_nothing(held: Store) -> None:
             UnknownVariableError,
             "'copies/5' can't be a copy of variable 9, which is",
         ),
-        ('{"variable": 1}', ProtocolError, "a copy of no variable: KeyError"),
-        ("[]", ProtocolError, "a copy of no variable"),
-        ("", ProtocolError, "a copy of no variable"),
-        ('{"variable": "x", "optimizers": []}', ProtocolError, "a copy of no variable"),
+        ('{"variable": 1}', ProtocolError, "does not say which variable it is a copy of: KeyError"),
+        ("[]", ProtocolError, "does not say which variable it is a copy of"),
+        ("", ProtocolError, "does not say which variable it is a copy of"),
+        ('{"variable": "x", "optimizers": []}', ProtocolError, "does not say which variable it is a copy of"),
     ):
         request.initializer.numbers = numbers
         with pytest.raises(error, match=said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.conftest import run_strategy, search
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
-from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache
+from pscluster.core.errors import ConfigurationError
+from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache, cache_bytes
 from pscluster.ps.server.shard import Shard
 
 KEY, OTHER = (1, 0), (2, 3)
@@ -93,15 +95,26 @@ def test_it_can_be_turned_off(strategy: ParameterServerStrategy, monkeypatch: py
             assert pulled(without, v)[1] == SIZE
 
 
+@pytest.mark.parametrize("size", ["much", "-1", "1.5", "\u0663"])
+def test_an_invalid_size_is_refused(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable and what it takes; an empty one is as none."""
+    monkeypatch.setenv("PSCLUSTER_READ_CACHE_MIB", size)
+    sentence = f"PSCLUSTER_READ_CACHE_MIB is {size!r}; it must be a whole number of MiB, 0 or more"
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        cache_bytes()
+    monkeypatch.setenv("PSCLUSTER_READ_CACHE_MIB", "")
+    assert cache_bytes() == 256 << 20
+
+
 def test_a_copy_needs_one_version_before_and_behind_the_read() -> None:
     """It must also have been seen twice."""
     cache = ReadCache(100)
     assert cache.asks(KEY, 10)
     assert cache.decide(KEY, 7) == (CacheDecision.READ, b"")
-    assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
-    cache.keep(KEY, 8, memoryview(b"new"))  # it has changed in the meantime
-    assert cache.decide(KEY, 7) == (CacheDecision.KEEP, b"")
-    cache.keep(KEY, 7, memoryview(b"old"))
+    assert cache.decide(KEY, 7) == (CacheDecision.STORE, b"")
+    cache.store(KEY, 8, memoryview(b"new"))  # it has changed in the meantime
+    assert cache.decide(KEY, 7) == (CacheDecision.STORE, b"")
+    cache.store(KEY, 7, memoryview(b"old"))
     assert cache.decide(KEY, 7) == (CacheDecision.COPY, b"old")
     assert cache.decide(KEY, 9) == (CacheDecision.READ, b"")
     assert cache.used == 0
@@ -124,10 +137,10 @@ def test_room() -> None:
     for key in (KEY, OTHER):
         for _ in range(2):
             cache.decide(key, 1)
-        cache.keep(key, 1, memoryview(bytes(6)))
+        cache.store(key, 1, memoryview(bytes(6)))
     assert cache.used == 6
     assert cache.decide(OTHER, 1)[0] is CacheDecision.COPY
-    assert cache.decide(KEY, 1)[0] is CacheDecision.KEEP
+    assert cache.decide(KEY, 1)[0] is CacheDecision.STORE
 
 
 @given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.sampled_from(["change", "read", "read", "race"]))))
@@ -148,8 +161,8 @@ def test_a_copy_is_never_old(events: list[tuple[tuple[int, int], str]]) -> None:
         value = now[key].to_bytes(8)
         if event == "race":
             now[key] += 1
-        if decision is CacheDecision.KEEP and now[key] == before:
-            cache.keep(key, before, memoryview(value))
+        if decision is CacheDecision.STORE and now[key] == before:
+            cache.store(key, before, memoryview(value))
     assert cache.used <= 12
 
 
@@ -230,12 +243,12 @@ class KeptMachine(RuleBasedStateMachine):
                     self.end(read, copy)
                     return
             read.got = self.shards[read.key].array.tobytes()
-        elif read.decision is CacheDecision.KEEP and not read.asked_again:
+        elif read.decision is CacheDecision.STORE and not read.asked_again:
             read.behind, read.asked_again = self.shards[read.key].version, True
         else:
             if read.asked_again and read.behind == read.version:
                 assert read.behind is not None
-                self.cache.keep(read.key, read.behind, memoryview(read.got))
+                self.cache.store(read.key, read.behind, memoryview(read.got))
             self.end(read, read.got)
 
     def end(self, read: Read, data: bytes) -> None:

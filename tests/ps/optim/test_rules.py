@@ -20,7 +20,19 @@ from hypothesis import strategies as st
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim import kernels
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
-from pscluster.ps.optim.rules import RULES, SGD, Adadelta, Adagrad, Adam, AdamW, Ftrl, Lion, RMSprop, UpdateRule, number
+from pscluster.ps.optim.rules import (
+    RULES,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Lion,
+    RMSprop,
+    UpdateRule,
+    hyperparameter,
+)
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
@@ -773,7 +785,7 @@ class SignDescent(UpdateRule):
     """A user-defined rule: steps of a size that halves every few steps, along the signs of the gradient."""
 
     name: ClassVar[str] = "sign-descent"
-    half_life: float = number(2.0, above=0)
+    half_life: float = hyperparameter(2.0, above=0)
     backwards: bool = False
 
     @property

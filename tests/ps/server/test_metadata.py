@@ -32,7 +32,7 @@ from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import METADATA
-from pscluster.ps.storage.checkpoint_parts import Parts
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import node_pb2, ps_pb2
@@ -129,7 +129,7 @@ def test_a_server_without_metadata_has_lost_none(tmp_path: Path) -> None:
 def test_restored_with_the_shards(held: Store, client: Client) -> None:
     """What is staged changes nothing; the commit puts all texts in the place of those there are, under its term."""
     client.update(put("progress", "old"), dense(ps_pb2.ADD, np.ones(3)))
-    parts = Parts()
+    parts = CheckpointParts()
     assert parts.mark(held, 1) == {"progress": "old"}
     client.update(put("training", "new"), dense(ps_pb2.ADD, np.ones(3)))
     late = client.made(put("progress", "late"))
@@ -166,7 +166,7 @@ def test_restored_with_the_shards(held: Store, client: Client) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"text": "é" * (MAX_TEXT_BYTES // 2 + 1)}, "metadata 'progress': 65,538 bytes, the limit is 65,536"),
+        ({"text": "é" * (MAX_TEXT_BYTES // 2 + 1)}, "metadata 'progress': 65,538 bytes; the limit is 65,536"),
         ({"name": ""}, "metadata '': text without a name"),
         ({"name": "x" * 2000}, "a name in a job's metadata of 2,000 characters"),
         ({"shard": 0}, "is not for the metadata of ps 0 alone"),
@@ -191,7 +191,7 @@ def test_too_many_names(held: Store, client: Client) -> None:
     """The names there are can still be put."""
     for number in range(MAX_TEXTS):
         client.update(put(f"{number}", "1"))
-    with pytest.raises(ProtocolError, match=f"17 names in a job's metadata, the limit is {MAX_TEXTS}"):
+    with pytest.raises(ProtocolError, match=f"17 names in a job's metadata; the limit is {MAX_TEXTS}"):
         client.update(put("more", "1"))
     client.update(put("0", "2"))
     assert texts(held) == {"0": "2"} | {f"{number}": "1" for number in range(1, MAX_TEXTS)}

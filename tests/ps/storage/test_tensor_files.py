@@ -38,7 +38,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage import tensor_files
-from pscluster.ps.storage.checkpoint_parts import Parts
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.spill import Spill
 from pscluster.ps.storage.tensor_files import WrittenFile, join
 from pscluster.v1 import ps_pb2
@@ -233,7 +233,7 @@ class Servers:
 
     def __init__(self, count: int) -> None:
         self.stores = [Store(index, 7) for index in range(count)]
-        self.parts = [Parts() for _ in range(count)]
+        self.parts = [CheckpointParts() for _ in range(count)]
         self.specs: dict[str, ps_pb2.VariableSpec] = {}
         self.rules: dict[str, tuple[int, str]] = {}
         self._sequence = 0

@@ -20,7 +20,7 @@ from pscluster.worker.data.sources import Arrays, Files, source_of
 
 def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
     """The elements at these positions; the first error is raised."""
-    found = list(pipeline.elements(epoch, start, pipeline.kept if stop is None else stop))
+    found = list(pipeline.elements(epoch, start, pipeline.visited_length if stop is None else stop))
     for element in found:
         if isinstance(element, DatasetError):
             raise element
@@ -190,9 +190,9 @@ def test_map_stands_where_it_was_put() -> None:
     pipeline = Pipeline(
         Arrays(np.arange(4)),
         "data",
-        each=(lambda x: x + 1, lambda x: (x, x * 10)),
+        example_functions=(lambda x: x + 1, lambda x: (x, x * 10)),
         batch=2,
-        then=(lambda b: b[1].sum(),),
+        batch_functions=(lambda b: b[1].sum(),),
     )
     assert elements(pipeline) == [30, 70]
 
@@ -200,7 +200,7 @@ def test_map_stands_where_it_was_put() -> None:
 def test_drop_remainder() -> None:
     """The last examples of the order are dropped, not those of the source."""
     pipeline = Pipeline(Arrays(np.arange(10)), "data", seed=3, batch=4, drop_remainder=True)
-    assert pipeline.kept == 8
+    assert pipeline.visited_length == 8
     assert [len(batch) for batch in elements(pipeline)] == [4, 4]
 
 
@@ -364,7 +364,7 @@ def test_what_fails_leaves_the_rest_readable() -> None:
             raise RuntimeError("not this one")
         return x
 
-    found = list(Pipeline(Arrays(np.arange(6)), "data", each=(picky,), batch=2).elements(0, 0, 6))
+    found = list(Pipeline(Arrays(np.arange(6)), "data", example_functions=(picky,), batch=2).elements(0, 0, 6))
     assert [type(element) for element in found] == [np.ndarray, DatasetError, np.ndarray]
     assert "numbers 2, 3 of the source, can't be read: RuntimeError: not this one" in str(found[1])
     assert found[1].examples == 2

@@ -39,7 +39,7 @@ def test_reading_that_takes_long(each: Callable[[Any], Any]) -> None:
     """It happens on a separate thread, as soon as that is known."""
     reader = Reader(FunctionContext(function=1, attempt=1, worker_index=0, num_workers=1))
     try:
-        part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", each=(each,)), reader)
+        part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", example_functions=(each,)), reader)
         reader.add(part)
         assert reader._thread is None
         assert [int(number) for number in part] == list(range(8))

@@ -64,7 +64,7 @@ def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> d
             try:
                 state = metric.merge(state, other)
             except (ValueError, TypeError) as error:
-                shapes = [{key: np.shape(values) for key, values in each.items()} for each in (state, other)]
+                shapes = [{key: np.shape(values) for key, values in one_state.items()} for one_state in (state, other)]
                 raise MisuseError(
                     f"metric {name!r} does not merge: {error}; the states' shapes are {shapes[0]} and {shapes[1]}"
                 ) from error
@@ -79,9 +79,9 @@ def by_name(metrics: Mapping[str, MetricLike] | Sequence[MetricLike]) -> dict[st
         raise MisuseError(f"the metrics are {given!r:.80}: give a list, such as [metrics.Accuracy()], or a dict")
     if not isinstance(metrics, Mapping):
         metrics = list(metrics)
-        for number, metric in enumerate(metrics):
+        for index, metric in enumerate(metrics):
             if not hasattr(metric, "name"):
-                _check_metric(metric, f"metrics[{number}]")
+                _check_metric(metric, f"metrics[{index}]")
         names = [getattr(metric, "name", None) for metric in metrics]
         if twice := {name for name in names if names.count(name) > 1}:
             raise MisuseError(f"several metrics are named {sorted(map(str, twice))}: give them names, or a dict")
@@ -93,10 +93,10 @@ def by_name(metrics: Mapping[str, MetricLike] | Sequence[MetricLike]) -> dict[st
     return dict(metrics)
 
 
-def _check_metric(metric: object, what: str) -> None:
+def _check_metric(metric: object, subject: str) -> None:
     methods = ("initial", "update", "merge", "result")
     missing = [method for method in methods if not callable(getattr(metric, method, None))]
     if isinstance(metric, str | type):
-        raise MisuseError(f"{what} is {metric!r:.80}: give an object, such as metrics.Accuracy()")
+        raise MisuseError(f"{subject} is {metric!r:.80}: give an object, such as metrics.Accuracy()")
     if missing:
-        raise MisuseError(f"{what}, a {type(metric).__name__}, has no {', '.join(missing)}: see docs/datasets.md")
+        raise MisuseError(f"{subject}, a {type(metric).__name__}, has no {', '.join(missing)}: see docs/datasets.md")

@@ -68,9 +68,9 @@ def _traceback_of(error: BaseException) -> str:
     try:
         described = traceback.TracebackException(type(error), error, frames)
         chain = _chain(described)
-        if any(not ours for each in chain for ours in _ours(each.stack)):
-            for each in chain:
-                each.stack = _FoldedStack(each.stack)
+        if any(not ours for link in chain for ours in _ours(link.stack)):
+            for link in chain:
+                link.stack = _FoldedStack(link.stack)
         elif (frames is None or isinstance(error, PsClusterError)) and not getattr(error, "__notes__", None):
             return ""
         lines = list(described.format())
@@ -83,9 +83,9 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
     """Return the error with its causes and contexts, and the members of groups."""
     chain, todo = list[traceback.TracebackException](), [error]
     while todo:
-        each = todo.pop()
-        chain.append(each)
-        todo += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other is not None]
+        link = todo.pop()
+        chain.append(link)
+        todo += [other for other in (link.__cause__, link.__context__, *(link.exceptions or ())) if other is not None]
     return chain
 
 
@@ -169,8 +169,8 @@ def rebuild_failure(
     where = "" if worker is None else f" on worker {worker}"
     hidden = failure.module in ("builtins", "__main__")
     name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
-    what = f"{name}: {failure.message}" if failure.message else name
-    head = f"{function} failed{where} (attempt {attempts}): {what}"
+    raised = f"{name}: {failure.message}" if failure.message else name
+    head = f"{function} failed{where} (attempt {attempts}): {raised}"
     if partly_applied:
         head += f"\n{PARTLY_APPLIED}"
     error.summary = shown(f"{head}\n\n{traceback_text}" if traceback_text else head, lines=True)

@@ -174,9 +174,9 @@ class Job:
                     self._reader.add(part)
             return parts
 
-    def _pipeline_of(self, part: str) -> Pipeline:
+    def _pipeline_of(self, part_key: str) -> Pipeline:
         """Return the pipeline of a part. Raise MisuseError or ProtocolError if it is not here. Under the lock."""
-        dataset = part.partition("/")[0]
+        dataset = part_key.partition("/")[0]
         if dataset in self._unloadable:
             raise MisuseError(self._unloadable[dataset])
         if dataset not in self._pipelines:

@@ -28,6 +28,7 @@ from pscluster.core.role.server import RoleServer
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.read_cache import cache_bytes
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2
 from pscluster.worker.servers import ServerList, watch_listing
@@ -60,6 +61,7 @@ def serve_worker(
         for peer in peers:
             peer.check_plain(insecure=own_options.insecure)
         choose_serialization(address, own_options, is_worker=True)
+        cache_bytes()  # an invalid size stops the worker now rather than when a coordinator attaches
         identity = make_identity("worker", index)
         client_metrics = ClientMetrics(len(peers))
         servers = ServerList(index, peers, own_options)

@@ -274,9 +274,9 @@ class Runner:
             self._job.drop_parts(step.function)
             outcome.waited = sum(part.waited for part in parts)
             metrics.data_seconds += outcome.waited
-            for number, part in enumerate(parts):
+            for index, part in enumerate(parts):
                 for skipped in part.skipped:
-                    outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=number)
+                    outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=index)
         # For an empty function this is 1 % of the time, so make no calls.
         if seconds <= SHORTEST_SECONDS:
             metrics.shortest += 1
@@ -359,7 +359,7 @@ class Runner:
                 elif cancel_running and self._running is not None and self._running.function == function:
                     self._running.cancel()
             recalled = waiting.intersection(positions)
-            self._waiting = deque(each for each in self._waiting if each[0] not in recalled)
+            self._waiting = deque(queued for queued in self._waiting if queued[0] not in recalled)
 
     def end_process_of(self, functions: Sequence[int]) -> None:
         """Kill this process if it runs one of these functions, which was told to stop and does not."""

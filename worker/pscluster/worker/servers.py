@@ -78,7 +78,7 @@ class ServerList:
 def watch_listing(
     peer: PeerAddress, ours: node_pb2.Identity, waits: Callable[[], object], stop: threading.Event
 ) -> None:
-    """Until `stop` is set, log if the coordinator of the parameter servers does not list this worker.
+    """Log, until `stop` is set, if the coordinator of the parameter servers does not list this worker.
 
     The same message is logged only once. Nothing is checked while `waits` returns nothing: the worker has a
     coordinator.

@@ -214,7 +214,7 @@ class WorkerService:
         elif body == "attachments":
             job.arguments[first.attachments.position] = cut(payload, first.attachments.sizes)
         else:
-            raise ProtocolError("an upload of nothing")
+            raise ProtocolError("an upload without a body")
         reach("worker.define.after")
         return worker_pb2.UploadReply()
 
@@ -250,7 +250,7 @@ class WorkerService:
     def report_seen(
         self, request: worker_pb2.ReportSeenRequest, _context: grpc.ServicerContext
     ) -> worker_pb2.ReportSeenReply:
-        check_count(len(request.servers), MAX_COUNT, "parameter servers to tell")
+        check_count(len(request.servers), MAX_COUNT, "parameter servers with updates seen")
         self._role.job(request.incarnation).report_seen(request.servers)
         return worker_pb2.ReportSeenReply()
 
@@ -265,6 +265,6 @@ def _check(first: worker_pb2.UploadRequest) -> None:
             )
     elif first.total_bytes > MAX_PICKLE_BYTES:
         raise ProtocolError(
-            f"a function or class of {first.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: load data in it "
+            f"a function or class of {first.total_bytes:,} bytes; the limit is {MAX_PICKLE_BYTES:,}: load data in it "
             "rather than capture it"
         )

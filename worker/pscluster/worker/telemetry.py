@@ -9,10 +9,10 @@ from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.worker.service import WorkerRole
 
 OF_CLIENTS = (
-    Metric("pull_seconds", "histogram", "from a read's sending to its answer", ("server",)),
-    Metric("push_seconds", "histogram", "from an update's sending to its answer", ("server",)),
-    Metric("pulled_bytes_total", "counter", "received in answers to reads", ("server",)),
-    Metric("pushed_bytes_total", "counter", "sent in updates", ("server",)),
+    Metric("pull_seconds", "histogram", "time from sending a read to its reply", ("server",)),
+    Metric("push_seconds", "histogram", "time from sending an update to its reply", ("server",)),
+    Metric("pulled_bytes_total", "counter", "bytes received in replies to reads", ("server",)),
+    Metric("pushed_bytes_total", "counter", "bytes sent in updates", ("server",)),
     Metric("server_reconnects_total", "counter", "requests repeated because a server was unreachable", ("server",)),
 )
 """Metrics of a role with a client of the parameter servers."""
@@ -25,13 +25,13 @@ class WorkerTelemetry(Telemetry):
     metrics = (
         Metric("functions_done_total", "counter", "functions that returned"),
         Metric("functions_failed_total", "counter", "functions that raised"),
-        Metric("functions_cancelled_total", "counter", "functions stopped as they ran"),
+        Metric("functions_cancelled_total", "counter", "functions stopped while running"),
         Metric("functions_returned_total", "counter", "functions given back before they began"),
-        Metric("functions_running", "gauge", "functions that run"),
-        Metric("functions_waiting", "gauge", "functions that came and have not begun"),
-        Metric("run_seconds", "histogram", "of each function that ran"),
-        Metric("idle_seconds_total", "counter", "without a function to run, while a coordinator was attached"),
-        Metric("data_wait_seconds_total", "counter", "for which functions waited for their data"),
+        Metric("functions_running", "gauge", "functions now running"),
+        Metric("functions_waiting", "gauge", "functions received but not begun"),
+        Metric("run_seconds", "histogram", "time that each function ran"),
+        Metric("idle_seconds_total", "counter", "time without a function to run, while a coordinator was attached"),
+        Metric("data_wait_seconds_total", "counter", "time functions spent waiting for data"),
         Metric("attachments_total", "counter", "how often a coordinator attached"),
         *OF_CLIENTS,
     )
@@ -39,7 +39,7 @@ class WorkerTelemetry(Telemetry):
     def __init__(self, role: WorkerRole, client_metrics: ClientMetrics) -> None:
         super().__init__()
         self._role = role
-        self._client_counts = client_metrics
+        self._client_metrics = client_metrics
 
     def own(self) -> Snapshot:
         metrics, (running, waiting) = self._role.metrics, self._role.functions()
@@ -54,5 +54,5 @@ class WorkerTelemetry(Telemetry):
             "idle_seconds_total": metrics.idle_seconds,
             "data_wait_seconds_total": metrics.data_seconds,
             "attachments_total": metrics.attachments,
-            **self._client_counts.plain(),
+            **self._client_metrics.plain(),
         }

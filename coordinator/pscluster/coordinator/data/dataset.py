@@ -185,8 +185,8 @@ class DistributedDataset(StaysHere):
             raise TypeError(f"map takes a function, not {type_of(fn)}")
         pipeline = self._pipeline
         if pipeline.batch is None:
-            return self._with(each=(*pipeline.each, fn))
-        return self._with(then=(*pipeline.then, fn))
+            return self._with(example_functions=(*pipeline.example_functions, fn))
+        return self._with(batch_functions=(*pipeline.batch_functions, fn))
 
     def batch(self, size: int, *, drop_remainder: bool = False) -> DistributedDataset:
         """Combine `size` examples into arrays with one more axis. An epoch's last batch may be smaller, or is dropped.
@@ -196,7 +196,7 @@ class DistributedDataset(StaysHere):
         if self._pipeline.batch is not None:
             raise MisuseError(f"the dataset is already batched by {self._pipeline.batch}")
         batched = self._with(batch=checks.whole("batch size", size, at_least=1), drop_remainder=drop_remainder)
-        if not batched._pipeline.kept:
+        if not batched._pipeline.visited_length:
             raise ValueError(
                 f"{self._pipeline.length} examples make no batch of {size}, and drop_remainder=True drops them all: "
                 "give a smaller size"
@@ -242,7 +242,7 @@ class DistributedDataset(StaysHere):
     def examples(self) -> int:
         """How many examples an epoch has; unknown for files."""
         self._need_length("examples")
-        return self._pipeline.kept
+        return self._pipeline.visited_length
 
     def __len__(self) -> int:
         """Return how many elements (batches) an epoch has."""
@@ -252,7 +252,7 @@ class DistributedDataset(StaysHere):
     @property
     def shape(self) -> EpochShape:
         pipeline = self._pipeline
-        return EpochShape(pipeline.kept, pipeline.element, self._epochs, self._elements, not self._has_files)
+        return EpochShape(pipeline.visited_length, pipeline.element, self._epochs, self._elements, not self._has_files)
 
     @property
     def _has_files(self) -> bool:
@@ -268,7 +268,7 @@ class DistributedDataset(StaysHere):
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
         """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""
-        for element in self._pipeline.elements(epoch, 0, self._pipeline.kept):
+        for element in self._pipeline.elements(epoch, 0, self._pipeline.visited_length):
             if isinstance(element, PsClusterError):
                 raise element
             yield element
@@ -323,7 +323,7 @@ class DistributedDataset(StaysHere):
                 pipeline, nth = self._pipeline, next(self._ordinals)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.kept)
+                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.visited_length)
             return self._position
 
     def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:

@@ -28,7 +28,7 @@ from pscluster.core.transport.retry import FEW_ATTEMPTS, until
 from pscluster.ps.client.connections import Server
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges, padded
 from pscluster.ps.client.reads import Reader
-from pscluster.ps.client.updates import UpdatePart, Updater
+from pscluster.ps.client.updates import ShardUpdate, Updater
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.spec import COPY, METADATA, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
@@ -129,12 +129,12 @@ class PsClient:
         """Store a text under a name, in place of the one before. Returns when it is as durable as an update."""
         variable, shard = METADATA
         item = ps_pb2.UpdateItem(variable=variable, shard=shard, kind=ps_pb2.PUT, nth=1, name=name, text=text)
-        self.update([UpdatePart(0, item, memoryview(b""))])
+        self.update([ShardUpdate(0, item, memoryview(b""))])
 
     # Checkpoints
 
     def checkpoint(
-        self, action: ps_pb2.CheckpointRequest.Action, number: int, directory: str = "", nbytes: int = 0
+        self, action: ps_pb2.CheckpointRequest.Action, checkpoint_id: int, directory: str = "", nbytes: int = 0
     ) -> list[ps_pb2.CheckpointReply]:
         """Send a request to all servers at once. It is not retried: a server that dies loses what was marked.
 
@@ -145,7 +145,9 @@ class PsClient:
 
         def ask(index: int) -> ps_pb2.CheckpointReply:
             file = part_name(index, self.num_servers)
-            request = ps_pb2.CheckpointRequest(job=self.job, action=action, id=number, directory=directory, file=file)
+            request = ps_pb2.CheckpointRequest(
+                job=self.job, action=action, id=checkpoint_id, directory=directory, file=file
+            )
             patient = action != ps_pb2.CheckpointRequest.DROP
             reply: ps_pb2.CheckpointReply = self._ask(index, "checkpoint", request, timeout, patient=patient)
             return reply
@@ -221,7 +223,9 @@ class PsClient:
         timeout = _seconds_for(size * dtype_named(spec.dtype).itemsize)
         self._create(index, f"the function for the initial value of {spec.name!r}", forms, timeout)
 
-    def _create(self, index: int, what: str, forms: Sequence[_Form], timeout: float, *, patient: bool = True) -> None:
+    def _create(
+        self, index: int, description: str, forms: Sequence[_Form], timeout: float, *, patient: bool = True
+    ) -> None:
         """Send a server the first of these requests whose function it can load. MisuseError if there is none."""
         why = ""
         for create, bulk in forms:
@@ -229,7 +233,7 @@ class PsClient:
             why = self.exchanges.push(index, request, buffers, timeout, patient=patient).create.unresolved
             if not why:
                 return
-        raise MisuseError(f"{what} can't be loaded on ps {index}: {why}")
+        raise MisuseError(f"{description} can't be loaded on ps {index}: {why}")
 
     def create_optimizer(self, spec: ps_pb2.OptimizerSpec, rules: Iterable[definition_pb2.Definition] = ()) -> None:
         """Declare an optimizer on all servers, or change its hyperparameters.
@@ -281,9 +285,9 @@ class PsClient:
         request = ps_pb2.DescribeRequest(job=self.job, variables=names, saved=True)
         self._on_all(lambda index: self._describe(self._servers[index], request, timeout=_SLOWEST_FUNCTION))
 
-    def delete_variable(self, name: str, number: int, *, patient: bool = False) -> None:
+    def delete_variable(self, name: str, variable_id: int, *, patient: bool = False) -> None:
         """Remove a variable from all servers: from the reachable ones, or, if patient, waiting for the others."""
-        self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=number), patient=patient)
+        self._delete(ps_pb2.DeleteRequest(job=self.job, name=name, id=variable_id), patient=patient)
 
     def delete_copies(self, evaluation: int, *, patient: bool = False) -> bool:
         """Remove all copies of an evaluation, as `delete_variable`. Return False if a server was unreachable."""

@@ -2,14 +2,14 @@
 
 Every shard has a version, which rises with each update. Before a large read the client may query it, which takes a
 reply of eight bytes, and if the cached copy has that version, it reads the copy. This module decides whether to query
-and what to keep; the client sends the queries. Only a shard that was read twice at one version is kept, and only if it
-had that version before and after the read that made the copy. A shard that changes all the time is queried less and
+and what to store; the client sends the queries. Only a shard that was read twice at one version is stored, and only if
+it had that version before and after the read that made the copy. A shard that changes all the time is queried less and
 less often, and ends up costing nothing.
 
 For each shard, by the reply to the last query:
 
     UNKNOWN --version v--------------> SEEN(v)
-    SEEN(v) --version v--------------> the read is kept as COPY(v) if the shard still has version v after it
+    SEEN(v) --version v--------------> the read is stored as COPY(v) if the shard still has version v after it
             --another version, w-----> SEEN(w); the next query comes after 1, 3, 7 and then every 15 reads
     COPY(v) --version v--------------> the copy is read
             --another version, w-----> SEEN(w); the copy is dropped
@@ -18,30 +18,30 @@ For each shard, by the reply to the last query:
 from __future__ import annotations
 
 import enum
-import os
 import threading
 from dataclasses import dataclass
+
+from pscluster.core import checks
 
 Key = tuple[int, int]
 """A variable's id, and the shard's index."""
 
-KEEP_VARIABLE = "PSCLUSTER_READ_CACHE_MIB"
+SIZE_VARIABLE = "PSCLUSTER_READ_CACHE_MIB"
 DEFAULT_MIB = 256
 
 _MOST_SKIPPED = 15
 
 
 def cache_bytes() -> int:
-    """Return the size of a process's cache, from the environment; 0 turns it off."""
-    given = os.environ.get(KEEP_VARIABLE, "")
-    return (int(given) if given.isdecimal() else DEFAULT_MIB) << 20
+    """Return the size of a process's cache, from the environment; 0 turns it off. ConfigurationError if invalid."""
+    return checks.mib_of_environ(SIZE_VARIABLE, DEFAULT_MIB, 0) << 20
 
 
 class CacheDecision(enum.Enum):
     """How to serve a large read of a shard."""
 
     READ = "read it"
-    KEEP = "read it, and keep it if it has not changed meanwhile"
+    STORE = "read it, and store it if it has not changed meanwhile"
     COPY = "use the copy"
 
 
@@ -80,14 +80,14 @@ class ReadCache:
             if shard.version == version:
                 shard.backoff = 0
                 self._shards[key] = self._shards.pop(key)
-                return (CacheDecision.KEEP, b"") if shard.copy is None else (CacheDecision.COPY, shard.copy)
+                return (CacheDecision.STORE, b"") if shard.copy is None else (CacheDecision.COPY, shard.copy)
             if shard.version is not None:
                 shard.backoff = shard.skip = min(2 * shard.backoff + 1, _MOST_SKIPPED)
             shard.version = version
             self._drop(shard)
             return CacheDecision.READ, b""
 
-    def keep(self, key: Key, version: int, values: memoryview) -> None:
+    def store(self, key: Key, version: int, values: memoryview) -> None:
         """Copy values that were read while the shard had this version, before and after."""
         copy = bytes(values)
         with self._lock:

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
-class ReadPart:
+class ShardRead:
     """One shard's share of a read: the whole shard, a box of it, or rows by number."""
 
     server: int
@@ -47,18 +47,18 @@ class ReadPart:
 class ReadPlan:
     """A read, by server."""
 
-    def __init__(self, job: int, parts: Sequence[ReadPart]) -> None:
+    def __init__(self, job: int, reads: Sequence[ShardRead]) -> None:
         self.requests: dict[int, Sequence[Buffer]] = {}  # what to send on sessions, if it and the reply fit a message
-        self.large: dict[int, list[ReadPart]] = {}  # of the other servers: the parts to pull in frames
-        self.pulled = sum(part.size for part in parts)
-        self.pushed = sum(part.ids.nbytes for part in parts if part.ids is not None)
-        self._parts: defaultdict[int, list[ReadPart]] = defaultdict(list)
+        self.large: dict[int, list[ShardRead]] = {}  # of the other servers: the reads to pull in frames
+        self.pulled = sum(read.size for read in reads)
+        self.pushed = sum(read.ids.nbytes for read in reads if read.ids is not None)
+        self._reads: defaultdict[int, list[ShardRead]] = defaultdict(list)
         self._sizes: dict[int, int] = {}  # of the replies in one message
-        for part in parts:
-            self._parts[part.server].append(part)
-        for server, items in self._parts.items():
+        for read in reads:
+            self._reads[read.server].append(read)
+        for server, items in self._reads.items():
             request, buffers = request_for(job, items)
-            size = sum(part.size + padding(part.size) for part in items)
+            size = sum(read.size + padding(read.size) for read in items)
             if size <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES and len(items) <= MAX_ITEMS:
                 self.requests[server] = parts_of(request, buffers)
                 self._sizes[server] = size
@@ -73,15 +73,15 @@ class ReadPlan:
     def deliver(self, server: int, payload: memoryview) -> None:
         """Put the values of a reply in one message where they go."""
         start = 0
-        for part in self._parts[server]:
-            part.take(payload[start : start + part.size])
-            start += part.size + padding(part.size)
+        for read in self._reads[server]:
+            read.take(payload[start : start + read.size])
+            start += read.size + padding(read.size)
 
 
-def divided(parts: Sequence[ReadPart]) -> Iterator[list[ReadPart]]:
-    """Divide a server's parts, with memory as targets, into reads that ask for no more than it answers at once."""
-    group, ids_bytes = list[ReadPart](), 0
-    for piece in itertools.chain.from_iterable(map(_pieces_of, parts)):
+def divided(reads: Sequence[ShardRead]) -> Iterator[list[ShardRead]]:
+    """Divide a server's reads, with memory as targets, into reads that ask for no more than it answers at once."""
+    group, ids_bytes = list[ShardRead](), 0
+    for piece in itertools.chain.from_iterable(map(_pieces_of, reads)):
         size = 0 if piece.ids is None else piece.ids.nbytes + ALIGNMENT
         if group and (len(group) == MAX_ITEMS or ids_bytes + size > ROWS_IDS_BYTES):
             yield group
@@ -92,24 +92,24 @@ def divided(parts: Sequence[ReadPart]) -> Iterator[list[ReadPart]]:
         yield group
 
 
-def _pieces_of(part: ReadPart) -> Iterator[ReadPart]:
-    if part.ids is None or not len(part.ids):
-        yield part
+def _pieces_of(read: ShardRead) -> Iterator[ShardRead]:
+    if read.ids is None or not len(read.ids):
+        yield read
         return
-    target, row = cast(memoryview, part.target), part.size // len(part.ids)
-    most = max(min((ROWS_IDS_BYTES - ALIGNMENT) // part.ids.itemsize, MAX_ROWS_BYTES // max(row, 1)), 1)
-    for start in range(0, len(part.ids), most):
-        ids, item = part.ids[start : start + most], ps_pb2.ReadItem()
-        item.CopyFrom(part.item)
+    target, row = cast(memoryview, read.target), read.size // len(read.ids)
+    most = max(min((ROWS_IDS_BYTES - ALIGNMENT) // read.ids.itemsize, MAX_ROWS_BYTES // max(row, 1)), 1)
+    for start in range(0, len(read.ids), most):
+        ids, item = read.ids[start : start + most], ps_pb2.ReadItem()
+        item.CopyFrom(read.item)
         item.rows.ids = len(ids)
-        yield ReadPart(part.server, item, len(ids) * row, target[start * row : (start + len(ids)) * row], ids)
+        yield ShardRead(read.server, item, len(ids) * row, target[start * row : (start + len(ids)) * row], ids)
 
 
-def request_for(job: int, parts: Sequence[ReadPart]) -> tuple[ps_pb2.Request, list[Buffer]]:
-    """Return a request for these parts, and its payload: their row numbers."""
-    buffers = padded(view(part.ids) for part in parts if part.ids is not None)
-    read = ps_pb2.ReadRequest(job=job, items=[part.item for part in parts])
-    return ps_pb2.Request(read=read, last=True, total_bytes=sum(map(len, buffers))), buffers
+def request_for(job: int, reads: Sequence[ShardRead]) -> tuple[ps_pb2.Request, list[Buffer]]:
+    """Return a request for these reads, and its payload: their row numbers."""
+    buffers = padded(view(read.ids) for read in reads if read.ids is not None)
+    request = ps_pb2.ReadRequest(job=job, items=[read.item for read in reads])
+    return ps_pb2.Request(read=request, last=True, total_bytes=sum(map(len, buffers))), buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class WholeReadPlan(ReadPlan):
     def __init__(self, job: int, variables: Sequence[WholeVariable]) -> None:
         self._variables = [(variable.shape, variable.dtype) for variable in variables]
         self._targets: defaultdict[int, list[_Target]] = defaultdict(list)
-        parts: list[ReadPart] = []
+        reads: list[ShardRead] = []
         offsets: defaultdict[int, int] = defaultdict(int)
         for result, variable in enumerate(variables):
             for server, item, block in variable.shards:
@@ -144,10 +144,10 @@ class WholeReadPlan(ReadPlan):
                 index = (*block.slices, ...) if len(variable.shards) > 1 else None
                 self._targets[server].append(_Target(result, offsets[server], block.shape, index))
                 offsets[server] += size + padding(size)
-                parts.append(ReadPart(server, item, size, memoryview(b"")))  # the bytes go where `deliver_to` says
+                reads.append(ShardRead(server, item, size, memoryview(b"")))  # the bytes go where `deliver_to` says
         self._uncut = {server for server, targets in self._targets.items() if any(t.index is None for t in targets)}
-        super().__init__(job, parts)
-        self._parts.clear()  # for `deliver` only
+        super().__init__(job, reads)
+        self._reads.clear()  # for `deliver` only
 
     def new_results(self) -> list[Any]:
         """Return the list that `deliver_to` fills, with None for each variable."""

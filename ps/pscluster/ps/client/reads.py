@@ -23,7 +23,15 @@ from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
 from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache, cache_bytes
-from pscluster.ps.client.read_plans import Array, ReadPart, ReadPlan, WholeReadPlan, WholeVariable, divided, request_for
+from pscluster.ps.client.read_plans import (
+    Array,
+    ReadPlan,
+    ShardRead,
+    WholeReadPlan,
+    WholeVariable,
+    divided,
+    request_for,
+)
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -41,16 +49,16 @@ class Reader:
         self._planning = threading.Lock()
         self._cache = ReadCache(cache_bytes())
 
-    def read(self, parts: Sequence[ReadPart]) -> None:
-        """Read every part to its target: one request per server, all servers at once."""
+    def read(self, reads: Sequence[ShardRead]) -> None:
+        """Perform every read into its target: one request per server, all servers at once."""
         function = self._exchanges.begin()
-        to_keep: list[tuple[ReadPart, int]] = []
+        to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
-            parts, to_keep = self._without_copies(parts)
-        plan = ReadPlan(self._job, parts)
+            reads, to_store = self._without_copies(reads)
+        plan = ReadPlan(self._job, reads)
         self._transfer(plan, plan.deliver, function)
-        if to_keep:
-            self._keep_unchanged(to_keep)
+        if to_store:
+            self._store_unchanged(to_store)
 
     def read_planned(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> list[Array] | None:
         """Return the values of whole variables, by ids; None if they do not fit in one message.
@@ -84,18 +92,18 @@ class Reader:
             self._exchanges.exchange("pull", plan.requests, finish, function)
         if plan.large:
             self._exchanges.on_each(
-                functools.partial(self._pull, server, parts, function) for server, parts in plan.large.items()
+                functools.partial(self._pull, server, reads, function) for server, reads in plan.large.items()
             )
         self._exchanges.pulled += plan.pulled
         self._exchanges.pushed += plan.pushed
 
-    def _pull(self, index: int, parts: list[ReadPart], function: FunctionContext | None) -> None:
+    def _pull(self, index: int, reads: list[ShardRead], function: FunctionContext | None) -> None:
         server = self._exchanges.servers[index]
-        timeout = self._exchanges.timeout + sum(part.size for part in parts) / SLOWEST_BYTES_PER_SECOND
+        timeout = self._exchanges.timeout + sum(read.size for read in reads) / SLOWEST_BYTES_PER_SECOND
         # A function that takes all values at once gets them from a buffer.
         received = [
-            part if isinstance(part.target, memoryview) else replace(part, target=memoryview(bytearray(part.size)))
-            for part in parts
+            read if isinstance(read.target, memoryview) else replace(read, target=memoryview(bytearray(read.size)))
+            for read in reads
         ]
 
         def attempt() -> None:
@@ -107,58 +115,58 @@ class Reader:
                 if not sink.complete:
                     raise UnavailableError(f"the reply ended {sink.missing} bytes too early")
                 self._exchanges.count("pull", index, (name, 1), begin, len(request), sink.received, function)
-            for part, buffered in zip(parts, received, strict=True):
-                if buffered is not part:
-                    part.take(cast(memoryview, buffered.target))
+            for read, buffered in zip(reads, received, strict=True):
+                if buffered is not read:
+                    read.take(cast(memoryview, buffered.target))
 
         self._exchanges.retrying(server, attempt)
 
     # The cache
 
-    def _without_copies(self, parts: Sequence[ReadPart]) -> tuple[Sequence[ReadPart], list[tuple[ReadPart, int]]]:
-        """Fill the parts that the cache has; return the others, and those to keep if their version does not change."""
+    def _without_copies(self, reads: Sequence[ShardRead]) -> tuple[Sequence[ShardRead], list[tuple[ShardRead, int]]]:
+        """Serve the reads that the cache has; return the others, and those to store if their version stays."""
         candidates = [
-            part
-            for part in parts
-            if part.size >= SESSION_BYTES
-            and isinstance(part.target, memoryview)  # otherwise the bytes do not lie in one piece
-            and part.item.rows.all
-            and not part.item.slot
-            and self._cache.asks(_key(part), part.size)
+            read
+            for read in reads
+            if read.size >= SESSION_BYTES
+            and isinstance(read.target, memoryview)  # otherwise the bytes do not lie in one piece
+            and read.item.rows.all
+            and not read.item.slot
+            and self._cache.asks(_key(read), read.size)
         ]
         if not candidates:
-            return parts, []
-        to_keep, cached = [], set()
-        for part, version in zip(candidates, self._versions(candidates), strict=True):
-            decision, copy = self._cache.decide(_key(part), version)
-            if decision is CacheDecision.KEEP:
-                to_keep.append((part, version))
+            return reads, []
+        to_store, cached = [], set()
+        for read, version in zip(candidates, self._versions(candidates), strict=True):
+            decision, copy = self._cache.decide(_key(read), version)
+            if decision is CacheDecision.STORE:
+                to_store.append((read, version))
             elif decision is CacheDecision.COPY:
-                cached.add(id(part))
-                part.take(memoryview(copy))
-        return [part for part in parts if id(part) not in cached], to_keep
+                cached.add(id(read))
+                read.take(memoryview(copy))
+        return [read for read in reads if id(read) not in cached], to_store
 
-    def _keep_unchanged(self, parts: Sequence[tuple[ReadPart, int]]) -> None:
-        """Cache the parts that still have the version they had before the read."""
-        for (part, before), after in zip(parts, self._versions([part for part, _ in parts]), strict=True):
+    def _store_unchanged(self, reads: Sequence[tuple[ShardRead, int]]) -> None:
+        """Store what was read of shards that still have the version they had before."""
+        for (read, before), after in zip(reads, self._versions([read for read, _ in reads]), strict=True):
             if before == after:
-                assert isinstance(part.target, memoryview)  # see _without_copies
-                self._cache.keep(_key(part), after, part.target)
+                assert isinstance(read.target, memoryview)  # see _without_copies
+                self._cache.store(_key(read), after, read.target)
 
-    def _versions(self, parts: Sequence[ReadPart]) -> list[int]:
+    def _versions(self, reads: Sequence[ShardRead]) -> list[int]:
         """Return the versions of shards: one small request per server."""
-        versions = np.empty(len(parts), "<u8")
+        versions = np.empty(len(reads), "<u8")
         rows = ps_pb2.Rows(version=True)
-        items = [ps_pb2.ReadItem(variable=part.item.variable, shard=part.item.shard, rows=rows) for part in parts]
+        items = [ps_pb2.ReadItem(variable=read.item.variable, shard=read.item.shard, rows=rows) for read in reads]
         self.read(
             [
-                ReadPart(part.server, item, versions.itemsize, view(versions[index : index + 1]))
-                for index, (part, item) in enumerate(zip(parts, items, strict=True))
+                ShardRead(read.server, item, versions.itemsize, view(versions[index : index + 1]))
+                for index, (read, item) in enumerate(zip(reads, items, strict=True))
             ]
         )
         result: list[int] = versions.tolist()
         return result
 
 
-def _key(part: ReadPart) -> Key:
-    return part.item.variable, part.item.shard
+def _key(read: ShardRead) -> Key:
+    return read.item.variable, read.item.shard

@@ -1,4 +1,4 @@
-"""Updates of the parameter servers: each part is applied once, however often it is sent."""
+"""Updates of the parameter servers: each is applied once, however often it is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pscluster.v1 import ps_pb2
 
 
 @dataclass(slots=True)
-class UpdatePart:
+class ShardUpdate:
     """One shard's share of an update."""
 
     server: int
@@ -44,21 +44,23 @@ class Updater:
         self._open: set[int] = set()  # sequence numbers not answered yet
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: boot id of its server, and updates
 
-    def update(self, parts: Sequence[UpdatePart]) -> None:
-        """Apply every part once, however often it is sent. Return when all servers have acknowledged."""
+    def update(self, updates: Sequence[ShardUpdate]) -> None:
+        """Apply every update once, however often it is sent. Return when all servers have acknowledged."""
         function = self._exchanges.begin()
-        by_server: defaultdict[int, list[UpdatePart]] = defaultdict(list)
-        for part in parts:
-            by_server[part.server].append(part)
+        by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
+        for update in updates:
+            by_server[update.server].append(update)
         inside = function is not None and function.function
         sequence, settled = (0, 0) if inside else self._next_sequence()
         term = function.term if function is not None and inside else self.term  # the same for all attempts
         small: dict[int, Sequence[Buffer]] = {}
         large: dict[int, Callable[[], object]] = {}
         try:
-            for index, items in by_server.items():
-                for part in items:
-                    part.item.boot_id, part.item.seen = self._seen.get((part.item.variable, part.item.shard), (0, 0))
+            for index, of_server in by_server.items():
+                for update in of_server:
+                    update.item.boot_id, update.item.seen = self._seen.get(
+                        (update.item.variable, update.item.shard), (0, 0)
+                    )
                 request = ps_pb2.Request(
                     update=ps_pb2.UpdateRequest(
                         job=self._job,
@@ -68,13 +70,13 @@ class Updater:
                         sequence=sequence,
                         settled=settled,
                         term=term,
-                        items=[part.item for part in items],
+                        items=[update.item for update in of_server],
                     )
                 )
                 segments = [
                     segment
-                    for part in items
-                    for segment in ((view(part.ids), part.values) if part.ids is not None else (part.values,))
+                    for update in of_server
+                    for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
                 ]
                 buffers = padded(segments)
                 request.total_bytes = sum(map(len, buffers))
@@ -82,7 +84,7 @@ class Updater:
                     request.last = True
                     small[index] = parts_of(request, buffers)
                 else:
-                    large[index] = functools.partial(self._push_update, index, request, buffers, items, function)
+                    large[index] = functools.partial(self._push_update, index, request, buffers, of_server, function)
             reach("client.update.before")
             if small:
                 self._exchanges.exchange(
@@ -92,7 +94,7 @@ class Updater:
                 self._exchanges.on_each(large.values())
             reach("client.update.after")
             self._exchanges.pushed += sum(
-                len(part.values) + (0 if part.ids is None else part.ids.nbytes) for part in parts
+                len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in updates
             )
         finally:
             with self._lock:
@@ -111,20 +113,20 @@ class Updater:
         index: int,
         request: ps_pb2.Request,
         buffers: list[Buffer],
-        parts: Sequence[UpdatePart],
+        updates: Sequence[ShardUpdate],
         function: FunctionContext | None,
     ) -> None:
         name, begin = new_session(), time.monotonic()
         reply = self._exchanges.push(index, request, buffers, name=name)
         self._exchanges.count("push", index, (name, 1), begin, sum(map(len, buffers)), 0, function)
-        self._note(parts, reply.update)
+        self._note(updates, reply.update)
 
-    def _note(self, parts: Sequence[UpdatePart], reply: ps_pb2.UpdateReply) -> None:
+    def _note(self, updates: Sequence[ShardUpdate], reply: ps_pb2.UpdateReply) -> None:
         """Record what was acknowledged, so that a server that restarts with less learns what it has lost."""
-        for part, updates in zip(parts, reply.updates, strict=False):
-            key = part.item.variable, part.item.shard
+        for update, count in zip(updates, reply.updates, strict=False):
+            key = update.item.variable, update.item.shard
             boot_id, most = self._seen.get(key, (0, 0))
-            self._seen[key] = reply.boot_id, max(most, updates) if boot_id == reply.boot_id else updates
+            self._seen[key] = reply.boot_id, max(most, count) if boot_id == reply.boot_id else count
 
     def seen(self) -> list[ps_pb2.SeenUpdates]:
         return [

@@ -1,4 +1,4 @@
-"""Indices and gradients as users write them, in the forms that `parts` and `variable` take."""
+"""Indices and gradients as users write them, in the forms that `shard_requests` and `variable` take."""
 
 from __future__ import annotations
 

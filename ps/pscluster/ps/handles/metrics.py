@@ -22,7 +22,7 @@ from pscluster.core import checks
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, UnknownVariableError
 from pscluster.core.handles import Handle
-from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.scope import current_creator, has_creator
 from pscluster.ps.handles.variable import Variable, read_variables
 from pscluster.v1 import ps_pb2
@@ -139,10 +139,10 @@ class Metric(Handle):
     # A state on the servers
 
     def _update(self, kind: ps_pb2.UpdateKind, state: State) -> None:
-        parts: list[UpdatePart] = []
+        updates: list[ShardUpdate] = []
         for name, variable in zip(self.initial(), self._on_servers(), strict=True):
-            parts += variable.update_parts(kind, state[name])
-        self._variables[0].client.update(parts)
+            updates += variable.shard_updates(kind, state[name])
+        self._variables[0].client.update(updates)
 
     def _on_servers(self) -> list[Variable]:
         if not self._variables:
@@ -169,14 +169,14 @@ class Metric(Handle):
         return f"<{type(self).__name__} {self.name!r}>"
 
 
-def _numbers(values: npt.ArrayLike, metric: str, what: str) -> npt.NDArray[np.float64]:
+def _numbers(values: npt.ArrayLike, metric: str, argument: str) -> npt.NDArray[np.float64]:
     """Return values as float64. MisuseError unless they are real numbers."""
     try:
         array = array_of(values)
     except ValueError as error:  # a ragged list
-        raise MisuseError(f"metric {metric!r}: the {what} are not an array: {error}") from None
+        raise MisuseError(f"metric {metric!r}: the {argument} are not an array: {error}") from None
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        raise MisuseError(f"metric {metric!r}: the {what} are {array.dtype.name}, but must be real numbers")
+        raise MisuseError(f"metric {metric!r}: the {argument} are {array.dtype.name}, but must be real numbers")
     return array.astype(np.float64)
 
 
@@ -193,11 +193,11 @@ def _weights(array: npt.NDArray[Any], sample_weight: Weights, metric: str) -> Fl
         ) from None
 
 
-def _check_shapes(true: npt.NDArray[Any], predicted: npt.NDArray[Any], metric: str, what: str) -> None:
+def _check_shapes(true: npt.NDArray[Any], predicted: npt.NDArray[Any], metric: str, argument: str) -> None:
     if true.shape != predicted.shape:
         raise MisuseError(
-            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give {what} with the shape "
-            "of the labels"
+            f"metric {metric!r}: y_true has shape {true.shape}, y_pred {predicted.shape}: give {argument} with the "
+            "shape of the labels"
         )
 
 

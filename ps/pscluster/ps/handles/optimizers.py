@@ -20,7 +20,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
@@ -224,7 +224,9 @@ class Optimizer(Handle):
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
             raise TypeError(f"slots belong to variables, not to a {type(variable).__name__}")
         if isinstance(variable, JoinedVariable):
-            raise TypeError(f"slots belong to each of {variable.member_names}: ask for one of these")
+            raise TypeError(
+                f"a joined variable has no slots of its own; ask for a slot of one of {variable.member_names}"
+            )
         if not name or not isinstance(name, str):
             raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
@@ -257,27 +259,27 @@ class Optimizer(Handle):
             if self._nonfinite is not None:  # before clipping, which makes infinity finite
                 nonfinite = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
             pairs = self._preprocessed(pairs)
-        parts: list[UpdatePart] = []
+        updates: list[ShardUpdate] = []
         for gradient, variable in pairs:
-            its_parts = variable.gradient_parts(gradient, self._spec.id)
-            parts.extend(its_parts)
+            own_updates = variable.gradient_updates(gradient, self._spec.id)
+            updates.extend(own_updates)
             # As sent, too: summing rows, or converting to a narrower type, may have made infinities.
             if self._nonfinite is not None and not all(
-                np.isfinite(np.frombuffer(part.values, variable.dtype)).all() for part in its_parts
+                np.isfinite(np.frombuffer(update.values, variable.dtype)).all() for update in own_updates
             ):
                 nonfinite.add(variable.name)
         if nonfinite and self._nonfinite is not None:
-            count = self._nonfinite.update_parts(ps_pb2.ADD, 1)
+            count = self._nonfinite.shard_updates(ps_pb2.ADD, 1)
             if self._preprocessing.nonfinite == "count":
-                parts += count
+                updates += count
             else:
                 self._client.update(count)
                 if self._preprocessing.nonfinite == "skip":
                     return
                 names = ", ".join(sorted(nonfinite))
                 raise InvalidUpdateError(f"NaN or infinity in the gradient of {names}: nothing was applied")
-        if parts:
-            self._client.update(parts)
+        if updates:
+            self._client.update(updates)
 
     def _checked(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> list[tuple[Gradient, Variable]]:
         pairs: list[tuple[Gradient, Variable]] = []

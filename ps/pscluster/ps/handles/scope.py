@@ -94,14 +94,14 @@ def has_creator() -> bool:
     return _creator.get() is not None
 
 
-def current_creator(what: str) -> Creator:
-    """Return the creator of this scope. Outside of any, raise MisuseError, which names `what` was to be made."""
+def current_creator(wanted: str) -> Creator:
+    """Return the creator of this scope. Outside of any, raise MisuseError, which names `wanted`."""
     creator = _creator.get()
     if creator is None:
         if current_function() is not None:
             raise MisuseError(
-                f"{what} was created in a step function, which is not allowed: create it in the script, inside `with "
+                f"{wanted} was created in a step function, which is not allowed: create it in the script, inside `with "
                 "strategy.scope():`, and use it here by its name, or pass it as an argument"
             )
-        raise MisuseError(f"{what} was created outside a strategy's scope: create it inside `with strategy.scope():`")
+        raise MisuseError(f"{wanted} was created outside a strategy's scope: create it inside `with strategy.scope():`")
     return creator

@@ -1,7 +1,7 @@
 """Variables as users hold them: handles that read and update shards on the parameter servers.
 
 The same class serves in the coordinator's script and inside a step function, where updates are keyed by the function
-and applied once, however often it is retried. Wrong arguments are refused before anything is sent: see `parts`.
+and applied once, however often it is retried. `shard_requests` refuses wrong arguments before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pscluster.core.geometry import Block, Partition, check_ids
 from pscluster.core.handles import Handle
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.read_plans import ReadPart
-from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.client.read_plans import ShardRead
+from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, IndexedSlices, advanced_index, gradient_of, wrapped_ids
 from pscluster.ps.handles.operators import Arithmetic
-from pscluster.ps.handles.parts import ALL, Parts
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
+from pscluster.ps.handles.shard_requests import ALL, ShardRequests
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.spec import partition_of
 from pscluster.v1 import ps_pb2
@@ -92,7 +92,7 @@ class Shard(Arithmetic):
         self.variable.assign(value, at=self.block.slices or ...)
 
 
-class Variable(Parts, Arithmetic, Handle):
+class Variable(ShardRequests, Arithmetic, Handle):
     """An array that lives on the parameter servers.
 
     Args:
@@ -218,7 +218,7 @@ class Variable(Parts, Arithmetic, Handle):
     def _read_box(self, index: Any) -> Any:
         selection = self._selection(index)
         out = np.empty(selection.counts, self.dtype)
-        self.client.read(self._box_parts(selection, out))
+        self.client.read(self._box_reads(selection, out))
         return out.reshape(selection.result_shape)[()]
 
     def _read_mask(self, mask: npt.NDArray[np.bool_]) -> Array:
@@ -226,7 +226,7 @@ class Variable(Parts, Arithmetic, Handle):
             raise IndexError(f"variable {self.name!r} has shape {self.shape}, but the mask has shape {mask.shape}")
         points = np.nonzero(mask)
         out = np.empty((len(points[0]), *self.shape[mask.ndim :]), self.dtype)
-        self.client.read(self._mask_parts(points, out))
+        self.client.read(self._mask_reads(points, out))
         return out
 
     def sparse_read(self, indices: npt.ArrayLike, name: str | None = None) -> Array:
@@ -304,16 +304,16 @@ class Variable(Parts, Arithmetic, Handle):
         self._check_slices(sparse_delta)
         if np.ndim(sparse_delta.indices) < 2:
             return self.scatter_update(sparse_delta, use_locking, name)
-        self.client.update(self._batch_parts(sparse_delta))
+        self.client.update(self._batch_updates(sparse_delta))
         return self
 
     def _update(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any) -> Self:
-        self.client.update(self.update_parts(kind, value, at))
+        self.client.update(self.shard_updates(kind, value, at))
         return self
 
     def _scatter(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, *_unused: object) -> Self:
         """Update rows. `_unused` are TensorFlow's other arguments, which have no effect here."""
-        self.client.update(self._sparse_parts(kind, gradient_of(slices)))
+        self.client.update(self._sparse_updates(kind, gradient_of(slices)))
         return self
 
 
@@ -392,13 +392,13 @@ class JoinedVariable(ShardedVariable):
     def _read_item(self, shard: int, rows: ps_pb2.Rows = ALL) -> ps_pb2.ReadItem:
         return self._members[shard]._read_item(0, rows)
 
-    def _update_part(self, kind: ps_pb2.UpdateKind, shard: int, nth: int, *args: Any, **kwargs: Any) -> UpdatePart:
+    def _shard_update(self, kind: ps_pb2.UpdateKind, shard: int, nth: int, *args: Any, **kwargs: Any) -> ShardUpdate:
         del nth
         member = self._members[shard]
-        return member._update_part(kind, 0, member._next_update(), *args, **kwargs)
+        return member._shard_update(kind, 0, member._next_update(), *args, **kwargs)
 
     def _next_update(self) -> int:
-        return 0  # see `_update_part`
+        return 0  # see `_shard_update`
 
 
 def _checked_members(variables: object) -> tuple[Variable, ...]:
@@ -476,31 +476,31 @@ def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
         if values is not None:
             return values
     results: list[Array] = []
-    parts: list[ReadPart] = []
+    reads: list[ShardRead] = []
     for item in variables:
         result = np.empty(item.shape, item.dtype)
         results.append(result)
         if isinstance(item, Shard):
-            parts.append(item.variable._read_part(item.index, result, ...))
+            reads.append(item.variable._shard_read(item.index, result, ...))
         else:
-            parts += item._whole_parts(result)
-    client.read(parts)
+            reads += item._whole_reads(result)
+    client.read(reads)
     return results
 
 
 def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     """Read rows by id from several variables at once; see `Variable.sparse_read`."""
     results: list[Array] = []
-    parts: list[ReadPart] = []
+    reads: list[ShardRead] = []
     for variable, indices in lookups:
         if not variable.shape:
             raise InvalidUpdateError(f"variable {variable.name!r} is a scalar: it has no rows to read")
         ids = check_ids(indices, variable.shape[0], variable.name)
         result = np.empty((ids.size, *variable.shape[1:]), variable.dtype)
         results.append(result.reshape((*ids.shape, *variable.shape[1:])))
-        parts += variable._row_parts(ids.reshape(-1), result)
+        reads += variable._row_reads(ids.reshape(-1), result)
     if lookups:
-        _one_client([variable for variable, _ in lookups]).read(parts)
+        _one_client([variable for variable, _ in lookups]).read(reads)
     return results
 
 

@@ -41,11 +41,11 @@ _TINY = 1.2e-38
 _HUGE = 3e38
 
 
-def number(default: float, **limits: Unpack[checks.Limits]) -> float:
+def hyperparameter(default: float, **limits: Unpack[checks.Limits]) -> float:
     """Declare a hyperparameter of a rule: a field with its default, and the limits that `UpdateRule` checks."""
     check = partial(checks.real, mend=f": the default is {default:g}", **limits)
-    hyperparameter: float = field(default=default, metadata=checks.checked(check))
-    return hyperparameter
+    declared: float = field(default=default, metadata=checks.checked(check))
+    return declared
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class UpdateRule(checks.Parameters, ABC):
 
     scratch: ClassVar[int] = 1  # the number of buffers that `apply` needs
 
-    learning_rate: float = number(0.001, at_least=0)
+    learning_rate: float = hyperparameter(0.001, at_least=0)
 
     @property
     @abstractmethod
@@ -109,7 +109,7 @@ class _Decaying(UpdateRule):
     """Base of rules with decoupled weight decay. Their first scalar is the factor that the parameter decays by."""
 
     _: KW_ONLY
-    weight_decay: float = number(0.0, at_least=0)
+    weight_decay: float = hyperparameter(0.0, at_least=0)
 
     def scalars(self, step: int) -> Scalars:
         (rate,) = super().scalars(step)
@@ -126,7 +126,7 @@ class _Decaying(UpdateRule):
 
 
 def _average(slot: Array, value: Array, beta: float, scratch: Array) -> None:
-    """slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
+    """Set slot <- beta * slot + (1 - beta) * value, where `value` may be the scratch itself."""
     if beta < 0.5:  # the slot follows the value closely: keep the digits of a value much smaller than the last
         np.subtract(slot, value, out=slot)
         np.multiply(slot, beta, out=slot)
@@ -154,8 +154,8 @@ class SGD(_Decaying):
 
     name: ClassVar[str] = "sgd"
 
-    learning_rate: float = number(0.01, at_least=0)
-    momentum: float = number(0.0, at_least=0, at_most=1)
+    learning_rate: float = hyperparameter(0.01, at_least=0)
+    momentum: float = hyperparameter(0.0, at_least=0, at_most=1)
     nesterov: bool = False
 
     def __post_init__(self) -> None:
@@ -203,9 +203,9 @@ class Adam(_Decaying):
 
     name: ClassVar[str] = "adam"
 
-    beta_1: float = number(0.9, at_least=0, below=1)
-    beta_2: float = number(0.999, at_least=0, below=1)
-    epsilon: float = number(1e-7, above=0)
+    beta_1: float = hyperparameter(0.9, at_least=0, below=1)
+    beta_2: float = hyperparameter(0.999, at_least=0, below=1)
+    epsilon: float = hyperparameter(1e-7, above=0)
     amsgrad: bool = False
 
     @property
@@ -249,7 +249,7 @@ class AdamW(Adam):
     name: ClassVar[str] = "adamw"
 
     _: KW_ONLY
-    weight_decay: float = number(0.004, at_least=0)
+    weight_decay: float = hyperparameter(0.004, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class Adagrad(_Decaying):
 
     name: ClassVar[str] = "adagrad"
 
-    initial_accumulator_value: float = number(0.1, at_least=0)
-    epsilon: float = number(1e-7, above=0)
+    initial_accumulator_value: float = hyperparameter(0.1, at_least=0)
+    epsilon: float = hyperparameter(1e-7, above=0)
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -302,9 +302,9 @@ class RMSprop(_Decaying):
 
     name: ClassVar[str] = "rmsprop"
 
-    rho: float = number(0.9, at_least=0, below=1)
-    momentum: float = number(0.0, at_least=0, at_most=1)
-    epsilon: float = number(1e-7, above=0)
+    rho: float = hyperparameter(0.9, at_least=0, below=1)
+    momentum: float = hyperparameter(0.0, at_least=0, at_most=1)
+    epsilon: float = hyperparameter(1e-7, above=0)
     centered: bool = False
 
     @property
@@ -362,13 +362,13 @@ class Ftrl(_Decaying):
     name: ClassVar[str] = "ftrl"
     scratch: ClassVar[int] = 3
 
-    learning_rate: float = number(0.001, above=0)
-    learning_rate_power: float = number(-0.5, at_most=0)
-    initial_accumulator_value: float = number(0.1, at_least=0)
-    l1_regularization_strength: float = number(0.0, at_least=0)
-    l2_regularization_strength: float = number(0.0, at_least=0)
-    l2_shrinkage_regularization_strength: float = number(0.0, at_least=0)
-    beta: float = number(0.0, at_least=0)
+    learning_rate: float = hyperparameter(0.001, above=0)
+    learning_rate_power: float = hyperparameter(-0.5, at_most=0)
+    initial_accumulator_value: float = hyperparameter(0.1, at_least=0)
+    l1_regularization_strength: float = hyperparameter(0.0, at_least=0)
+    l2_regularization_strength: float = hyperparameter(0.0, at_least=0)
+    l2_shrinkage_regularization_strength: float = hyperparameter(0.0, at_least=0)
+    beta: float = hyperparameter(0.0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -411,7 +411,7 @@ class Ftrl(_Decaying):
         np.divide(t, power, out=param)
 
     def _grow(self, n: Array, grad: Array, sigma: Array, power: Array, t: Array) -> None:
-        """n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
+        """Set n <- n + grad^2, power = n^k after that, sigma = the growth of n^k."""
         k = -self.learning_rate_power
         np.multiply(grad, grad, out=sigma)
         if k == 0.5:
@@ -457,8 +457,8 @@ class Adadelta(_Decaying):
     slots: ClassVar[Mapping[str, float]] = {"accumulated_grad": 0.0, "accumulated_delta_var": 0.0}
     scratch: ClassVar[int] = 2
 
-    rho: float = number(0.95, at_least=0, below=1)
-    epsilon: float = number(1e-7, above=0)
+    rho: float = hyperparameter(0.95, at_least=0, below=1)
+    epsilon: float = hyperparameter(1e-7, above=0)
 
     def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
         _, rate = scalars
@@ -494,8 +494,8 @@ class Lion(_Decaying):
     slots: ClassVar[Mapping[str, float]] = {"m": 0.0}
     scratch: ClassVar[int] = 2
 
-    beta_1: float = number(0.9, at_least=0, at_most=1)
-    beta_2: float = number(0.99, at_least=0, below=1)
+    beta_1: float = hyperparameter(0.9, at_least=0, at_most=1)
+    beta_2: float = hyperparameter(0.99, at_least=0, below=1)
 
     def _step(self, param: Array, grad: Array, slots: Slots, scalars: Scalars, scratch: Buffers) -> None:
         _, rate = scalars

@@ -41,7 +41,7 @@ def _rate_or_schedule(name: str, value: Any) -> float | LearningRateSchedule:
     return value if isinstance(value, LearningRateSchedule) else real(name, value, at_least=0)
 
 
-def _each(check: Callable[[str, Any], object]) -> dict[str, Any]:
+def _sequence_of(check: Callable[[str, Any], object]) -> dict[str, Any]:
     """Return a check of every element of a sequence, which makes it a tuple."""
 
     def check_all(name: str, values: Any) -> tuple[object, ...]:
@@ -130,8 +130,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     name: ClassVar[str] = "piecewise_constant_decay"
 
-    boundaries: tuple[int, ...] = field(metadata=_each(partial(_steps, at_least=0)))
-    values: tuple[float, ...] = field(metadata=_each(partial(real, at_least=0)))
+    boundaries: tuple[int, ...] = field(metadata=_sequence_of(partial(_steps, at_least=0)))
+    values: tuple[float, ...] = field(metadata=_sequence_of(partial(real, at_least=0)))
 
     def __post_init__(self) -> None:
         super().__post_init__()

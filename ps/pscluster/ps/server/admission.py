@@ -95,6 +95,6 @@ def check_amount(changes: Sequence[Change], total: int, budget: int) -> None:
     ids = sum(change.item.rows.ids * 8 + ALIGNMENT for change in changes)
     if total > room + min(ids, room):
         raise InvalidUpdateError(
-            f"an update of {total:,} bytes to shards of {room:,} bytes, the limit is the larger of their size "
+            f"an update of {total:,} bytes to shards of {room:,} bytes; the limit is the larger of their size "
             f"and {budget:,} (--in-flight-mib): send less at a time"
         )

@@ -68,7 +68,7 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
         numbers = json.loads(initializer.numbers)
         source, optimizers = int(numbers["variable"]), set(map(int, numbers["optimizers"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ProtocolError(f"variable {spec.name!r} is a copy of no variable: {error!r}") from None
+        raise ProtocolError(f"variable {spec.name!r} does not say which variable it is a copy of: {error!r}") from None
     held = store.directory.variables.get(source)
     if held is None:
         raise UnknownVariableError(
@@ -83,7 +83,7 @@ def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initial
             "dtype, partition or placement"
         )
     try:
-        return {number: shard.copy(optimizers) for number, shard in held.shards.items()}
+        return {index: shard.copy(optimizers) for index, shard in held.shards.items()}
     except MemoryError:
         size = sum(shard.nbytes for shard in held.shards.values())
         raise InvalidUpdateError(

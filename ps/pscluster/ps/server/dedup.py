@@ -1,4 +1,4 @@
-"""Which updates a server has applied: the memory behind "applied once". Pure; its owner serialises the calls.
+"""Which updates a server has applied: the memory behind "applied once". Pure; its owner serializes the calls.
 
 A key is (function, variable, shard, n-th update of it) inside a scheduled function, and (client, sequence,
 variable, shard, n-th) outside of one. A function to which the user has given a key is identified by that key instead of

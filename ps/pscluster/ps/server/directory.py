@@ -1,6 +1,6 @@
 """The directory of a server: the variables and optimizers of the job, and the shards that live here.
 
-Pure; its owner serialises changes. A variable is pending while its shards are made. If it is deleted meanwhile, it is
+Pure; its owner serializes changes. A variable is pending while its shards are made. If it is deleted meanwhile, it is
 removed from the pending ones, and not entered afterwards.
 """
 
@@ -78,15 +78,15 @@ class Directory:
             raise UnknownVariableError(f"shard {shard} of {held.spec.name!r} does not live on ps {self._server}")
         return held, held.shards[shard]
 
-    def optimizer(self, number: int) -> HeldOptimizer:
+    def optimizer(self, optimizer_id: int) -> HeldOptimizer:
         """Return an optimizer. UnknownVariableError if there is none; UnavailableError if its rule is awaited."""
-        known = self._optimizers.get(number)
-        if known is None and number in self._awaited:
+        known = self._optimizers.get(optimizer_id)
+        if known is None and optimizer_id in self._awaited:
             raise UnavailableError(
-                f"ps {self._server} is waiting for the rule of optimizer {self._awaited[number].name!r}"
+                f"ps {self._server} is waiting for the rule of optimizer {self._awaited[optimizer_id].name!r}"
             )
         if known is None:
-            raise UnknownVariableError(f"there is no optimizer with id {number} in this job")
+            raise UnknownVariableError(f"there is no optimizer with id {optimizer_id} in this job")
         return known
 
     def has_optimizer(self, spec: ps_pb2.OptimizerSpec) -> bool:
@@ -110,7 +110,7 @@ class Directory:
             raise StaleError(f"variable {spec.name!r} was deleted, with all others of its evaluation")
         # The same spec again is a repetition of this request: its first answer was lost.
         if any(held.spec.name == spec.name and held.spec != spec for held in self.variables.values()):
-            raise InvalidUpdateError(f"there is a variable {spec.name!r} already: names are unique in a strategy")
+            raise InvalidUpdateError(f"there is already a variable {spec.name!r}: names are unique in a strategy")
 
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
         """Enter an optimizer, or a new form of it."""

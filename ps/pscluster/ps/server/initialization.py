@@ -65,7 +65,7 @@ def _takes(
     keywords = [keyword for keyword in ("partition_shape", "partition_offset") if keyword in signature.parameters]
     if keywords:
         block = "named"
-    elif any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+    elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         block, keywords = "any", ["partition_shape", "partition_offset"]
     for arguments in ((shape, dtype), ()):
         with contextlib.suppress(TypeError):

@@ -41,17 +41,17 @@ class Losses:
         boot_ids: Sequence[int],
         counts: Mapping[ShardKey, int],
         lost: Mapping[ShardKey, int],
-        found: Mapping[ShardKey, int],
+        newly_lost: Mapping[ShardKey, int],
         since: Mapping[ShardKey, int],
     ) -> None:
-        """Begin from restored counts of updates, and the losses known before and `found` while restoring.
+        """Begin from restored counts of updates, and the losses known before and `newly_lost`.
 
         Those of `lost` in `since` were found by processes that had restored the same state and saved nothing.
         """
         self.before, self.total, self._restored = tuple(boot_ids), dict(lost), counts
         self.restored = bool(counts)
         self.since = dict(since)
-        for shard, count in found.items():
+        for shard, count in newly_lost.items():
             self._count(shard, count)
 
     def note(self, shard: ShardKey, boot_id: int, seen: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from pscluster.core.errors import ConfigurationError
+from pscluster.core import checks
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest, run_role
@@ -100,12 +100,9 @@ def serve_ps(
 def bounds_of_environ() -> tuple[int, tuple[str, ...]]:
     """Return the environment's memory for large requests, in MiB, and its checkpoint roots.
 
-    ConfigurationError if the memory is not a whole number.
+    ConfigurationError if the memory is invalid.
     """
-    text = os.environ.get(IN_FLIGHT_VARIABLE) or str(DEFAULT_MIB)
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigurationError(f"{IN_FLIGHT_VARIABLE} is {text!r}; give a whole number of MiB, from 1 on")
-    return int(text), tuple(os.environ.get(ROOT_VARIABLE, "").split())
+    return checks.mib_of_environ(IN_FLIGHT_VARIABLE, DEFAULT_MIB, 1), tuple(os.environ.get(ROOT_VARIABLE, "").split())
 
 
 def durability_options(

@@ -37,9 +37,9 @@ class Metadata(Shard):
 def check_texts(texts: Mapping[str, str]) -> None:
     """Raise ProtocolError if these are not texts of a job's metadata."""
     if len(texts) > MAX_TEXTS:
-        raise ProtocolError(f"{len(texts):,} names in a job's metadata, the limit is {MAX_TEXTS}")
+        raise ProtocolError(f"{len(texts):,} names in a job's metadata; the limit is {MAX_TEXTS}")
     for name, text in texts.items():
         check_name(name, "a name in a job's metadata")
         if not name or (size := len(text.encode())) > MAX_TEXT_BYTES:
-            what = f"{size:,} bytes, the limit is {MAX_TEXT_BYTES:,}" if name else "text without a name"
-            raise ProtocolError(f"metadata {name[:80]!r}: {what}")
+            problem = f"{size:,} bytes; the limit is {MAX_TEXT_BYTES:,}" if name else "text without a name"
+            raise ProtocolError(f"metadata {name[:80]!r}: {problem}")

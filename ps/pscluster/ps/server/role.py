@@ -13,7 +13,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
 from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
 from pscluster.ps.server.store import Store
-from pscluster.ps.storage.checkpoint_parts import Parts
+from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import JobIdentity, StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
@@ -32,18 +32,18 @@ class ParameterServerRole(Role):
     def __init__(self, index: int, manager: StateManager | None = None, roots: Roots | None = None) -> None:
         self.roots = roots or Roots()
         self.manager = manager or StateManager(DurabilityOptions())
-        self.parts = Parts()
+        self.parts = CheckpointParts()
         self.metrics = ServiceMetrics()
         self._store_metrics = StoreMetrics()
         reach("ps.restore.before")
-        found = self.manager.restore()
+        saved = self.manager.restore()
         reach("ps.restore.after")
-        self._take_on(Store(index) if found is None else found.store)
+        self._take_on(Store(index) if saved is None else saved.store)
         self.restored_job = self.store.job
-        self._identity = JobIdentity() if found is None else found.identity
-        self._restored = "" if found is None else found.words
+        self._identity = JobIdentity() if saved is None else saved.identity
+        self._restored = "" if saved is None else saved.words
         # Restored, but the coordinator has not reported yet which workers were given up meanwhile: serve no requests.
-        self.waiting = found is not None
+        self.waiting = saved is not None
         self._own_until = time.monotonic() + OWN_SECONDS
         self._new = False  # the job has begun, and may not be on disk
 
@@ -145,7 +145,7 @@ class ParameterServerRole(Role):
         traffic = [
             (held.spec.name, nbytes, held.metrics) for held, nbytes in self.store.traffic() if not held.spec.evaluation
         ]
-        largest = heapq.nlargest(most, traffic, key=lambda each: each[2].pulled_bytes + each[2].pushed_bytes)
+        largest = heapq.nlargest(most, traffic, key=lambda item: item[2].pulled_bytes + item[2].pushed_bytes)
         for name, nbytes, metrics in largest:
             load = reply.busiest.add(name=name, bytes=nbytes, reads=metrics.pulls, read_bytes=metrics.pulled_bytes)
             load.updates, load.update_bytes = metrics.pushes, metrics.pushed_bytes

@@ -27,8 +27,8 @@ def box_of(slices: ps_pb2.Slices, array: Array, name: str) -> Box:
         last = axis.start + (axis.count - 1) * axis.step
         if not axis.step or (axis.count and not (axis.start < length and 0 <= last < length)):
             raise InvalidUpdateError(
-                f"{axis.count} indices from {axis.start} on, {axis.step} apart, of {name!r}, "
-                f"a shard with {length} on that axis"
+                f"a slice of {name!r} (start {axis.start}, step {axis.step}, {axis.count} elements) reaches beyond a "
+                f"shard of length {length}"
             )
         index.append(AxisSlice(axis.start, axis.step, axis.count).as_slice)
     return (*index, ...)  # with the ellipsis a scalar's selection is a view, too

@@ -76,9 +76,9 @@ class ParameterServerService:
         name, reply = _name_of(context), server_call(context).reply
         for nth, data in enumerate(requests, 1):
             begin = time.monotonic()
-            what, parts = self._reply(data, requests, context)
-            if what:
-                self._counted(what, begin, sum(map(len, parts)) if what == "pull" else len(data), name, nth)
+            direction, parts = self._reply(data, requests, context)
+            if direction:
+                self._counted(direction, begin, sum(map(len, parts)) if direction == "pull" else len(data), name, nth)
             yield reply(parts)
             reach("ps.answer.after")
 
@@ -164,22 +164,22 @@ class ParameterServerService:
         """Receive an update (or creation) in frames, and apply it once it is whole."""
         begin = time.monotonic()
         with self.drain:
-            what, nbytes, answer = self.writes.push(self._role.serving(), frames, context)
-        if what:
-            self._counted(what, begin, nbytes, _name_of(context))
+            direction, nbytes, answer = self.writes.push(self._role.serving(), frames, context)
+        if direction:
+            self._counted(direction, begin, nbytes, _name_of(context))
         return answer
 
-    def _counted(self, what: str, begin: float, nbytes: int, name: str, nth: int = 1) -> None:
+    def _counted(self, direction: str, begin: float, nbytes: int, name: str, nth: int = 1) -> None:
         """Count an answered request: the n-th of the session with this name, or a large one."""
         end, metrics = time.monotonic(), self._metrics
-        if what == "pull":
+        if direction == "pull":
             metrics.pulls.add(end - begin)
             metrics.pulled_bytes += nbytes
         else:
             metrics.pushes.add(end - begin)
             metrics.pushed_bytes += nbytes
         if name:
-            metrics.recording.served.append(Served(name, nth, what, begin, end))
+            metrics.recording.served.append(Served(name, nth, direction, begin, end))
 
     def _store_of(self, job: int) -> Store:
         """Return the store for a request of this job. StaleError if the server serves another one."""
@@ -196,7 +196,7 @@ class ParameterServerService:
             self._role.manager.save()
         if request.seen:
             check_count(len(request.seen), MAX_COUNT, "shards of which updates were seen")
-            store.note_lost((each.variable, each.shard, each.boot_id, each.updates) for each in request.seen)
+            store.note_lost((seen.variable, seen.shard, seen.boot_id, seen.updates) for seen in request.seen)
             self._role.manager.write_losses()
         reply = store.describe(variables, optimizers, request.all)
         if request.metadata:

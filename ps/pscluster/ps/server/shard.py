@@ -46,8 +46,10 @@ class Shard:
 
     def arrays(self) -> dict[str, Array]:
         """Return all arrays by name: the values, and each optimizer's slots and average. Needs the lock."""
-        slots = {f"slot/{number}/{name}": array for number, by in self.slots.items() for name, array in by.items()}
-        averages = {f"average/{number}": array for number, array in self.averages.items()}
+        slots = {
+            f"slot/{optimizer}/{name}": array for optimizer, by in self.slots.items() for name, array in by.items()
+        }
+        averages = {f"average/{optimizer}": array for optimizer, array in self.averages.items()}
         return {"value": self.array, **slots, **averages}
 
     def put(self, arrays: Mapping[str, Array]) -> None:
@@ -55,8 +57,8 @@ class Shard:
         for name, array in arrays.items():
             kind, _, rest = name.partition("/")
             if kind == "slot":
-                number, _, slot = rest.partition("/")
-                self.slots.setdefault(int(number), {})[slot] = array
+                optimizer, _, slot = rest.partition("/")
+                self.slots.setdefault(int(optimizer), {})[slot] = array
             elif kind == "average":
                 self.averages[int(rest)] = array
 
@@ -70,7 +72,7 @@ class Shard:
             }
             shard = Shard(arrays["value"])
             shard.put(arrays)
-            shard.steps = {number: step for number, step in self.steps.items() if number in optimizers}
+            shard.steps = {optimizer: step for optimizer, step in self.steps.items() if optimizer in optimizers}
         return shard
 
     @property

@@ -29,7 +29,7 @@ from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 256
+_BATCH = 256
 """The most intervals of functions that are entered before the lock is released for others."""
 
 
@@ -160,7 +160,7 @@ class Store:
             for prepared in self._prepared.values():
                 prepared.settle()
             held, _, _ = self.directory.contents()
-        return [(each, sum(shard.nbytes for shard in each.shards.values())) for each in held]
+        return [(variable, sum(shard.nbytes for shard in variable.shards.values())) for variable in held]
 
     def totals(self) -> tuple[int, int]:
         """Return the number of shards and their bytes, slots included."""
@@ -197,13 +197,13 @@ class Store:
 
         With `shut_out`, none of their updates is being or will be applied after this returns.
         """
-        for at in range(0, len(intervals), _AT_ONCE):
+        for at in range(0, len(intervals), _BATCH):
             with self._lock:
-                self._ledger.finish(intervals[at : at + _AT_ONCE])
+                self._ledger.finish(intervals[at : at + _BATCH])
         over = list(keys)
-        for at in range(0, len(over), _AT_ONCE):
+        for at in range(0, len(over), _BATCH):
             with self._lock:
-                self._ledger.forget(over[at : at + _AT_ONCE])
+                self._ledger.forget(over[at : at + _BATCH])
         if shut_out:
             _pass_through(self._all_shards())
 
@@ -260,7 +260,7 @@ class Store:
         return by_name
 
     def _name_of(self, shard: ShardKey) -> str:
-        """The name under which losses of a shard are counted; empty: its variable was deleted."""
+        """Return the name under which losses of a shard are counted; "" if its variable was deleted."""
         held = self.directory.variables.get(shard[0])
         return NAMES.get(shard, "") if held is None else held.spec.name
 

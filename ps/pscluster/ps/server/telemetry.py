@@ -13,10 +13,10 @@ _BY = ("variable",)
 
 _OF_VARIABLES = {  # fields of VariableMetrics
     "pulls": Metric("variable_pulls_total", "counter", "shards read, whole or rows", _BY),
-    "pulled_bytes": Metric("variable_pulled_bytes_total", "counter", "values read", _BY),
-    "pull_seconds": Metric("variable_pull_seconds_total", "counter", "time to read and send them", _BY),
+    "pulled_bytes": Metric("variable_pulled_bytes_total", "counter", "bytes of values read", _BY),
+    "pull_seconds": Metric("variable_pull_seconds_total", "counter", "time to read and send those values", _BY),
     "pushes": Metric("variable_pushes_total", "counter", "updates of shards applied", _BY),
-    "pushed_bytes": Metric("variable_pushed_bytes_total", "counter", "values of updates applied", _BY),
+    "pushed_bytes": Metric("variable_pushed_bytes_total", "counter", "bytes of values of updates applied", _BY),
     "push_seconds": Metric("variable_push_seconds_total", "counter", "time to apply them and wait for the shard", _BY),
     "rows_read": Metric("variable_rows_read_total", "counter", "rows read by number", _BY),
     "rows_updated": Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY),
@@ -28,27 +28,27 @@ class ServerTelemetry(Telemetry):
 
     role: ClassVar[str] = "ps"
     metrics = (
-        Metric("pull_seconds", "histogram", "from the arrival of a read to the end of its reply"),
-        Metric("push_seconds", "histogram", "from the arrival of an update, or of its first frame, to its reply"),
-        Metric("pulled_bytes_total", "counter", "sent in answers to reads"),
-        Metric("pushed_bytes_total", "counter", "received in updates"),
+        Metric("pull_seconds", "histogram", "time from the arrival of a read to the end of its reply"),
+        Metric("push_seconds", "histogram", "time from the arrival of an update, or of its first frame, to its reply"),
+        Metric("pulled_bytes_total", "counter", "bytes sent in replies to reads"),
+        Metric("pushed_bytes_total", "counter", "bytes received in updates"),
         Metric("requests_refused_total", "counter", "small requests answered with an error"),
         Metric("update_staleness_updates", "histogram", "for each update, others' updates since the sender's last one"),
         Metric("updates_duplicate_total", "counter", "updates dropped because they had already been applied"),
         Metric("updates_remembered", "gauge", "keys remembered to detect duplicates"),
-        Metric("updates_lost", "gauge", "acknowledged updates lost when a process died, at least", _BY),
+        Metric("updates_lost", "gauge", "lower bound of the acknowledged updates lost when a process died", _BY),
         Metric("lock_waits_total", "counter", "updates that waited for their shard"),
         Metric("lock_wait_seconds_total", "counter", "time that updates waited for their shard"),
-        Metric("in_flight_bytes", "gauge", "memory for large requests under way"),
+        Metric("in_flight_bytes", "gauge", "bytes reserved for large requests in progress"),
         Metric("variables", "gauge", "variables with shards here"),
-        Metric("variable_bytes", "gauge", "their shards, with optimizer slots and averages", _BY),
+        Metric("variable_bytes", "gauge", "bytes of their shards, with optimizer slots and averages", _BY),
         *_OF_VARIABLES.values(),
-        Metric("snapshot_seconds", "histogram", "to save a generation of the state"),
-        Metric("snapshot_bytes_total", "counter", "written of generations"),
-        Metric("snapshot_failures_total", "counter", "generations that could not be saved"),
-        Metric("log_bytes", "gauge", "the log's segment"),
-        Metric("checkpoint_seconds", "histogram", "to write this server's part of a checkpoint"),
-        Metric("checkpoint_bytes_total", "counter", "written of checkpoints"),
+        Metric("snapshot_seconds", "histogram", "time to save a snapshot of the state"),
+        Metric("snapshot_bytes_total", "counter", "bytes written for snapshots"),
+        Metric("snapshot_failures_total", "counter", "snapshots that could not be saved"),
+        Metric("log_bytes", "gauge", "bytes of the log's current segment"),
+        Metric("checkpoint_seconds", "histogram", "time to write this server's part of a checkpoint"),
+        Metric("checkpoint_bytes_total", "counter", "bytes written for checkpoints"),
     )
 
     def __init__(self, role: ParameterServerRole, budget: Budget) -> None:
@@ -61,7 +61,7 @@ class ServerTelemetry(Telemetry):
         """Return the metrics of the store, the service and the state manager."""
         role, store, metrics = self._role, self._role.store, self._role.metrics
         # The largest get labels first, and evaluation snapshots, which come and go, last.
-        traffic = sorted(store.traffic(), key=lambda each: (each[0].spec.evaluation > 0, -each[1]))
+        traffic = sorted(store.traffic(), key=lambda item: (item[0].spec.evaluation > 0, -item[1]))
         labels = self._labels.choose([held.spec.name for held, _ in traffic if not held.spec.evaluation])
         lost: dict[str, float] = defaultdict(float)
         for name, count in store.lost.items():

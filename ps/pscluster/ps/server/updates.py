@@ -93,7 +93,7 @@ def changes_of(
             expected = item.rows.ids * table.shape[1] * table.itemsize
             at += item.rows.ids * 8 + padding(item.rows.ids * 8)
             if item.scalar:
-                raise ProtocolError("one value for many rows by number")
+                raise ProtocolError("an update of rows by number has a single value")
         elif which == "all":
             expected = shard.array.nbytes
         elif which == "slices":
@@ -102,11 +102,13 @@ def changes_of(
         else:
             raise ProtocolError(f"an update of {name!r} without rows")
         if optimizer is not None and (which == "slices" or item.scalar):
-            raise ProtocolError(f"a gradient for {name!r} is for all of it or for rows by number")
+            raise ProtocolError(f"a gradient of {name!r} must be for the whole shard or for rows by number")
         if item.scalar:
             expected = shard.array.itemsize
         if item.value_bytes != expected:
-            raise InvalidUpdateError(f"{item.value_bytes} bytes for {expected} of {name!r}, shard {item.shard}")
+            raise InvalidUpdateError(
+                f"got {item.value_bytes} bytes of values for shard {item.shard} of {name!r}, expected {expected}"
+            )
         changes.append(Change(item, held, shard, optimizer, index, ids_at, at))
         at += expected + padding(expected)
     if at != total_bytes:
@@ -217,7 +219,7 @@ def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload:
 
 
 def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
-    """Needs the shard's lock."""
+    """Apply one item. Needs the shard's lock."""
     shard, dtype = change.shard, change.shard.array.dtype
     slots: dict[str, Array] = {}
     step = 0

@@ -267,7 +267,7 @@ def _check_create(store: Store, request: ps_pb2.Request, context: grpc.ServicerC
         raise ProtocolError(f"{request.total_bytes:,} bytes with an optimizer whose rule does not come with it")
     if expected is None and request.total_bytes > MAX_PICKLE_BYTES:
         raise ProtocolError(
-            f"a function or class of {request.total_bytes:,} bytes, the limit is {MAX_PICKLE_BYTES:,}: have it "
+            f"a function or class of {request.total_bytes:,} bytes; the limit is {MAX_PICKLE_BYTES:,}: have it "
             "load large data instead of capturing it"
         )
     if expected is not None and request.total_bytes != expected:
@@ -278,7 +278,7 @@ def _check_restore(request: ps_pb2.Request, context: grpc.ServicerContext) -> No
     check_coordinator(context, "the restoration of checkpoints")
     if request.total_bytes > MAX_CONTROL_BYTES:
         raise ProtocolError(
-            f"a request to restore of {request.total_bytes:,} bytes, the limit is {MAX_CONTROL_BYTES:,}"
+            f"a request to restore of {request.total_bytes:,} bytes; the limit is {MAX_CONTROL_BYTES:,}"
         )
 
 

@@ -39,7 +39,7 @@ from pscluster.v1 import ps_pb2
 @dataclass(frozen=True, slots=True)
 class _MarkedShard:
     held: HeldVariable
-    number: int
+    shard_index: int
     capture: Mapping[str, Snapshot]
     updates: int
     steps: Mapping[int, int]
@@ -61,7 +61,7 @@ class _Staged:
     shards: list[tuple[tuple[int, int], Shard, dict[str, Array], dict[int, int]]] = field(default_factory=list)
 
 
-class Parts:
+class CheckpointParts:
     """One server's parts of checkpoints. Thread-safe."""
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class Parts:
         self._committed: tuple[int, Future[None]] = -1, Future()
         self._over = -1  # the last that was dropped or committed
 
-    def mark(self, store: Store, number: int) -> Mapping[str, str]:
+    def mark(self, store: Store, checkpoint_id: int) -> Mapping[str, str]:
         """Take snapshots of all shards except those of evaluation snapshots, and return the metadata."""
         with self._lock:
-            if number == self._over:
+            if checkpoint_id == self._over:
                 return {}
         self._forget_marked()
         marked = []
@@ -92,22 +92,23 @@ class Parts:
                         named = ledger.named(held.spec.id, index)
                     marked.append(_MarkedShard(held, index, capture, shard.updates, dict(shard.steps), named))
         with self._lock:
-            same = self._marked.pop(number, ())  # from a copy of the request at the same time
-            self._marked[number] = marked
+            same = self._marked.pop(checkpoint_id, ())  # from a copy of the request at the same time
+            self._marked[checkpoint_id] = marked
         _release(same)
         return store.directory.metadata.texts
 
-    def write(self, store: Store, number: int, path: str) -> ps_pb2.CheckpointReply:
+    def write(self, store: Store, checkpoint_id: int, path: str) -> ps_pb2.CheckpointReply:
         """Write the marked shards. CheckpointError if that fails."""
         with self._lock:
-            marked = self._marked.pop(number, None)
+            marked = self._marked.pop(checkpoint_id, None)
             if marked is not None:
-                self._written = number, Future()
+                self._written = checkpoint_id, Future()
             last, done = self._written
         if marked is None:
-            if last != number:
+            if last != checkpoint_id:
                 raise StaleError(
-                    f"checkpoint {number} is not marked on ps {store.index}: it was dropped, or the server restarted"
+                    f"checkpoint {checkpoint_id} is not marked on ps {store.index}: it was dropped, or the server "
+                    "restarted"
                 )
             return done.result()
         with _shared_failure(done):
@@ -126,7 +127,7 @@ class Parts:
         tensors: list[ps_pb2.SavedTensor] = []
         try:
             for mark in marked:
-                shard = reply.shards.add(variable=mark.held.spec.id, shard=mark.number, updates=mark.updates)
+                shard = reply.shards.add(variable=mark.held.spec.id, shard=mark.shard_index, updates=mark.updates)
                 for optimizer, step in mark.steps.items():
                     shard.steps[names[optimizer]] = step
                 by_updates: dict[frozenset[int], list[int]] = {}
@@ -136,7 +137,7 @@ class Parts:
                     shard.named.add(nth=sorted(nths), keys=keys)
                 for key, captured in mark.capture.items():
                     named = _with_optimizer(key, by_id)
-                    name = f"{tensor_name(mark.held.spec.name, named)}/part_{mark.number}"
+                    name = f"{tensor_name(mark.held.spec.name, named)}/part_{mark.shard_index}"
                     shard.tensors.append(tensor_to_write(name, captured.dtype, captured.shape, named))
                 tensors += shard.tensors
             written = write(path, tensors, (captured for mark in marked for captured in mark.capture.values()))
@@ -153,33 +154,33 @@ class Parts:
             self._named = -1, {}
             self._over = -1
 
-    def drop_mark(self, number: int) -> None:
+    def drop_mark(self, checkpoint_id: int) -> None:
         """Drop this checkpoint's mark, so that it is not written."""
         with self._lock:
-            marked = self._marked.pop(number, ())
-            self._over = number
+            marked = self._marked.pop(checkpoint_id, ())
+            self._over = checkpoint_id
         _release(list(marked))
 
-    def drop_staged(self, number: int) -> None:
+    def drop_staged(self, checkpoint_id: int) -> None:
         """Drop the state staged for this checkpoint, so that it is not committed."""
         with self._lock:
-            self._staged.pop(number, None)
+            self._staged.pop(checkpoint_id, None)
             self._named = -1, {}
-            self._over = number
+            self._over = checkpoint_id
 
     def _forget_marked(self) -> None:
         with self._lock:
             marked, self._marked = self._marked, {}
-        for each in marked.values():
-            _release(each)
+        for shards in marked.values():
+            _release(shards)
 
-    def name(self, number: int, shards: Sequence[ps_pb2.RestoreShard]) -> None:
+    def name(self, checkpoint_id: int, shards: Sequence[ps_pb2.RestoreShard]) -> None:
         """Note the updates of these shards by functions with keys: with the stage request, or ahead in several ones."""
         with self._lock:
-            if number == self._over:
+            if checkpoint_id == self._over:
                 return
-            if self._named[0] != number:
-                self._named = number, {}
+            if self._named[0] != checkpoint_id:
+                self._named = checkpoint_id, {}
             for item in shards:
                 of_shard = self._named[1].setdefault((item.variable, item.shard), {})
                 for same in item.named:
@@ -188,18 +189,18 @@ class Parts:
 
     def stage(self, store: Store, request: ps_pb2.RestoreRequest, where: Callable[[str], str]) -> None:
         """Read and verify everything into new arrays. CheckpointError if anything is missing, damaged or misfits."""
-        number, shards, texts = request.id, request.shards, dict(request.metadata.texts)
+        checkpoint_id, shards, texts = request.id, request.shards, dict(request.metadata.texts)
         check_texts(texts)
         with self._lock:
-            if number == self._over:
+            if checkpoint_id == self._over:
                 return
             self._staged.clear()
-        self.name(number, shards)
+        self.name(checkpoint_id, shards)
         staged = _Staged(store, texts if request.HasField("metadata") else None)
         numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
         values: _Wanted = {}
         others: _Wanted = {}
-        held = {each.spec.id: each for each in store.held()[0]}
+        held = {variable.spec.id: variable for variable in store.held()[0]}
         for item in shards:
             if item.variable not in held or item.shard not in held[item.variable].shards:
                 raise CheckpointMisfitError(
@@ -228,18 +229,18 @@ class Parts:
                     array[...] = arrays["value"]
         _read_into(others, where)
         with self._lock:
-            if number != self._over:
-                self._staged[number] = staged
+            if checkpoint_id != self._over:
+                self._staged[checkpoint_id] = staged
 
-    def commit(self, store: Store, number: int, term: int) -> None:
+    def commit(self, store: Store, checkpoint_id: int, term: int) -> None:
         """Replace the state by the staged one, under a new term. UnavailableError if nothing is staged."""
         with self._lock:
-            staged, (_, named) = self._staged.pop(number, None), self._named
+            staged, (_, named) = self._staged.pop(checkpoint_id, None), self._named
             if staged is not None:
                 self._named = -1, {}
-                self._committed, self._over = (number, Future()), number
+                self._committed, self._over = (checkpoint_id, Future()), checkpoint_id
             last, done = self._committed
-        if staged is None and last == number:
+        if staged is None and last == checkpoint_id:
             done.result()
             return
         with _shared_failure(done):
@@ -294,8 +295,8 @@ def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
     if kind != "slot":
         dtype = shard.array.dtype if kind == "value" else compute_dtype(shard.array.dtype)
         return np.zeros(shard.array.shape, dtype)
-    number, _, slot = rest.partition("/")
-    slots = new_slots(store.directory.optimizer(int(number)).rule, shard.array.shape, held.dtype)
+    optimizer_id, _, slot = rest.partition("/")
+    slots = new_slots(store.directory.optimizer(int(optimizer_id)).rule, shard.array.shape, held.dtype)
     if slot not in slots:
         raise CheckpointMisfitError(
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
@@ -331,8 +332,8 @@ def _box(start: Sequence[int], count: Sequence[int]) -> Any:
 
 
 def _release(marked: Sequence[_MarkedShard]) -> None:
-    for each in marked:
-        for captured in each.capture.values():
+    for marked_shard in marked:
+        for captured in marked_shard.capture.values():
             captured.close()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 
-def write_all(number: int, buffers: list[bytes | memoryview], offset: int) -> int:
+def write_all(descriptor: int, buffers: list[bytes | memoryview], offset: int) -> int:
     """Write all buffers to a file descriptor, one after another from `offset`; return where they end."""
     remaining = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while remaining:
-        done = os.pwritev(number, remaining[:1000], offset)  # at most IOV_MAX, 1024, in one call
+        done = os.pwritev(descriptor, remaining[:1000], offset)  # at most IOV_MAX, 1024, in one call
         offset += done
         while remaining and done >= len(remaining[0]):
             done -= len(remaining.pop(0))

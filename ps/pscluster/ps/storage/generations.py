@@ -82,16 +82,16 @@ class StateDirectory:
             if match := _NAMES.fullmatch(path.name):
                 yield path, match[1], int(match[2]), match[3] + (match[4] or "")
 
-    def _numbers(self, kind: str, ending: str) -> list[int]:
-        return sorted(number for _, a_kind, number, an_ending in self._files() if (a_kind, an_ending) == (kind, ending))
+    def _generations_of(self, kind: str, ending: str) -> list[int]:
+        return sorted(file[2] for file in self._files() if (file[1], file[3]) == (kind, ending))
 
     def generations(self) -> list[int]:
         """Return the generations that have a manifest, newest first."""
-        return self._numbers("state", "manifest")[::-1]
+        return self._generations_of("state", "manifest")[::-1]
 
     def log_segments(self) -> list[int]:
         """Return the generations that begin segments of the log, ascending."""
-        return self._numbers("log", "bin")
+        return self._generations_of("log", "bin")
 
     def clear(self) -> None:
         # Manifests first, newest to oldest: if this is interrupted, the generations that remain are whole.
@@ -104,8 +104,8 @@ class StateDirectory:
         """Remove all files but those of these generations, and of log segments from generation `logs_from` on."""
         in_use = {self._file(manifest.generation, "manifest").name for manifest in needed}
         in_use |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
-        for path, kind, number, ending in list(self._files()):
-            if path.name in in_use or (kind == "log" and number >= logs_from):
+        for path, kind, generation, ending in list(self._files()):
+            if path.name in in_use or (kind == "log" and generation >= logs_from):
                 continue
             if kind == "log" and ending == "bin":
                 path.replace(self.path / _SPARE)  # one spare is enough
@@ -126,11 +126,11 @@ class StateDirectory:
     ) -> int:
         """Write a generation's arrays, as `tensor_files.stream` does; return the bytes. On errors, none are left."""
         path, size = self._file(generation, "safetensors"), 0
-        with self._new_file(path) as number:
+        with self._new_file(path) as descriptor:
 
             def put(chunk: bytes) -> None:
                 nonlocal size
-                size = write_all(number, [chunk], size)
+                size = write_all(descriptor, [chunk], size)
 
             stream(put, arrays, data)
         for array in arrays:
@@ -140,16 +140,16 @@ class StateDirectory:
     @contextlib.contextmanager
     def _new_file(self, path: Path) -> Iterator[int]:
         """Give a descriptor to write a file with; sync it if so configured, or remove it if the block raises."""
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            yield number
+            yield descriptor
             if self.fsync:
-                os.fsync(number)
+                os.fsync(descriptor)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
-            os.close(number)
+            os.close(descriptor)
 
     def commit(self, manifest: state_pb2.Manifest) -> None:
         """Write the manifest, with which the generation counts."""
@@ -167,8 +167,8 @@ class StateDirectory:
     def _write_message(self, path: Path, message: Message) -> None:
         body = message.SerializeToString()
         new = path.with_name(path.name + ".new")
-        with self._new_file(new) as number:
-            write_all(number, [_HEAD.pack(_MAGIC, zlib.crc32(body), len(body)), body], 0)
+        with self._new_file(new) as descriptor:
+            write_all(descriptor, [_HEAD.pack(_MAGIC, zlib.crc32(body), len(body)), body], 0)
         reach("ps.manifest.before")
         new.replace(path)
         if self.fsync:
@@ -176,11 +176,11 @@ class StateDirectory:
 
     def sync_names(self) -> None:
         """Sync the directory, so that the names of its files survive a crash of the machine."""
-        number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(number)
+            os.fsync(descriptor)
         finally:
-            os.close(number)
+            os.close(descriptor)
 
     # Reading
 

@@ -92,8 +92,8 @@ def _checked(form: struct.Struct, data: bytes, at: int) -> tuple[Any, ...] | Non
     return tuple(fields) if crc == zlib.crc32(data[at : at + form.size - 4]) else None
 
 
-def _header(checksum: int, size: int, batch: int, generation: int, number: int) -> bytes:
-    rest = _HEAD.pack(_MAGIC, 0, checksum, size, batch, generation, number)[_HEAD_REST:]
+def _header(checksum: int, size: int, batch: int, generation: int, record: int) -> bytes:
+    rest = _HEAD.pack(_MAGIC, 0, checksum, size, batch, generation, record)[_HEAD_REST:]
     return struct.pack("<II", _MAGIC, zlib.crc32(rest)) + rest
 
 
@@ -216,7 +216,7 @@ class Log:
 
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
         """Write the record of an applied update; return once it is flushed. UnavailableError if it can't be."""
-        parts = [memoryview(part) for part in parts_of(record, payload)]
+        parts = [memoryview(buffer) for buffer in parts_of(record, payload)]
         checksum = _checksum(*parts)
         with self._changed:
             if not self._plan.broken:
@@ -250,19 +250,19 @@ class Log:
     def _write(self) -> None:
         """Write all queued records. Called under the lock, which is released during the write."""
         batch, self._queue, self._writing = self._queue, [], True
-        file, at, generation, number = self._file, self._end, self._segment, self._records
+        file, at, generation, records = self._file, self._end, self._segment, self._records
         self._changed.release()
         failure = ""
         try:
             buffers: list[bytes | memoryview] = []
             for _, _, checksum, parts in batch:
-                number += 1
-                buffers += [_header(checksum, sum(map(len, parts)), at, generation, number), *parts]
+                records += 1
+                buffers += [_header(checksum, sum(map(len, parts)), at, generation, records), *parts]
             end = write_all(file, buffers, at)
             if self._directory.fsync:
                 os.fdatasync(file)
             reach("ps.log.written")
-            write_all(file, _mark(end, number, self._directory.fsync), _SEGMENT.size)
+            write_all(file, _mark(end, records, self._directory.fsync), _SEGMENT.size)
         except Exception as error:
             reason = getattr(error, "strerror", None) or repr(error)
             failure = f"the log in {self._directory.path} could not be written ({reason})"
@@ -273,7 +273,7 @@ class Log:
                 self._plan.break_off(failure)
                 self._queue.clear()
             else:
-                self._end, self._records = end, number
+                self._end, self._records = end, records
                 for ticket, room, _, _ in batch:
                     self._promised -= room
                     self._plan.close(ticket)
@@ -294,7 +294,7 @@ class _Header(NamedTuple):
     checksum: int
     size: int
     batch: int
-    number: int
+    record: int
 
 
 @dataclass
@@ -390,8 +390,8 @@ def _records_of(
         missing = Dropped() if dropped is None else dropped
         if lost := _count_lost(data, head, at, count, missing):
             logger.warning(
-                "%s: of what was not synced when the machine stopped, %d acknowledged updates or more are lost, from "
-                "byte %s on",
+                "%s: at least %d acknowledged updates were lost, from byte %s on, because they had not been synced "
+                "when the machine stopped; start servers with --fsync to prevent this",
                 path,
                 lost,
                 f"{at:,}",
@@ -411,14 +411,14 @@ def _required_end(data: bytes, head: _Segment, hole: int) -> int:
 
 def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dropped) -> int:
     """Count at least the records that were acknowledged after the first `whole` ones."""
-    found, view = list(_headers(data, hole, head.generation)), memoryview(data)
-    acknowledged = max([head.end, *(header.batch for _, header in found)])
-    lost = [(at, header) for at, header in found if at < acknowledged and header.number > whole]
-    total = max([head.records, *(header.number for _, header in lost)]) - whole
+    headers, view = list(_headers(data, hole, head.generation)), memoryview(data)
+    acknowledged = max([head.end, *(header.batch for _, header in headers)])
+    lost = [(at, header) for at, header in headers if at < acknowledged and header.record > whole]
+    total = max([head.records, *(header.record for _, header in lost)]) - whole
     known = 0
     for at, header in lost:
         end = at + _HEAD.size + header.size
-        if _whole(view, at, head.generation, header.number):
+        if _whole(view, at, head.generation, header.record):
             with contextlib.suppress(ProtocolError):
                 dropped.add(unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)[0])
                 known += 1
@@ -434,23 +434,23 @@ def _headers(data: bytes, at: int, generation: int) -> Iterator[tuple[int, _Head
         if header is not None:
             yield at, header
         # Skip intact bodies: they may contain anything, headers too.
-        at += _HEAD.size + header.size if header is not None and _whole(view, at, generation, header.number) else 1
+        at += _HEAD.size + header.size if header is not None and _whole(view, at, generation, header.record) else 1
 
 
 def _header_at(data: memoryview, at: int, generation: int) -> _Header | None:
     """Return the header at this offset; None if there is no intact one of this segment."""
     if len(data) < at + _HEAD.size:
         return None
-    magic, crc, checksum, size, batch, segment, number = _HEAD.unpack_from(data, at)
+    magic, crc, checksum, size, batch, segment, record = _HEAD.unpack_from(data, at)
     if magic != _MAGIC or segment != generation or crc != zlib.crc32(data[at + _HEAD_REST : at + _HEAD.size]):
         return None
-    return _Header(checksum, size, batch, number)
+    return _Header(checksum, size, batch, record)
 
 
-def _whole(data: memoryview, at: int, generation: int, number: int) -> int:
-    """Return where the record at this offset ends; 0 if it does not have this number, or is not whole."""
+def _whole(data: memoryview, at: int, generation: int, record: int) -> int:
+    """Return where the record at this offset ends; 0 if it is not that of record number `record`, or is not whole."""
     header = _header_at(data, at, generation)
-    if header is None or header.number != number or not header.size:
+    if header is None or header.record != record or not header.size:
         return 0
     end = at + _HEAD.size + header.size
     whole = end <= len(data) and _checksum(data[at + _HEAD.size : end]) == header.checksum
@@ -461,9 +461,9 @@ def _mark(end: int, count: int, synced: bool) -> list[bytes | memoryview]:
     return [_with_crc(_MARK, end, end if synced else 0, count)] * 2
 
 
-def _checksum(*parts: memoryview) -> int:
+def _checksum(*buffers: memoryview) -> int:
     """Return half of XXH3's 64 bits: every update waits for it, and a CRC takes four times as long."""
     checksum = xxhash.xxh3_64()
-    for part in parts:
-        checksum.update(part)
+    for buffer in buffers:
+        checksum.update(buffer)
     return checksum.intdigest() & 0xFFFF_FFFF

@@ -108,7 +108,7 @@ class StateManager:
         """Restore the saved job, if any. Call this once. ConfigurationError if there is one that can't be used."""
         if self._directory is None:
             return None
-        begin, found, damaged = time.monotonic(), None, 0
+        begin, usable, damaged = time.monotonic(), None, 0
         generations, segments = self._directory.generations(), self._directory.log_segments()
         self._segment_before = max(segments, default=0)
         self._generation = max([self._segment_before, *generations])
@@ -127,19 +127,19 @@ class StateManager:
                     "generation %d of the state in %s can't be used: %s", generation, self.options.directory, error
                 )
             else:
-                found = manifest, store
+                usable = manifest, store
                 break
         self._thread = threading.Thread(target=self._run, name="state-manager", daemon=True)
         self._thread.start()
-        if found is None:
+        if usable is None:
             if damaged:
                 raise ConfigurationError(
                     f"none of the state in {self.options.directory} can be used; see the messages above, or move "
                     "it away to start over"
                 )
             return None
-        manifest, store = found
-        paths, dropped = [self._directory.log_file(number) for number in segments], Dropped()
+        manifest, store = usable
+        paths, dropped = [self._directory.log_file(segment) for segment in segments], Dropped()
         try:
             # Even if the present choice is another one: updates acknowledged under the previous choice count, too.
             in_log = records(paths, manifest.generation, cut=True, dropped=dropped) if manifest.logged else ()
@@ -158,12 +158,12 @@ class StateManager:
         replay.settle_losses(store, manifest, self._directory.losses(), dropped)
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
-        words = f"its state of {max(time.time() - manifest.saved_at, 0):.1f} s ago"
+        words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
-            words += f" and {logged} updates after it"
+            words += f" and {logged} updates logged since"
         if damaged:
             words += f", since {damaged} newer generation{'s were' if damaged > 1 else ' was'} damaged"
-        logger.info("restored %s in %.2f s, from %s", words, time.monotonic() - begin, self.options.directory)
+        logger.info("restored %s, from %s in %.2f s", words, self.options.directory, time.monotonic() - begin)
         if self._log is not None:  # a segment of the log begins with a generation
             with contextlib.suppress(PsClusterError):  # it is retried, and updates are refused until then
                 self.save()
@@ -362,7 +362,7 @@ class StateManager:
             if job is not None:
                 with self._changed:
                     if self._plan.failed and not error:
-                        logger.warning("the state is saved again")
+                        logger.warning("saving the state works again")
                     self._plan.end(time.monotonic(), error)
                     self._changed.notify_all()
             self._write_losses()
@@ -439,9 +439,9 @@ class StateManager:
 
     def _remove_unused(self, job: _Job) -> None:
         assert self._directory is not None
-        needed = [each for each in (job.saved, job.before) if each is not None]
+        needed = [manifest for manifest in (job.saved, job.before) if manifest is not None]
         try:
-            self._directory.remove_unused(needed, min(each.generation for each in needed))
+            self._directory.remove_unused(needed, min(manifest.generation for manifest in needed))
         except OSError as error:
             logger.warning("files that are no longer needed could not be removed: %s", error)
 
@@ -452,15 +452,15 @@ class StateManager:
         if job.saved is not None:
             reusable = {name for name, _ in job.sizes.most_common(_MAX_FILES - 1)}
             before = {
-                (each.variable, each.shard): each
-                for each in job.saved.shards
-                if all(array.file in reusable for array in each.arrays)
+                (saved_shard.variable, saved_shard.shard): saved_shard
+                for saved_shard in job.saved.shards
+                if all(array.file in reusable for array in saved_shard.arrays)
             }
         changed: list[tuple[state_pb2.SavedShard, Shard]] = []
         for held in variables:
-            for number, shard in held.shards.items():
-                known = before.get((held.spec.id, number))
-                saved = manifest.shards.add(variable=held.spec.id, shard=number)
+            for index, shard in held.shards.items():
+                known = before.get((held.spec.id, index))
+                saved = manifest.shards.add(variable=held.spec.id, shard=index)
                 with shard.lock:
                     # Slots or averages created since, without an update, need not be saved.
                     if known is not None and known.updates == shard.updates:
@@ -469,7 +469,7 @@ class StateManager:
                         replay.note_shard(job.store, shard, saved)
                         saved.arrays.extend(known.arrays)
                     else:
-                        saved.arrays.extend(replay.arrays_to_save(held.spec.id, number, shard))
+                        saved.arrays.extend(replay.arrays_to_save(held.spec.id, index, shard))
                         changed.append((saved, shard))
         arrays = [array for saved, _ in changed for array in saved.arrays]
         return self._directory.write_arrays(manifest.generation, arrays, _captured(job.store, changed))

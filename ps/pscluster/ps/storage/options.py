@@ -38,7 +38,7 @@ def durability_named(kind: str | None) -> Durability:
     try:
         return Durability(named)
     except ValueError:
-        kinds = ", ".join(repr(each.value) for each in Durability)
+        kinds = ", ".join(repr(kind.value) for kind in Durability)
         raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
 
 

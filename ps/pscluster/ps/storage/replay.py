@@ -67,10 +67,10 @@ def _declare(store: Store, saved: state_pb2.SavedOptimizer) -> None:
     creation.create(store, request, Payload([memoryview(b"")]))
 
 
-def arrays_to_save(variable: int, number: int, shard: Shard) -> list[ps_pb2.SavedTensor]:
+def arrays_to_save(variable: int, shard_index: int, shard: Shard) -> list[ps_pb2.SavedTensor]:
     """Return the entries of a shard's arrays, as they are named in a file. Needs the shard's lock."""
     return [
-        tensor_to_write(f"{variable}/{number}/{name}", array.dtype, array.shape, name)
+        tensor_to_write(f"{variable}/{shard_index}/{name}", array.dtype, array.shape, name)
         for name, array in shard.arrays().items()
     ]
 
@@ -104,7 +104,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
     for spec in manifest.variables:
         partition, shards = partition_of(spec), by_variable[spec.id]
         shapes = {i: partition.block(i).shape for i, owner in enumerate(spec.owners) if owner == manifest.server}
-        if {number: shard.array.shape for number, shard in shards.items()} != shapes:
+        if {index: shard.array.shape for index, shard in shards.items()} != shapes:
             raise DamagedError(f"generation {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, shards))
     store.directory.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})
@@ -146,25 +146,23 @@ def settle_losses(
     store: Store, manifest: state_pb2.Manifest, losses: state_pb2.SavedLosses | None, dropped: Dropped
 ) -> None:
     """Begin to count losses, with those known before and `dropped`, now that all that was saved is in the store."""
-    counts = {
-        (held.spec.id, number): shard.updates for held in store.held()[0] for number, shard in held.shards.items()
-    }
+    counts = {(held.spec.id, index): shard.updates for held in store.held()[0] for index, shard in held.shards.items()}
     if store.index == 0:  # clients tell every server of all that they know
         counts[METADATA] = store.directory.metadata.updates
     lost, since = {}, {}
     if losses is not None and losses.store_id == manifest.store_id:
-        lost = {(each.variable, each.shard): each.updates for each in losses.lost}
+        lost = {(shard_losses.variable, shard_losses.shard): shard_losses.updates for shard_losses in losses.lost}
         if manifest.boot_ids and losses.boot_id == manifest.boot_ids[-1]:
-            since = {(each.variable, each.shard): each.since for each in losses.lost}
-    found = {
+            since = {(shard_losses.variable, shard_losses.shard): shard_losses.since for shard_losses in losses.lost}
+    newly_lost = {
         (variable, shard): more
         for (store_id, variable, shard), updates in dropped.updates.items()
         if store_id == manifest.store_id
-        and (more := sum(number > counts.get((variable, shard), number) for number in updates))
+        and (more := sum(update_number > counts.get((variable, shard), update_number) for update_number in updates))
     }
     if dropped.unknown:
-        found[UNKNOWN] = dropped.unknown
-    store.losses.restore(manifest.boot_ids, counts, lost, found, since)
+        newly_lost[UNKNOWN] = dropped.unknown
+    store.losses.restore(manifest.boot_ids, counts, lost, newly_lost, since)
 
 
 def _only(

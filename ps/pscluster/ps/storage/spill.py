@@ -73,7 +73,10 @@ class Spill:
                 where = self._folder or "the folder of temporary files"
                 why = str(error)  # a log handler that holds the error itself would hold the block, too
                 logger.warning(
-                    "old values stay in memory until they are written or sent, for lack of a file in %s: %s", where, why
+                    "can't create a temporary file in %s (%s): values that readers still need stay in memory; free "
+                    "disk space there",
+                    where,
+                    why,
                 )
             self._fails = True
             return None

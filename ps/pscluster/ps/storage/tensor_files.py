@@ -142,7 +142,7 @@ def write(path: str, tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Itera
 
 
 def verified(
-    path: str | Path, what: str, offset: int, nbytes: int, checksum: str, chunk_bytes: int = CHUNK_BYTES
+    path: str | Path, content: str, offset: int, nbytes: int, checksum: str, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[bytes]:
     """Yield bytes of a file. CheckpointError if they can't be read, or, after the last, if their checksum is wrong."""
     actual, remaining = xxh3_128(), nbytes
@@ -159,7 +159,7 @@ def verified(
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be read: {_reason(error)}") from error
     if actual.hexdigest() != checksum:
-        raise CheckpointError(f"{path} is damaged: {what} is not what was written")
+        raise CheckpointError(f"{path} is damaged: {content} is not what was written")
 
 
 def read(path: str | Path, saved: Saved) -> Array:
@@ -179,13 +179,13 @@ def _empty(path: str | Path, saved: Saved) -> Array:
         dtype = dtype_named(saved.dtype)
     except (MisuseError, ProtocolError) as error:
         raise CheckpointError(f"{path}: {saved.tensor}: {error}") from None
-    size, what = math.prod(shape) * dtype.itemsize, f"{saved.tensor} of {saved.dtype}{list(shape)}"
+    size, described = math.prod(shape) * dtype.itemsize, f"{saved.tensor} of {saved.dtype}{list(shape)}"
     if len(saved.shape) > MAX_RANK or size != saved.bytes:
-        raise CheckpointError(f"{path}: {what} takes {size:,} bytes, not {saved.bytes:,}")
+        raise CheckpointError(f"{path}: {described} takes {size:,} bytes, not {saved.bytes:,}")
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
-        raise CheckpointError(f"{path}: {what} is too large: {error}") from None
+        raise CheckpointError(f"{path}: {described} is too large: {error}") from None
 
 
 def _reason(error: BaseException) -> str:

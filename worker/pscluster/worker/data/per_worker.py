@@ -104,12 +104,15 @@ class EndOfIterator(StopIteration):
 
 
 class _Built(Handle):
-    """The result of a `dataset_fn`, or the error that it raised, for the step that requests an element."""
+    """The result of a `dataset_fn`, or the error that it raised, for the step that requests an element.
+
+    Args:
+        waited: called with the seconds that each element took.
+    """
 
     def __init__(
         self, key: str, build: Callable[[], Iterable[Any]], waited: Callable[[float], None] = lambda _: None
     ) -> None:
-        """`waited` is called with the seconds that each element took."""
         self._key = key
         self._build = build
         self._waited = waited

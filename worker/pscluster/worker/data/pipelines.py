@@ -36,7 +36,7 @@ from pscluster.worker.data.sources import (
 )
 
 SPLIT = 1024  # default number of examples in a split
-_AT_ONCE_BYTES = 1 << 18
+_READ_BYTES = 1 << 18
 
 
 class Order:
@@ -95,10 +95,10 @@ class Pipeline(Sent):
     name: str
     seed: int | None = None
     split: int = SPLIT
-    each: tuple[Callable[[Any], Any], ...] = ()  # for each example, before batching
+    example_functions: tuple[Callable[[Any], Any], ...] = ()  # for each example, before batching
     batch: int | None = None
     drop_remainder: bool = False
-    then: tuple[Callable[[Any], Any], ...] = ()  # for each batch
+    batch_functions: tuple[Callable[[Any], Any], ...] = ()  # for each batch
     ahead: int = 2  # batches that a worker reads ahead
 
     @property
@@ -107,7 +107,7 @@ class Pipeline(Sent):
         return len(self.source)
 
     @property
-    def kept(self) -> int:
+    def visited_length(self) -> int:
         """The number of positions that are visited."""
         if self.drop_remainder and self.batch and not isinstance(self.source, Files):
             return self.length - self.length % self.batch
@@ -131,7 +131,7 @@ class Pipeline(Sent):
             return
         stride = step
         if isinstance(self.source, Arrays):  # read several small batches at once: seeking takes longer than reading
-            stride *= max(1, _AT_ONCE_BYTES // max(1, step * self.source.example_bytes))
+            stride *= max(1, _READ_BYTES // max(1, step * self.source.example_bytes))
         for begin in range(start, stop, stride):
             end, block = min(begin + stride, stop), None
             if end - begin > step:
@@ -153,56 +153,56 @@ class Pipeline(Sent):
         return joined(blocks)
 
     def _element(self, epoch: int, start: int, stop: int, block: Any) -> Any:
-        """`block` has the element's examples, if they were read."""
+        """Return an element, from the `block` of its examples if they were read, or its DatasetError."""
         try:
             return self._processed(self._block(epoch, start, stop) if block is None else block)
         except Exception as error:
-            numbers = np.concatenate([each for each, _, _ in self._order.pieces(epoch, start, stop)])
+            numbers = np.concatenate([piece for piece, _, _ in self._order.pieces(epoch, start, stop)])
             some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-            what = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
-            return self._failed(what, stop - start, error)
+            subject = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
+            return self._failed(subject, stop - start, error)
 
     def _of_file(self, files: Files, epoch: int, position: int) -> Iterator[Any]:
         ((numbers, _, _),) = self._order.pieces(epoch, position, position + 1)
-        number = int(numbers[0])
-        what = f"the file {files.paths[number]!r}, number {number} of the source, in epoch {epoch},"
+        file_index = int(numbers[0])
+        subject = f"the file {files.paths[file_index]!r}, number {file_index} of the source, in epoch {epoch},"
         try:
-            block = files.load(number)
+            block = files.load(file_index)
             size = 0 if isinstance(block, Iterator) else size_of(block)
         except Exception as error:
-            yield self._failed(what, 1, error)
+            yield self._failed(subject, 1, error)
             return
         if isinstance(block, Iterator):
-            yield from self._of_stream(block, what, epoch, number)
+            yield from self._of_stream(block, subject, epoch, file_index)
             return
-        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, number + 1).permutation(size)
+        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, file_index + 1).permutation(size)
         step = self.batch or 1
         for start in range(0, size - size % step if self.drop_remainder else size, step):
             indices = order[start : start + step]
-            yield self._of_examples(block, indices, start, what)
+            yield self._of_examples(block, indices, start, subject)
 
-    def _of_stream(self, examples: Iterator[Any], what: str, epoch: int, number: int) -> Iterator[Any]:
+    def _of_stream(self, examples: Iterator[Any], subject: str, epoch: int, file_index: int) -> Iterator[Any]:
         """Yield elements as they come. At most a batch is held in memory, plus a split if shuffled."""
         step, start = self.batch or 1, 0
         if self.seed is not None:
-            examples = self._shuffled(examples, epoch, number)
+            examples = self._shuffled(examples, epoch, file_index)
         while True:
             try:
                 block = list(itertools.islice(examples, step))
             except Exception as error:  # the rest can't be read either
-                yield self._failed(f"what comes after the first {start:,} examples of {what}", 1, error)
+                yield self._failed(f"what comes after the first {start:,} examples of {subject}", 1, error)
                 return
             if not block or (len(block) < step and self.drop_remainder):
                 return
-            yield self._of_examples(block, None, start, what)
+            yield self._of_examples(block, None, start, subject)
             start += len(block)
 
-    def _of_examples(self, block: Any, indices: Numbers | None, start: int, what: str) -> Any:
+    def _of_examples(self, block: Any, indices: Numbers | None, start: int, subject: str) -> Any:
         try:
             return self._processed(block if indices is None else take(block, indices))
         except Exception as error:
             count = len(block if indices is None else indices)
-            return self._failed(f"examples {start:,} to {start + count - 1:,} of {what}", count, error)
+            return self._failed(f"examples {start:,} to {start + count - 1:,} of {subject}", count, error)
 
     def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
         """Yield the examples split by split, each in a random order."""
@@ -216,19 +216,19 @@ class Pipeline(Sent):
                 return
 
     def _processed(self, block: Any) -> Any:
-        if self.each or self.batch is None:
+        if self.example_functions or self.batch is None:
             examples = unstacked(block)
-            for function in self.each:
+            for function in self.example_functions:
                 examples = [function(example) for example in examples]
             block = examples
         # Copied, since a step may write to its element, which must not change the source.
         element = map_leaves(_copied, block[0]) if self.batch is None else stacked(block)
-        for function in self.then:
+        for function in self.batch_functions:
             element = function(element)
         return element
 
-    def _failed(self, what: str, count: int, error: Exception) -> DatasetError:
-        failure = DatasetError(f"dataset {self.name!r}: {what} can't be read: {type(error).__name__}: {error}")
+    def _failed(self, subject: str, count: int, error: Exception) -> DatasetError:
+        failure = DatasetError(f"dataset {self.name!r}: {subject} can't be read: {type(error).__name__}: {error}")
         failure.__cause__, failure.examples = error, count
         return failure
 
@@ -237,6 +237,6 @@ class Pipeline(Sent):
         return Order(self.length, max(1, self.length) if isinstance(self.source, Files) else self.split, self.seed)
 
 
-def numbered(pipeline: Pipeline, _number: int) -> Pipeline:
+def numbered(pipeline: Pipeline, _index: int) -> Pipeline:
     """Return the pipeline: what a worker calls for the one with this number."""
     return pipeline

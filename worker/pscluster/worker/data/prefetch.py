@@ -41,7 +41,7 @@ _SHORT_SECONDS = 0.00025
 _SHORT_SHARE = 1 / 16
 _PAUSE_SECONDS = 1.0  # anything longer was not a step
 _SMOOTHING = 1 / 32  # one slow element among many, such as the first of a split, counts only for its share
-_PLACE = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
+_PART_KEY = re.compile(r"([0-9]{1,20})/([0-9]{1,18})/([0-9]{1,18})/([0-9]{1,18})")
 _OF_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # Linux has it
 _CHECK_SECONDS = 0.1  # how often a function that waits for data checks whether it must stop
 
@@ -63,10 +63,10 @@ class Part(Handle):
         self.pipeline = pipeline
         self._reader = reader
         self._skips = skips
-        if (place := _PLACE.fullmatch(key)) is None:
+        if (match := _PART_KEY.fullmatch(key)) is None:
             raise ProtocolError(f"{key[:80]!r} is not a part of a dataset")
-        self.dataset, *places = place.groups()
-        self._epoch, self._start, self._stop = map(int, places)
+        self.dataset, *positions = match.groups()
+        self._epoch, self._start, self._stop = map(int, positions)
         self._elements = pipeline.elements(self._epoch, self._start, self._stop)
         self._left = pipeline.count(self._start, self._stop)
         self.ready: deque[Any] = deque()
@@ -82,7 +82,7 @@ class Part(Handle):
         return self._key
 
     @property
-    def _what(self) -> str:
+    def _subject(self) -> str:
         return f"dataset {self.pipeline.name!r}, epoch {self._epoch}, from {self._start:,} to {self._stop - 1:,}"
 
     def __iter__(self) -> Self:
@@ -95,18 +95,18 @@ class Part(Handle):
             if function is not None:
                 function.check()
             try:
-                found, element = self._reader.next_of(self)
+                arrived, element = self._reader.next_of(self)
             finally:
                 took = time.perf_counter() - begin
                 self.waited += took
             begin = time.perf_counter()
-            if not found:
+            if not arrived:
                 continue  # reading takes long: check whether the function must stop
             if isinstance(element, _Fatal):  # the rest can't be read either, so it can't be skipped
                 error = element.error
                 if isinstance(error, FunctionCancelled):
                     raise error
-                raise DatasetError(f"{self._what} can't be read: {type(error).__name__}: {error}") from error
+                raise DatasetError(f"{self._subject} can't be read: {type(error).__name__}: {error}") from error
             if not isinstance(element, DatasetError):
                 self.given += 1
                 return element
@@ -142,7 +142,7 @@ class Part(Handle):
         except StopIteration:
             return
         raise MisuseError(
-            f"the function read {self.given - 1} elements of its part ({self._what}), which has more: loop over it "
+            f"the function read {self.given - 1} elements of its part ({self._subject}), which has more: loop over it "
             "with `for element in part`, or call part.skip_rest() where the rest is not wanted"
         )
 

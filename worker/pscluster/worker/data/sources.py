@@ -45,7 +45,7 @@ class Sent:
     """Base of dataclasses that are sent without their cached properties, which hold what they have read."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(cast("Any", self))}
+        return {field.name: getattr(self, field.name) for field in fields(cast("Any", self))}
 
 
 @dataclass(init=False, eq=False)
@@ -84,7 +84,7 @@ class MappedArray:
             root = root.base
         if root.filename is None or root.mode == "c" or not np.may_share_memory(root, array):  # "c": not in the file
             return None
-        first, here = (each.__array_interface__["data"][0] for each in (root, array))
+        first, here = (mapped.__array_interface__["data"][0] for mapped in (root, array))
         return cls(str(root.filename), described(array.dtype), array.shape, array.strides, root.offset + here - first)
 
     def open(self) -> npt.NDArray[Any]:
@@ -97,7 +97,7 @@ class MappedArray:
         """
         dtype = plain_dtype(self.dtype)
         if dtype.itemsize == 0 or dtype.subdtype is not None:
-            raise ProtocolError(f"{dtype!r:.80} came as the element type of a file's array, which can't be")
+            raise ProtocolError(f"a file's array can't have the element type {dtype!r:.80}")
         path = chosen_policy().data_file(str(self.path))
         # A pipe or device must neither block the worker nor be read. Open first, then check what was opened.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -150,7 +150,7 @@ class Examples(_Sized):
             if len(examples) != len(wanted):
                 raise ValueError(f"__getitems__ returned {len(examples)} examples for {len(wanted)} numbers")
             return examples
-        return [self._of[number] for number in wanted]
+        return [self._of[index] for index in wanted]
 
 
 @dataclass(init=False, eq=False)
@@ -210,9 +210,9 @@ class Files:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def load(self, number: int) -> Any:
+    def load(self, file_index: int) -> Any:
         """Return the block of one file; or an iterator over its examples if the reader is a generator or the like."""
-        block = self._reader(self.paths[number])
+        block = self._reader(self.paths[file_index])
         if not isinstance(block, list | tuple | dict | np.ndarray):
             return iter(block)
         size_of(block)
@@ -226,8 +226,8 @@ def source_of(data: Any) -> Source:
         return Arrays(map_leaves(lambda leaf: leaf if isinstance(leaf, np.ndarray) else array_of(leaf), data))
     if isinstance(data, dict):
         odd = [f"{name!r} is {describe(column)}" for name, column in data.items() if not _is_column(column)]
-        what = f"a dict whose {odd[0]}" if odd else "an empty dict"
-        raise TypeError(f"{what} is not a source of examples: give arrays with one example per row, by name")
+        given = f"a dict whose {odd[0]}" if odd else "an empty dict"
+        raise TypeError(f"{given} is not a source of examples: give arrays with one example per row, by name")
     if hasattr(data, "iloc"):
         mend = "its columns, {name: frame[name].to_numpy() for name in frame}"
         if getattr(data, "ndim", 2) == 1:
@@ -329,18 +329,18 @@ def stacked(block: Any) -> Any:
     return _together(np.stack, block) if isinstance(block, list) else block
 
 
-def _together(how: Callable[[Any], Any], parts: Sequence[Any]) -> Any:
-    first = parts[0]
+def _together(how: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+    first = items[0]
     if isinstance(first, Mapping):
-        if any(not isinstance(part, Mapping) or part.keys() != first.keys() for part in parts):
+        if any(not isinstance(item, Mapping) or item.keys() != first.keys() for item in items):
             raise ValueError(f"examples with keys other than the first one's, {sorted(first)}")
-        return {key: _together(how, [part[key] for part in parts]) for key in first}
+        return {key: _together(how, [item[key] for item in items]) for key in first}
     if isinstance(first, tuple):
-        if any(not isinstance(part, tuple) or len(part) != len(first) for part in parts):
+        if any(not isinstance(item, tuple) or len(item) != len(first) for item in items):
             raise ValueError(f"examples that are not tuples of {len(first)}, as the first one is")
-        columns = [_together(how, column) for column in zip(*parts, strict=True)]
+        columns = [_together(how, column) for column in zip(*items, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
-    arrays = [array_of(part) for part in parts]
+    arrays = [array_of(item) for item in items]
     if how is np.stack and len({array.shape for array in arrays}) > 1:
         other = next(index for index, array in enumerate(arrays) if array.shape != arrays[0].shape)
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The parts of reads and updates of a variable: what each shard is asked, after all arguments have been checked.
+"""What a read or an update of a variable asks of each shard, after all arguments have been checked.
 
-Nothing here talks to a server: `variable` sends the parts.
+Nothing here talks to a server: `variable` sends the requests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
 from pscluster.core.transport.frames import view
-from pscluster.ps.client.read_plans import ReadPart, WholeVariable
-from pscluster.ps.client.updates import UpdatePart
+from pscluster.ps.client.read_plans import ShardRead, WholeVariable
+from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
 from pscluster.ps.optim.kernels import deduplicate
 from pscluster.ps.spec import check_kind
@@ -32,8 +32,8 @@ ALL = ps_pb2.Rows(all=True)
 _SUMMED = (ps_pb2.APPLY_GRADIENT, ps_pb2.ADD, ps_pb2.SUB)  # updates in which rows of equal ids are summed
 
 
-class Parts:
-    """What the servers hold of a variable, and the parts of requests about it."""
+class ShardRequests:
+    """What the servers hold of a variable, and the requests about its shards."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,37 +50,37 @@ class Parts:
         shards = [(self.owners[shard], self._read_item(shard), block) for shard, block in blocks]
         return WholeVariable(self.shape, self.dtype, shards)
 
-    def _whole_parts(self, out: Array) -> list[ReadPart]:
-        return [self._read_part(shard, out, whole_index(block)) for shard, block in enumerate(self.partition.blocks)]
+    def _whole_reads(self, out: Array) -> list[ShardRead]:
+        return [self._shard_read(shard, out, whole_index(block)) for shard, block in enumerate(self.partition.blocks)]
 
-    def _box_parts(self, selection: Selection, out: Array) -> list[ReadPart]:
+    def _box_reads(self, selection: Selection, out: Array) -> list[ShardRead]:
         return [
-            self._read_part(part.shard, out, whole_index(part.target), _slices_of(part.local))
-            for part in selection.parts
+            self._shard_read(selected.shard, out, whole_index(selected.target), _slices_of(selected.local))
+            for selected in selection.shards
         ]
 
-    def _mask_parts(self, points: Sequence[Ids], out: Array) -> list[ReadPart]:
-        """Return the parts of a read of points of the leading axes into the rows of an array."""
-        axes, parts = len(points), []
+    def _mask_reads(self, points: Sequence[Ids], out: Array) -> list[ShardRead]:
+        """Return the reads of points of the leading axes into the rows of an array."""
+        axes, reads = len(points), []
         for shard, positions, rows in _shards_of_points(self.partition, points):
             index = (positions, *self.partition.block(shard).slices[axes:])
-            parts.append(self._read_part(shard, out, index, ps_pb2.Rows(ids=len(positions), leading=axes), rows))
-        return parts
+            reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions), leading=axes), rows))
+        return reads
 
-    def _row_parts(self, ids: Ids, out: Array) -> list[ReadPart]:
-        parts = []
+    def _row_reads(self, ids: Ids, out: Array) -> list[ShardRead]:
+        reads = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
             if not len(positions):
                 continue
             block = self.partition.block(shard)
             everything = len(positions) == ids.size and block.shape[1:] == self.shape[1:]  # then they are in order
             index = ... if everything else _row_index(positions, block)
-            parts.append(self._read_part(shard, out, index, ps_pb2.Rows(ids=len(positions)), local_ids))
-        return parts
+            reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions)), local_ids))
+        return reads
 
-    def _read_part(
+    def _shard_read(
         self, shard: int, out: Array, index: Any, rows: ps_pb2.Rows = ALL, ids: Ids | None = None
-    ) -> ReadPart:
+    ) -> ShardRead:
         """Return a read of (a part of) a shard into `out[index]`: slices, or row numbers and slices."""
         item, target = self._read_item(shard, rows), None
         if isinstance(index, tuple) and index and isinstance(index[0], np.ndarray):
@@ -90,8 +90,8 @@ class Parts:
             shape = target.shape
         size = math.prod(shape) * self.dtype.itemsize
         if target is not None and target.flags.c_contiguous:
-            return ReadPart(self.owners[shard], item, size, view(target), ids)
-        return ReadPart(self.owners[shard], item, size, functools.partial(_put, out, index, shape), ids)
+            return ShardRead(self.owners[shard], item, size, view(target), ids)
+        return ShardRead(self.owners[shard], item, size, functools.partial(_put, out, index, shape), ids)
 
     def _read_item(self, shard: int, rows: ps_pb2.Rows = ALL) -> ps_pb2.ReadItem:
         item = ps_pb2.ReadItem(variable=self.id, shard=shard, rows=rows)
@@ -108,40 +108,39 @@ class Parts:
 
     # Updates
 
-    def update_parts(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any = None) -> list[UpdatePart]:
-        """Return the parts of an update of everything, or of a box."""
+    def shard_updates(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any = None) -> list[ShardUpdate]:
+        """Return the updates of everything, or of a box."""
         self._check_writable()
         array = converted(value, self.dtype, self.name, "value")
         check_kind(kind, self.dtype, self.name)
         if array.ndim and at is None:
-            return self._dense_parts(kind, self._shaped(array, self.shape, "value"), optimizer=0)
+            return self._dense_updates(kind, self._shaped(array, self.shape, "value"), optimizer=0)
         selection = self._selection(... if at is None else at)
         if array.ndim:
             array = self._shaped(array, selection.result_shape, "value").reshape(selection.counts)
         nth = self._next_update()
-        parts = []
-        for part in selection.parts:
-            rows = ALL if at is None else _slices_of(part.local)
-            values = array[part.target.slices] if array.ndim else array
-            parts.append(self._update_part(kind, part.shard, nth, rows, values))
-            parts[-1].item.scalar = not array.ndim  # one number is sent for all elements
-        return parts
+        updates = []
+        for selected in selection.shards:
+            rows = ALL if at is None else _slices_of(selected.local)
+            values = array[selected.target.slices] if array.ndim else array
+            updates.append(self._shard_update(kind, selected.shard, nth, rows, values))
+            updates[-1].item.scalar = not array.ndim  # one number is sent for all elements
+        return updates
 
-    def _dense_parts(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[UpdatePart]:
-        """Return the parts of an update of everything by an array of its shape and type."""
+    def _dense_updates(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[ShardUpdate]:
+        """Return the updates of everything by an array of its shape and type."""
         nth = self._next_update()
         return [
-            self._update_part(kind, shard, nth, ALL, array[whole_index(block)], optimizer)
+            self._shard_update(kind, shard, nth, ALL, array[whole_index(block)], optimizer)
             for shard, block in enumerate(self.partition.blocks)
         ]
 
-    def _sparse_parts(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, optimizer: int = 0) -> list[UpdatePart]:
-        """Return the parts of an update of rows. An optimizer's step counts on shards without such rows, too."""
+    def _sparse_updates(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, optimizer: int = 0) -> list[ShardUpdate]:
+        """Return the updates of rows. An optimizer's step counts on shards without such rows, too."""
         self._check_writable()
         ids, row_shape = self._ids_of(slices), self.shape[1:]
-        what = "values of the rows"
-        values = converted(slices.values, self.dtype, self.name, what, overflow=bool(optimizer))
-        rows = self._shaped(values, (*ids.shape, *row_shape), what, broadcast=not optimizer)
+        values = converted(slices.values, self.dtype, self.name, "values of the rows", overflow=bool(optimizer))
+        rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows", broadcast=not optimizer)
         check_kind(kind, self.dtype, self.name)
         rows, ids = rows.reshape(ids.size, *row_shape), ids.reshape(-1)
         # As the server would; it sums half types, in a wider type.
@@ -149,15 +148,15 @@ class Parts:
             ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
             rows = sums.reshape(len(ids), *row_shape)
         nth = self._next_update()
-        parts = []
+        updates = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
             if len(positions) or optimizer:
                 values = rows[_row_index(positions, self.partition.block(shard))]
                 where = ps_pb2.Rows(ids=len(positions))
-                parts.append(self._update_part(kind, shard, nth, where, values, optimizer, local_ids))
-        return parts
+                updates.append(self._shard_update(kind, shard, nth, where, values, optimizer, local_ids))
+        return updates
 
-    def _batch_parts(self, slices: IndexedSlices) -> list[UpdatePart]:
+    def _batch_updates(self, slices: IndexedSlices) -> list[ShardUpdate]:
         self._check_writable()
         *batch, _ = np.shape(slices.indices)
         axis = len(batch)
@@ -171,38 +170,38 @@ class Parts:
         rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows").reshape(ids.size, *row_shape)
         points = [coordinates.reshape(-1) for coordinates in (*np.indices(ids.shape)[:-1], ids)]
         nth = self._next_update()
-        parts = []
+        updates = []
         for shard, positions, local_rows in _shards_of_points(self.partition, points):
             columns: Any = (positions, *self.partition.block(shard).slices[axis + 1 :])
             where = ps_pb2.Rows(ids=len(positions), leading=axis + 1)
-            parts.append(self._update_part(ps_pb2.ASSIGN, shard, nth, where, rows[columns], ids=local_rows))
-        return parts
+            updates.append(self._shard_update(ps_pb2.ASSIGN, shard, nth, where, rows[columns], ids=local_rows))
+        return updates
 
-    def gradient_parts(self, gradient: Gradient, optimizer: int) -> list[UpdatePart]:
+    def gradient_updates(self, gradient: Gradient, optimizer: int) -> list[ShardUpdate]:
         if self.dtype.kind != "f" and self.dtype.name != "bfloat16":
             raise InvalidUpdateError(f"variable {self.name!r} is {self.dtype.name}: only floats take gradients")
         self._check_writable()
         if isinstance(gradient, IndexedSlices):
-            return self._sparse_parts(ps_pb2.APPLY_GRADIENT, gradient, optimizer)
+            return self._sparse_updates(ps_pb2.APPLY_GRADIENT, gradient, optimizer)
         array = converted(gradient, self.dtype, self.name, "gradient", overflow=True)
         array = self._shaped(array, self.shape, "gradient", broadcast=False)
-        return self._dense_parts(ps_pb2.APPLY_GRADIENT, array, optimizer)
+        return self._dense_updates(ps_pb2.APPLY_GRADIENT, array, optimizer)
 
     def checked_gradient(self, gradient: Gradient) -> Gradient:
-        """Return a gradient as floating arrays that `gradient_parts` takes, copied only if it has another type."""
+        """Return a gradient as floating arrays that `gradient_updates` takes, copied only if it has another type."""
         if not isinstance(gradient, IndexedSlices):
             return self._floats(gradient, "gradient", self.shape)
         ids = self._ids_of(gradient)
         rows = self._floats(gradient.values, "values of the rows", (*ids.shape, *self.shape[1:]))
         return IndexedSlices(rows, ids)
 
-    def _floats(self, value: npt.ArrayLike, what: str, shape: tuple[int, ...]) -> Array:
-        array = as_array(value, self.name, what)
+    def _floats(self, value: npt.ArrayLike, argument: str, shape: tuple[int, ...]) -> Array:
+        array = as_array(value, self.name, argument)
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            array = converted(value, self.dtype, self.name, what, overflow=True)
-        return self._shaped(array, shape, what, broadcast=False)
+            array = converted(value, self.dtype, self.name, argument, overflow=True)
+        return self._shaped(array, shape, argument, broadcast=False)
 
-    def _update_part(
+    def _shard_update(
         self,
         kind: ps_pb2.UpdateKind,
         shard: int,
@@ -211,13 +210,13 @@ class Parts:
         values: Array,
         optimizer: int = 0,
         ids: Ids | None = None,
-    ) -> UpdatePart:
+    ) -> ShardUpdate:
         """Return one shard's share of an update: the n-th of the variable in its function."""
         data = view(np.ascontiguousarray(values))
         item = ps_pb2.UpdateItem(
             variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
         )
-        return UpdatePart(self.owners[shard], item, data, None if ids is None else np.ascontiguousarray(ids))
+        return ShardUpdate(self.owners[shard], item, data, None if ids is None else np.ascontiguousarray(ids))
 
     def _next_update(self) -> int:
         function = current_function()
@@ -248,7 +247,7 @@ class Parts:
         if self._slot is not None:
             raise MisuseError(f"{self.name!r} belongs to its optimizer: it can be read, but not assigned")
 
-    def _shaped(self, array: Array, shape: tuple[int, ...], what: str, broadcast: bool = True) -> Array:
+    def _shaped(self, array: Array, shape: tuple[int, ...], argument: str, broadcast: bool = True) -> Array:
         """Return an array of that shape, broadcast if allowed. InvalidUpdateError if it does not fit."""
         if array.shape == shape:
             return array
@@ -258,7 +257,7 @@ class Parts:
         except ValueError:
             pass
         raise InvalidUpdateError(
-            f"variable {self.name!r}: the {what} has shape {array.shape}, but must have shape {shape}"
+            f"variable {self.name!r}: the {argument} has shape {array.shape}, but must have shape {shape}"
         )
 
 
