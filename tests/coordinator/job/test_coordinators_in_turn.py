@@ -15,7 +15,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.conftest import OpenCall, search
+from tests.conftest import search
+from tests.fakes import FakeCall
 from tests.ps.storage.support import padded, values_of
 
 from pscluster.coordinator.job.live_job import LiveJob, continue_job
@@ -75,7 +76,7 @@ class Coordinator:
     request: node_pb2.AttachRequest
     found: list[node_pb2.HelloReply] = field(default_factory=list)
     must_hold: list[int] = field(default_factory=list)  # by server, what it has to hold as it is taken
-    streams: dict[int, tuple[OpenCall, Iterator[Any]]] = field(default_factory=dict)
+    streams: dict[int, tuple[FakeCall, Iterator[Any]]] = field(default_factory=dict)
     store_id: dict[int, int] = field(default_factory=dict)
     ever_attached: set[int] = field(default_factory=set)
     ready: bool = False  # it has taken all, and has its variable
@@ -125,7 +126,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         request.coordinator.CopyFrom(make_identity("chief", 0))
         mine = Coordinator(self.count, request)
         hello = node_pb2.HelloRequest(identity=request.coordinator)
-        mine.found = [server.node.hello(hello, OpenCall()) for server in self.servers]  # type: ignore[arg-type]
+        mine.found = [server.node.hello(hello, FakeCall()) for server in self.servers]  # type: ignore[arg-type]
         mine.must_hold = continue_job(request, mine.found)
         if request.coordinator_number > 1:
             assert {reply.job_id for reply in mine.found} == {request.job_id}, "goes on with half a job"
@@ -165,7 +166,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         request = node_pb2.AttachRequest()
         request.CopyFrom(mine.request)
         request.store_id = mine.store_id.get(server, mine.must_hold[server])
-        call = OpenCall()
+        call = FakeCall()
         events = target.node.attach(request, call)  # type: ignore[arg-type]
         master = self.master[server]
         try:
@@ -201,7 +202,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             return
         try:
             directories = [
-                server.service.describe(ps_pb2.DescribeRequest(job=mine.job, all=True), OpenCall())  # type: ignore[arg-type]
+                server.service.describe(ps_pb2.DescribeRequest(job=mine.job, all=True), FakeCall())  # type: ignore[arg-type]
                 for server in self.servers
             ]
             live, remains = LiveJob.of(directories)
@@ -210,7 +211,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
                 for remain in remains:
                     request = ps_pb2.DeleteRequest(job=mine.job, name=remain.name, id=remain.id)
                     for server in self.servers:
-                        server.service.delete(request, OpenCall())  # type: ignore[arg-type]
+                        server.service.delete(request, FakeCall())  # type: ignore[arg-type]
                     self.has_variable = [False] * SERVERS
             if "v" not in live.variables:
                 spec = ps_pb2.VariableSpec(
@@ -232,7 +233,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
     def push(self, index: int, request: ps_pb2.Request, value: float) -> ps_pb2.Reply:
         chunks = [bytes(chunk) for chunk in padded(np.array([value])).chunks]
         request.total_bytes, request.last = sum(map(len, chunks)), True
-        data = self.servers[index].service.push(iter([pack(request, chunks)]), OpenCall())  # type: ignore[arg-type]
+        data = self.servers[index].service.push(iter([pack(request, chunks)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
     @precondition(lambda self: any(each.ready for each in self.coordinators))
@@ -286,7 +287,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         mine.ending = True
         master = self.master[server]
         try:
-            self.servers[server].node.end_job(node_pb2.EndJobRequest(job=mine.job), OpenCall())  # type: ignore[arg-type]
+            self.servers[server].node.end_job(node_pb2.EndJobRequest(job=mine.job), FakeCall())  # type: ignore[arg-type]
         except StaleError:
             assert master is not mine or self.held_job[server] != mine.request.job_id
             return

@@ -147,7 +147,7 @@ class FakeConnection:
         asyncio.get_running_loop().call_soon(self._take, self, outcomes)
 
 
-class FakeServer(ServerAttachment):
+class FakeServerAttachment(ServerAttachment):
     """A parameter server that only counts."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class FakeCluster:
 
     def __init__(self, workers: int, servers: int = 0, max_attempts: int = 10) -> None:
         self.workers = [FakeWorker(index) for index in range(workers)]
-        self.servers = [FakeServer() for _ in range(servers)]
+        self.servers = [FakeServerAttachment() for _ in range(servers)]
         state = DispatchState(
             [worker.peer for worker in self.workers], self.servers, node_pb2.AttachRequest(), 100, max_attempts
         )

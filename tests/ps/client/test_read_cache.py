@@ -166,7 +166,7 @@ class Read:
     behind: int | None = None
 
 
-class KeptMachine(RuleBasedStateMachine):
+class ReadCacheMachine(RuleBasedStateMachine):
     """Several reads of two shards at once, interrupted where a client's use the network, between updates and restarts.
 
     Each shard is a real one. A read takes the steps that the client takes: ask for the version, read or take the copy,
@@ -258,6 +258,6 @@ class KeptMachine(RuleBasedStateMachine):
         assert (decision, copy) == (CacheDecision.COPY, self.shards[KEY].array.tobytes())
 
 
-TestKept = KeptMachine.TestCase
-TestKept.__doc__ = "No read gives what was there before it began, and what nobody changes is not read again."
-TestKept.settings = search(200, 40)
+TestReadCache = ReadCacheMachine.TestCase
+TestReadCache.__doc__ = "No read gives what was there before it began, and what nobody changes is not read again."
+TestReadCache.settings = search(200, 40)

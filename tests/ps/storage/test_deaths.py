@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.conftest import OpenCall, search
+from tests.conftest import search
+from tests.fakes import FakeCall
 from tests.ps.storage.support import NEVER, killed, padded, values_of
 from tests.waiting import until
 
@@ -153,11 +154,11 @@ class Process:
             raise
         self.service = ParameterServerService(self.role)
         self.node = NodeService(make_identity("ps", 0), self.role, lambda: None)
-        self.calls: list[tuple[OpenCall, Any]] = []
+        self.calls: list[tuple[FakeCall, Any]] = []
 
     def attach(self, request: node_pb2.AttachRequest) -> int:
         """Attach a coordinator."""
-        call = OpenCall()
+        call = FakeCall()
         events = self.node.attach(request, call)  # type: ignore[arg-type]  # as much of a context as it needs
         incarnation = next(events).incarnation
         self.calls.append((call, events))
@@ -173,7 +174,7 @@ class Process:
     def push(self, request: ps_pb2.Request, *buffers: bytes) -> ps_pb2.Reply:
         """Send a request, and return its reply."""
         request.total_bytes, request.last = sum(map(len, buffers)), True
-        data = self.service.push(iter([pack(request, buffers)]), OpenCall())  # type: ignore[arg-type]
+        data = self.service.push(iter([pack(request, buffers)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
     def settle(self) -> None:
@@ -377,7 +378,7 @@ class ServerMachine(RuleBasedStateMachine):
         with self.dying(dies, torn):
             try:
                 request = ps_pb2.DeleteRequest(job=self.job, name=f"v{number}")
-                self.process.service.delete(request, OpenCall())  # type: ignore[arg-type]
+                self.process.service.delete(request, FakeCall())  # type: ignore[arg-type]
                 deleted = True
             except PsClusterError:
                 assert self.disk.failed
@@ -557,7 +558,7 @@ class ServerMachine(RuleBasedStateMachine):
             return
         functions = list({left[number % len(left)] for number in chosen})
         request = ps_pb2.FinishFunctionsRequest(job=self.job, starts=functions, stops=[each + 1 for each in functions])
-        self.process.service.finish_functions(request, OpenCall())  # type: ignore[arg-type]
+        self.process.service.finish_functions(request, FakeCall())  # type: ignore[arg-type]
         self.finished.update(functions)
 
     @rule(worker=st.integers(1, 2))
@@ -565,7 +566,7 @@ class ServerMachine(RuleBasedStateMachine):
         """A worker is given up."""
         incarnation = 1000 * self.coordinator_number + worker
         request = ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation)
-        self.process.service.close_incarnation(request, OpenCall())  # type: ignore[arg-type]
+        self.process.service.close_incarnation(request, FakeCall())  # type: ignore[arg-type]
         self.closed.append(incarnation)
 
     # Generations, deaths, troubles

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
-from tests.telemetry.test_metrics import OneRole
+from tests.core.metrics.scraping import SECONDS, Scraped, get, scrape
+from tests.core.metrics.test_metrics import OneRole
 from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError
