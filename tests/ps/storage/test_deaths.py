@@ -160,9 +160,9 @@ class Process:
         """Attach a coordinator."""
         call = FakeCall()
         events = self.node.attach(request, call)  # type: ignore[arg-type]  # as much of a context as it needs
-        incarnation = next(events).incarnation
+        store_id = next(events).store_id
         self.calls.append((call, events))
-        return incarnation
+        return store_id
 
     def coordinator_dies(self) -> None:
         """End the coordinator's streams."""
