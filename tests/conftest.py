@@ -43,7 +43,7 @@ hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
 
 SEARCH = float(os.environ.get("PSCLUSTER_SEARCH", "1"))
-"""So many times as many examples do state machines try: 1 for every run of the tests, 1000 make a night of it."""
+"""How many times more examples state machines try: 1 for every run of the tests, 1000 takes a night."""
 
 
 def search(examples: int, steps: int) -> hypothesis.settings:

@@ -452,7 +452,7 @@ def test_server_only(tmp_path: Path) -> None:
 
 
 def put(source: Path, target: Path) -> None:
-    """Put each file in its place at once, as an operator would."""
+    """Put each file in its place atomically, as an operator would."""
     for role in access.ROLES:
         for name in ("ca.crt", "tls.key", "tls.crt"):
             draft = target / role / f".{name}"

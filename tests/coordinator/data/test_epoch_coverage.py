@@ -120,7 +120,7 @@ def test_another_batch_size() -> None:
 
 
 def up_to(most: int) -> Callable[[int, int], int]:
-    """Ranges of so many examples at most, of the first epoch."""
+    """Ranges of at most that many examples, of the first epoch."""
     return lambda epoch, start: start + most if not epoch else start
 
 

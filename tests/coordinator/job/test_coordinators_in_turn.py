@@ -36,7 +36,7 @@ VARIABLE = 1
 
 
 class Surviving(StateManager):
-    """A manager whose server finds all that the process before had: as behind a generation with nothing behind it."""
+    """A manager whose server finds all that the process before had, as after a generation with nothing logged since."""
 
     def __init__(self, found: Restored | None) -> None:
         super().__init__(DurabilityOptions())
@@ -48,7 +48,7 @@ class Surviving(StateManager):
 
 
 class Server:
-    """A parameter server's processes, one behind the other."""
+    """A parameter server's processes, one after the other."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -136,7 +136,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not each.ready for each in self.coordinators))
     @rule(which=coordinators_of, steps=st.integers(1, SERVERS + 1))
     def goes_on(self, which: int, steps: int) -> None:
-        """So many steps towards its work, or as far as it gets."""
+        """Take that many steps towards its work, or as many as it can."""
         beginning = [each for each in self.coordinators if not each.ready]
         mine = beginning[which % len(beginning)]
         for _ in range(steps):
@@ -174,7 +174,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         except BusyError:
             assert master is not None
             assert master is not mine
-            assert server in master.streams, "busy, and nobody holds it"
+            assert server in master.streams, "busy, but no coordinator holds it"
             if not mine.ever_attached:
                 mine.failed = True
             return
@@ -184,8 +184,8 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             mine.failed = True
             return
         if master is not None and master is not mine and server in master.streams:
-            assert mine.request.take_over, "two coordinators at once"
-        assert mine.job not in self.shut_out[server], "let in again behind the next one"
+            assert mine.request.take_over, "two coordinators at a time"
+        assert mine.job not in self.shut_out[server], "let in again after the next one"
         self.shut_out[server] |= {each.job for each in self.coordinators if server in each.ever_attached} - {mine.job}
         mine.streams[server], mine.store_id[server] = (call, events), event.store_id
         mine.ever_attached.add(server)

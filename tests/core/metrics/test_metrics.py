@@ -43,7 +43,7 @@ def test_a_histogram_counts_what_is_at_most_so_much() -> None:
 
 @pytest.mark.parametrize(("first", "last", "count"), [(0.9, 0.1, 50), (3.5, 0.5, 31), (9.0, 9.0, 1), (2.0, 1.0, 2)])
 def test_many_that_lie_between_two(first: float, last: float, count: int) -> None:
-    """Values added at once are counted as if each were added."""
+    """Values added in one call are counted as if each were added."""
     at_once, one_by_one = Histogram((1.0, 2.0, 4.0)), Histogram((1.0, 2.0, 4.0))
     at_once.add_falling(first, last, count)
     for place in range(count):

@@ -116,11 +116,11 @@ def test_a_hung_server_costs_one_attempt(client: PsClient, clock: Clock) -> None
     """An attempt may take a minute to find no server: after the first one the server is probed."""
     server, attempts = FakeServer(), []
 
-    def nobody() -> None:
+    def no_hello() -> None:
         clock.now += 0.4 * RETRY_SECONDS
         raise UnavailableError("no hello")
 
-    server.hello = nobody
+    server.hello = no_hello
 
     def attempt() -> None:
         attempts.append(clock.now)

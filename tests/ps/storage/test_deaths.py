@@ -290,15 +290,15 @@ class ServerMachine(RuleBasedStateMachine):
         self.store_id = self.process.attach(self.request())
         self.process.settle()
 
-    @rule(parts=parts, dies=deaths, torn=torn, killed_behind=st.booleans())
-    def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_behind: bool) -> None:
-        """And the next one comes, while the server may die, too, or behind its first update."""
+    @rule(parts=parts, dies=deaths, torn=torn, killed_after=st.booleans())
+    def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_after: bool) -> None:
+        """And the next one comes, while the server may die, too, or after its first update."""
         self.process.coordinator_dies()
         with self.dying(dies, torn):
             self.next_coordinator()
         if self.died:
             self.start(self.disk.copy)
-        elif killed_behind and self.can_update:
+        elif killed_after and self.can_update:
             if (sent := self.fresh(parts, 1, inside=True)) is not None:
                 self.send(sent)
             self.start(self.disk.killed())
@@ -307,7 +307,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def dying(self, at: int, torn: bool) -> Iterator[None]:
-        """Have the process die in the block, before its nth call, if there are so many."""
+        """Have the process die in the block, before its nth call, if there are that many."""
         self.disk.copy, self.disk.torn, self.disk.dies_in = None, torn, at or NOWHERE
         yield
         self.process.settle()
@@ -586,11 +586,11 @@ class ServerMachine(RuleBasedStateMachine):
         elif saved:
             self.all_safe()
 
-    @rule(parts=parts, inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, behind=st.booleans())
+    @rule(parts=parts, inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, killed_after=st.booleans())
     def save_with_an_update_meanwhile(
-        self, parts: Drawn, inside: bool, at: int, dies: int, torn: bool, behind: bool
+        self, parts: Drawn, inside: bool, at: int, dies: int, torn: bool, killed_after: bool
     ) -> None:
-        """An update comes as the generation is written: it is in it or behind it, and acknowledged at once."""
+        """An update comes as the generation is written: it is in it or after it, and acknowledged at once."""
         if self.disk.failed:
             return
         self.disk.heal()
@@ -613,7 +613,7 @@ class ServerMachine(RuleBasedStateMachine):
         for reply in replies:
             self.applied(sent, reply)
         sent.boot_id = self.lives
-        if self.died or behind:
+        if self.died or killed_after:
             self.start(self.disk.copy or self.disk.killed())
 
     @rule(calls=st.integers(1, 12), code=st.sampled_from([errno.ENOSPC, errno.EIO]), lasting=st.booleans())
