@@ -95,7 +95,7 @@ class Data:
 
 
 class Client(ABC):
-    """A client of all servers at once, each of which has an equal part of everything."""
+    """A client of all servers together, each of which has an equal part of everything."""
 
     def __init__(self, servers: int) -> None:
         self._servers = servers
@@ -119,7 +119,7 @@ class Client(ABC):
         """Send a small request to each server, in parts, and return its answer."""
 
     def on_each(self, work: Callable[[int], None]) -> None:
-        """Run it for each server, by its number, all at once."""
+        """Run it for each server, by its index, all in parallel."""
         if self._servers == 1:
             work(0)
         else:

@@ -50,4 +50,4 @@ def forward_and_backward(
 
 
 LOOP_SIDE = 200
-"""A step of the training loop's rows multiplies two matrices of so many rows and columns: 0.3 ms here, about."""
+"""A step of the training loop's rows multiplies two matrices of this many rows and columns: about 0.3 ms here."""

@@ -50,7 +50,7 @@ NUM_PS, NUM_WORKERS = 2, 3
 MOST_SAMPLES = 2000  # of a process, by default
 TIMEOUT = 300.0  # for the job to end
 COORDINATOR, CLUSTER = "coordinator", "cluster"
-COLOURS = {  # Okabe and Ito's, which most people can tell apart
+COLOURS = {  # Okabe and Ito's, which most people can distinguish
     COORDINATOR: "#000000",
     "ps 0": "#0072B2",
     "ps 1": "#56B4E9",
@@ -348,7 +348,7 @@ def main() -> int:
     parser.add_argument("--worker-every", type=float, default=120.0, help="seconds from one killed worker to the next")
     parser.add_argument("--ps-every", type=float, default=300.0, help="seconds from one killed server to the next")
     parser.add_argument("--shortest", type=float, default=10.0, help="minutes of a life that is judged by itself")
-    parser.add_argument("--turns", type=int, default=0, help="end after so many turns of the job")
+    parser.add_argument("--turns", type=int, default=0, help="end after this many turns of the job")
     parser.add_argument("--csv", type=Path, default=HERE.parent / "build" / "soak.csv", help="where samples go")
     parser.add_argument("--png", type=Path, help="where the picture goes; default: nowhere")
     parser.add_argument("--judge", type=Path, metavar="CSV", help="run nothing: judge and draw these samples")

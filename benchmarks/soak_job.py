@@ -166,7 +166,7 @@ class Load:
     def _functions(self, number: int) -> None:
         """Use functions, classes and captured values that no worker has seen before.
 
-        A worker keeps up to 256 of them: so many are used per turn that it reaches that number, and drops some, within
+        A worker keeps up to 256 of them: enough are used per turn that it reaches that number, and drops some, within
         minutes.
         """
         captured = self._rng.normal(size=NEW)

@@ -43,7 +43,7 @@ hypothesis.settings.register_profile("pscluster", deadline=None)
 hypothesis.settings.load_profile("pscluster")
 
 SEARCH = float(os.environ.get("PSCLUSTER_SEARCH", "1"))
-"""So many times as many examples do state machines try: 1 for every run of the tests, 1000 make a night of it."""
+"""How many times more examples state machines try: 1 for every run of the tests, 1000 takes a night."""
 
 
 def search(examples: int, steps: int) -> hypothesis.settings:
@@ -66,10 +66,10 @@ _LONGEST = (
     "faults/test_chaos.py",
     "coordinator/local/test_local_cluster.py",
     "roles/test_unix_sockets.py",
-    "dashboard/test_page.py",
-    "dashboard/test_command_line.py",
+    "coordinator/dashboard/test_page.py",
+    "coordinator/dashboard/test_command_line.py",
     "benchmarks/test_soak.py",
-    "faults/test_pinned.py",
+    "faults/test_evaluation_snapshots.py",
     "faults/test_ps_death.py",
     "faults/test_ps_healing.py",
     "faults/test_worker_death.py",
@@ -105,42 +105,6 @@ def wait_for_file(path: str) -> None:
     while not os.path.exists(path):
         assert time.monotonic() < deadline, f"waited in vain for {path}"
         time.sleep(0.002)
-
-
-class OpenCall:
-    """The context of an open call, until `end`."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[], None]] = []
-        self._active = True
-
-    def is_active(self) -> bool:
-        """Whether the call is active."""
-        return self._active
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """No metadata."""
-        return ()
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Add a callback for the end."""
-        self._callbacks.append(callback)
-        return self._active
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        """No certificate."""
-        return {}
-
-    def cancel(self) -> bool:
-        """End it."""
-        self.end()
-        return True
-
-    def end(self) -> None:
-        """End it, as if the caller had gone."""
-        self._active = False
-        for callback in self._callbacks:
-            callback()
 
 
 def attached(role: Role, request: node_pb2.AttachRequest) -> node_pb2.AttachEvent:

@@ -292,7 +292,7 @@ def test_rows_of_larger_splits(data: st.DataObject) -> None:
 
 
 def test_rows_over_very_many_shards() -> None:
-    """More shards than 16 bits can number are told apart."""
+    """More shards than 16 bits can number are distinguished."""
     partition = Partition.even((70_000,), (70_000,))
     parts = split_rows(partition, np.array([69_999, 0, 65_536, 0], dtype=np.int64))
     asked = {shard: part.positions.tolist() for shard, part in enumerate(parts) if part.positions.size}
@@ -508,10 +508,10 @@ def test_small_indices_of_several_axes(rank: int) -> None:
         candidates = list(even_partitions(shape))
         for _ in range(20):
             before = chance.randint(0, rank)
-            behind = chance.randint(0, rank - before)
+            after = chance.randint(0, rank - before)
             items = [item(length) for length in shape[:before]]
-            if behind or chance.random() < 0.5:
-                items += [Ellipsis, *(item(length) for length in shape[rank - behind :])]
+            if after or chance.random() < 0.5:
+                items += [Ellipsis, *(item(length) for length in shape[rank - after :])]
             for _ in range(chance.randint(0, 2)):
                 items.insert(chance.randint(0, len(items)), None)
             assert_selects_as_numpy(chance.choice(candidates), tuple(items))

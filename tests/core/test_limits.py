@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 
 from pscluster.core import limits
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
@@ -32,7 +32,7 @@ OURS = node_pb2.Identity(version=VERSION, role="ps", name="ps 0")
 
 def context() -> grpc.ServicerContext:
     """The context of an active call."""
-    return cast("grpc.ServicerContext", OpenCall())
+    return cast("grpc.ServicerContext", FakeCall())
 
 
 def attach(**fields: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_request_that_is_no_frame() -> None:
     seen: list[str] = []
     handler = cast("Any", generic_handler(NODE_SERVICE, NodeService(OURS, Role(), lambda: None), seen.append))
 
-    class Call(OpenCall):
+    class Call(FakeCall):
         def peer(self) -> str:
             return "ipv4:127.0.0.1:1"
 

@@ -3,7 +3,7 @@
 Blocks of a document share a namespace, in order. The first one makes `cluster`, `strategy` and `coordinator`.
 What they show is compared:
 
-    expression  # -> text            str() of its value, whitespace apart
+    expression  # -> text            str() of its value, ignoring whitespace
     statement   # raises Error       it ends with exactly this error
     statement   # raises Error: a ... b    whose message contains a followed by b
 
@@ -70,10 +70,10 @@ def statements(text: str) -> Iterator[Statement]:
         at += 1
 
 
-def _printed(behind: list[str]) -> str:
-    if [*behind, "", ""][1] != "prints":
+def _printed(following: list[str]) -> str:
+    if [*following, "", ""][1] != "prints":
         return ""
-    return "\n".join(itertools.takewhile(lambda line: line.startswith("    "), behind[3:]))
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("    "), following[3:]))
 
 
 def _of_block(lines: list[str], above: int) -> Iterator[Statement]:

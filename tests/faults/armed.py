@@ -265,7 +265,7 @@ class Round:
         """Make a checkpoint ask for all functions back while some run and others wait; return how many functions
         count."""
         held = [self.coordinator.schedule(wait_for, args=(str(self.folder), "gate")) for _ in range(WORKERS)]
-        behind = self.functions(10)
+        waiting = self.functions(10)
         try:
             until(
                 lambda: self.coordinator._dispatcher.status.stats().in_flight >= WORKERS,
@@ -278,8 +278,8 @@ class Round:
                 done.result(TIMEOUT)
         finally:
             note(str(self.folder), "gate")  # otherwise they would keep their workers from the next job
-        assert self.coordinator.fetch([*held, *behind], TIMEOUT) == [*([""] * WORKERS), *range(10)]
-        return len(behind)
+        assert self.coordinator.fetch([*held, *waiting], TIMEOUT) == [*([""] * WORKERS), *range(10)]
+        return len(waiting)
 
     def beside_the_stream(self) -> None:
         """Use a dataset, large arguments and results, and a large variable."""

@@ -48,7 +48,7 @@ def wait_for(folder: str, name: str) -> str:
     deadline = time.monotonic() + TIMEOUT
     while not Path(folder, name).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody left {name}")
+            raise TimeoutError(f"no step left {name}")
         time.sleep(0.005)
     return Path(folder, name).read_text()
 

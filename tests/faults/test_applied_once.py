@@ -181,7 +181,7 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
     with ExitStack() as stack:
         proxies: list[Proxy] = []
 
-        def behind(cluster: LocalCluster) -> SimpleClusterResolver:
+        def through_proxies(cluster: LocalCluster) -> SimpleClusterResolver:
             tasks = {
                 job: [cluster.cluster_spec().task_address(job, index) for index in range(count)]
                 for job, count in (("ps", 1), ("worker", options.get("num_workers", 1)))
@@ -190,7 +190,7 @@ def job_behind_proxies(role: str, **options: Any) -> Iterator[tuple[Job, list[Pr
             tasks[role] = [proxy.address for proxy in proxies]
             return SimpleClusterResolver(ClusterSpec(tasks))
 
-        job = stack.enter_context(running_job(connect_to=behind, transport="tcp", **options))
+        job = stack.enter_context(running_job(connect_to=through_proxies, transport="tcp", **options))
         yield job, proxies
 
 

@@ -85,7 +85,7 @@ class Half:
                 while way == "too long":
                     first.numpy()
                 wait_for(folder, "raise")
-                raise ValueError("behind its first update")
+                raise ValueError("after its first update")
             second.assign_add(np.ones(4))
             return number
 
@@ -182,9 +182,9 @@ def test_a_concurrent_evaluation(half: Half) -> None:
 def test_cancelling_what_waits(half: Half) -> None:
     """Functions that have begun end; those that are cancelled have not begun."""
     begun = half.begin()
-    behind = half.job.coordinator.schedule(max, args=(begun, 0))
-    assert half.meanwhile(lambda: half.job.coordinator.cancel_waiting([begun, behind])) == 1
-    assert (begun.status.value, behind.status.value) == ("ready", "cancelled")
+    waiting = half.job.coordinator.schedule(max, args=(begun, 0))
+    assert half.meanwhile(lambda: half.job.coordinator.cancel_waiting([begun, waiting])) == 1
+    assert (begun.status.value, waiting.status.value) == ("ready", "cancelled")
     half.job.join()
     assert half.values() == (1, 1)
 
@@ -308,7 +308,7 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
         second.assign_add(np.ones(4))
 
     value = coordinator.schedule(goes_on, timeout=1.0 if how == "too long" else None)
-    behind = coordinator.schedule(max, args=(value, 0))
+    waiting = coordinator.schedule(max, args=(value, 0))
     others = [coordinator.schedule(abs, args=(-number,)) for number in range(5)]
     wait_for(folder, "begun")
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=TIMEOUT) as manager:
@@ -324,7 +324,7 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
         with pytest.raises(expected, match="may have been applied"):
             value.fetch(TIMEOUT)
         with pytest.raises(CancelledError):
-            behind.fetch(TIMEOUT)
+            waiting.fetch(TIMEOUT)
         if how == "too long":
             with pytest.raises(FunctionTimeoutError):
                 coordinator.join(TIMEOUT)

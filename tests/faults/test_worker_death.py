@@ -128,7 +128,7 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
         before = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
         job.join()
         fatal = job.coordinator.schedule(deadly)
-        behind = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
+        later = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
         with pytest.raises(
             FunctionError, match=r"deadly .*3 workers that died.*may be what kills them.*worker \d at .*; worker \d at "
         ) as caught:
@@ -137,7 +137,7 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
         with pytest.raises(FunctionError, match="3 workers that died"):
             fatal.fetch()
         assert ready(before) == 20
-        for value in behind:
+        for value in later:
             if value.status is not RemoteValueStatus.READY:
                 with pytest.raises(CancelledError, match="schedule it again"):
                     value.fetch()
@@ -146,7 +146,7 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
         assert job.coordinator.done()
 
 
-def test_waiting_behind_a_function_that_kills_is_no_attempt() -> None:
+def test_waiting_for_a_function_that_kills_is_no_attempt() -> None:
     """A function that is sent to workers that die, but never runs there, is not given up."""
     with running_job(num_workers=1, max_attempts=2) as job:
         total = counter(job)

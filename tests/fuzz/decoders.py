@@ -26,7 +26,8 @@ import grpc
 import numpy as np
 import xxhash
 from google.protobuf.message import DecodeError, Message
-from tests.conftest import OpenCall, attached
+from tests.conftest import attached
+from tests.fakes import FakeCall
 
 from pscluster.coordinator.checkpoints.index import (
     Index,
@@ -117,7 +118,7 @@ class Decoder:
 
 
 def _context() -> grpc.ServicerContext:
-    return cast("grpc.ServicerContext", OpenCall())
+    return cast("grpc.ServicerContext", FakeCall())
 
 
 # Values

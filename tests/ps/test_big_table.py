@@ -196,12 +196,12 @@ class TestOneShard:
 
 
 def counted(start: int, stop: int) -> Array:
-    """Numbers of elements modulo a prime, which distinguishes elements 2**n apart."""
+    """Numbers of elements modulo a prime, which distinguishes elements at a distance of 2**n."""
     return (np.arange(start, stop) % 251).astype(np.uint8)
 
 
 def test_more_elements_than_31_bits_count() -> None:
-    """All of more than 2**31 elements are read and assigned at once; ids beyond 2**31 work like others."""
+    """All of more than 2**31 elements are read and assigned in one call; ids beyond 2**31 work like others."""
     need(7.5)
     border = 1 << 31
     size, piece, width = border + 12_345, 251 << 20, 4000

@@ -410,7 +410,7 @@ def test_another_version(tmp_path: Path) -> None:
         assert line.startswith("chief 0 (")
         assert "runs pscluster 9.9.9" in line
         assert VERSION in line
-        assert roles.coordinator(JOB).wait() == 0, "nobody was disturbed"
+        assert roles.coordinator(JOB).wait() == 0, "the running job was not disturbed"
 
 
 def test_older_coordinator(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Messages from strangers take no role down and make it allocate nothing: live roles, raw sockets, raw calls."""
+"""Messages from unauthenticated peers take no role down and allocate nothing: live roles, raw sockets, raw calls."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 
 from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.frames import pack, padding, unpack
@@ -24,7 +24,7 @@ from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 77
-CONTEXT = cast("grpc.ServicerContext", OpenCall())
+CONTEXT = cast("grpc.ServicerContext", FakeCall())
 ALLOCATES = 4 << 20
 """No request here, however large what it declares, needs more."""
 

@@ -25,7 +25,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from grpc.experimental.session_cache import ssl_session_cache_lru
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from tests.conftest import OpenCall, grpc_server
+from tests.conftest import grpc_server
+from tests.fakes import FakeCall
 from tests.roles.processes import (
     DONE,
     HELD,
@@ -340,14 +341,14 @@ def test_workers_set_rates_and_no_rules() -> None:
     role.job_began(node_pb2.AttachRequest(job=7))
     service = ParameterServerService(role)
 
-    def create(context: OpenCall, **changed: Any) -> None:
+    def create(context: FakeCall, **changed: Any) -> None:
         spec = ps_pb2.OptimizerSpec(
             **{"id": 1, "name": "o", "rule": "sgd", "numbers": {"learning_rate": 0.1}, **changed}
         )
         request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=7, optimizer=spec), last=True)
         service.push(iter([pack(request)]), cast(grpc.ServicerContext, context))
 
-    create(OpenCall())
+    create(FakeCall())
     create(WorkersCall(), numbers={"learning_rate": 0.5})
     for changed in ({"id": 2}, {"name": "p"}, {"rule": "adam"}):
         with pytest.raises(NotPermittedError, match="does not open the creation of variables and optimizers"):
@@ -367,20 +368,20 @@ def test_workers_put_no_metadata() -> None:
         update = ps_pb2.UpdateRequest(job=7, incarnation=9, sequence=sequence, items=[item])
         return pack(ps_pb2.Request(update=update, last=True))
 
-    def session(context: OpenCall, data: bytes) -> ps_pb2.Reply:
+    def session(context: FakeCall, data: bytes) -> ps_pb2.Reply:
         (reply,) = service.session(iter([data]), cast(grpc.ServicerContext, context))
         return unpack(b"".join(reply) if isinstance(reply, list) else reply, ps_pb2.Reply)[0]
 
-    assert session(OpenCall(), put(1)).update.applied == 1
+    assert session(FakeCall(), put(1)).update.applied == 1
     assert refused in session(WorkersCall(), put(2)).refusal.message
     with pytest.raises(NotPermittedError, match=refused):
         service.push(iter([put(3)]), cast(grpc.ServicerContext, WorkersCall()))
     assert role.store.directory.metadata.texts == {"progress": "1"}
-    service.push(iter([put(4)]), cast(grpc.ServicerContext, OpenCall()))
+    service.push(iter([put(4)]), cast(grpc.ServicerContext, FakeCall()))
     assert role.store.directory.metadata.texts == {"progress": "4"}
 
 
-class WorkersCall(OpenCall):
+class WorkersCall(FakeCall):
     """A call by a caller with a worker's certificate."""
 
     def auth_context(self) -> dict[str, list[bytes]]:
@@ -451,7 +452,7 @@ def test_server_only(tmp_path: Path) -> None:
 
 
 def put(source: Path, target: Path) -> None:
-    """Put each file in its place at once, as an operator would."""
+    """Put each file in its place atomically, as an operator would."""
     for role in access.ROLES:
         for name in ("ca.crt", "tls.key", "tls.crt"):
             draft = target / role / f".{name}"

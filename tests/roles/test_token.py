@@ -227,7 +227,7 @@ def test_three_places(tmp_path: Path) -> None:
 
 def test_a_token_is_changed_without_a_stop(tmp_path: Path) -> None:
     """A file holds several tokens: all are accepted, the first is sent; changes take effect without a restart."""
-    new = "a-newer-one-that-nobody-knows"
+    new = "a-newer-one-that-no-role-knows"
     file, cluster = tmp_path / "token", make_cluster()
     file.write_text(f"{TOKEN}\n")
     env = {"PSCLUSTER_TOKEN_FILE": str(file)}

@@ -63,13 +63,13 @@ def test_roles_started_by_hand(folder: Path, tmp_path: Path) -> None:
         worker.wait_for(f"worker 0 serving on unix:{sockets}/worker-0")
         assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in sockets.iterdir()} == {0o600}
-        assert "without a token" not in ps.output, "nobody else can reach it"
+        assert "without a token" not in ps.output, "no other user can reach it"
 
         command = [*PSCLUSTER, "coordinator", str(script), "stay"]
         with Process(command, environ(tf_config(cluster, "chief")), stdin=-1) as coordinator:
             coordinator.wait_for(f"trained 10.0 True unix:{sockets}/ps-0")
             coordinator.wait_for("saved")
-            assert "live page" not in coordinator.output, "nobody has asked for it"
+            assert "live page" not in coordinator.output, "it was not asked for"
             code, shown = run("status", "--json", config=tf_config(cluster, "chief"))
             assert code == 0, shown
             tasks = json.loads(shown.splitlines()[-1])["tasks"]

@@ -15,7 +15,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, attached
+from tests.conftest import attached
+from tests.fakes import FakeCall
 from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
@@ -337,7 +338,7 @@ def test_the_last_results_are_fetched_before_a_worker_goes() -> None:
     assert job.wait_fetched(0.0)
 
 
-class StepsCall(OpenCall):
+class StepsCall(FakeCall):
     """The context of a stream of steps, which records that its state was checked."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ def test_addresses_that_are_missing() -> None:
 
 
 def test_plain_text() -> None:
-    """In plain text a token is used only with servers on loopback, whoever names them."""
+    """In plain text a token is used only with servers on loopback, however they are named."""
     servers = ServerList(3, (), RoleOptions(token="t" * 32))
     servers.check(asked("127.0.0.1:1"))
     with pytest.raises(ConfigurationError, match=r"refusing to talk to ps 0 at far\.example\.com:1 in plain text"):

@@ -565,7 +565,7 @@ def test_parts_that_are_not_scheduled(
 
 
 def test_a_pass_comes_back_to_what_failed(coordinator: ClusterCoordinator) -> None:
-    """In an epoch that it has left: nothing stays behind for ever."""
+    """In an epoch that it has left: nothing stays unvisited forever."""
     data = coordinator.distribute_dataset(np.arange(4)).repeat()
     parts = iter(data)
 
@@ -638,7 +638,7 @@ def test_parts_of_a_position_that_was(
     data: DistributedDataset,
     manager: CheckpointManager,
 ) -> None:
-    """Behind a restored checkpoint they are refused, and leave no trace."""
+    """After a checkpoint is restored they are refused, and leave no trace."""
     step = visited.step()
     coordinator.schedule(step, args=(next(iter(data)),)).fetch(TIMEOUT)
     coordinator.join(TIMEOUT)

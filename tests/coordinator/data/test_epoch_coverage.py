@@ -18,7 +18,7 @@ LENGTH, USED = 11, 10
 EPOCHS = 3
 
 
-class VisitsMachine(RuleBasedStateMachine):
+class EpochCoverageMachine(RuleBasedStateMachine):
     """Against a model that knows of each example of each epoch where it is."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class VisitsMachine(RuleBasedStateMachine):
             assert self.coverage.visited(epoch) == state.count("visited")
 
 
-TestVisits = VisitsMachine.TestCase
-TestVisits.settings = search(100, 30)
+TestEpochCoverage = EpochCoverageMachine.TestCase
+TestEpochCoverage.settings = search(100, 30)
 
 
 def test_another_length() -> None:
@@ -120,7 +120,7 @@ def test_another_batch_size() -> None:
 
 
 def up_to(most: int) -> Callable[[int, int], int]:
-    """Ranges of so many examples at most, of the first epoch."""
+    """Ranges of at most that many examples, of the first epoch."""
     return lambda epoch, start: start + most if not epoch else start
 
 

@@ -139,7 +139,7 @@ def contexts(context: InputContext) -> Iterable[Any]:
 
 
 def test_the_context(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
-    """The context tells workers apart, under our names and TensorFlow's (row 19, for the better)."""
+    """The context distinguishes workers, under our names and TensorFlow's (row 19, for the better)."""
     iterator = iter(coordinator.create_per_worker_dataset(contexts))
     found = everywhere(coordinator, next, iterator)
     assert found == [(worker, NUM_WORKERS, worker, NUM_WORKERS, 1, 64) for worker in range(NUM_WORKERS)]

@@ -15,7 +15,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.conftest import OpenCall, search
+from tests.conftest import search
+from tests.fakes import FakeCall
 from tests.ps.storage.support import padded, values_of
 
 from pscluster.coordinator.job.live_job import LiveJob, continue_job
@@ -35,7 +36,7 @@ VARIABLE = 1
 
 
 class Surviving(StateManager):
-    """A manager whose server finds all that the process before had: as behind a generation with nothing behind it."""
+    """A manager whose server finds all that the process before had, as after a generation with nothing logged since."""
 
     def __init__(self, found: Restored | None) -> None:
         super().__init__(DurabilityOptions())
@@ -47,7 +48,7 @@ class Surviving(StateManager):
 
 
 class Server:
-    """A parameter server's processes, one behind the other."""
+    """A parameter server's processes, one after the other."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -75,7 +76,7 @@ class Coordinator:
     request: node_pb2.AttachRequest
     found: list[node_pb2.HelloReply] = field(default_factory=list)
     must_hold: list[int] = field(default_factory=list)  # by server, what it has to hold as it is taken
-    streams: dict[int, tuple[OpenCall, Iterator[Any]]] = field(default_factory=dict)
+    streams: dict[int, tuple[FakeCall, Iterator[Any]]] = field(default_factory=dict)
     store_id: dict[int, int] = field(default_factory=dict)
     ever_attached: set[int] = field(default_factory=set)
     ready: bool = False  # it has taken all, and has its variable
@@ -125,7 +126,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         request.coordinator.CopyFrom(make_identity("chief", 0))
         mine = Coordinator(self.count, request)
         hello = node_pb2.HelloRequest(identity=request.coordinator)
-        mine.found = [server.node.hello(hello, OpenCall()) for server in self.servers]  # type: ignore[arg-type]
+        mine.found = [server.node.hello(hello, FakeCall()) for server in self.servers]  # type: ignore[arg-type]
         mine.must_hold = continue_job(request, mine.found)
         if request.coordinator_number > 1:
             assert {reply.job_id for reply in mine.found} == {request.job_id}, "goes on with half a job"
@@ -135,7 +136,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not each.ready for each in self.coordinators))
     @rule(which=coordinators_of, steps=st.integers(1, SERVERS + 1))
     def goes_on(self, which: int, steps: int) -> None:
-        """So many steps towards its work, or as far as it gets."""
+        """Take that many steps towards its work, or as many as it can."""
         beginning = [each for each in self.coordinators if not each.ready]
         mine = beginning[which % len(beginning)]
         for _ in range(steps):
@@ -165,7 +166,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         request = node_pb2.AttachRequest()
         request.CopyFrom(mine.request)
         request.store_id = mine.store_id.get(server, mine.must_hold[server])
-        call = OpenCall()
+        call = FakeCall()
         events = target.node.attach(request, call)  # type: ignore[arg-type]
         master = self.master[server]
         try:
@@ -173,7 +174,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         except BusyError:
             assert master is not None
             assert master is not mine
-            assert server in master.streams, "busy, and nobody holds it"
+            assert server in master.streams, "busy, but no coordinator holds it"
             if not mine.ever_attached:
                 mine.failed = True
             return
@@ -183,10 +184,10 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             mine.failed = True
             return
         if master is not None and master is not mine and server in master.streams:
-            assert mine.request.take_over, "two coordinators at once"
-        assert mine.job not in self.shut_out[server], "let in again behind the next one"
+            assert mine.request.take_over, "two coordinators at a time"
+        assert mine.job not in self.shut_out[server], "let in again after the next one"
         self.shut_out[server] |= {each.job for each in self.coordinators if server in each.ever_attached} - {mine.job}
-        mine.streams[server], mine.store_id[server] = (call, events), event.incarnation
+        mine.streams[server], mine.store_id[server] = (call, events), event.store_id
         mine.ever_attached.add(server)
         if held != mine.request.job_id:
             assert mine.request.coordinator_number == 1, "it goes on with a job of which this server has lost its part"
@@ -201,7 +202,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             return
         try:
             directories = [
-                server.service.describe(ps_pb2.DescribeRequest(job=mine.job, all=True), OpenCall())  # type: ignore[arg-type]
+                server.service.describe(ps_pb2.DescribeRequest(job=mine.job, all=True), FakeCall())  # type: ignore[arg-type]
                 for server in self.servers
             ]
             live, remains = LiveJob.of(directories)
@@ -210,7 +211,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
                 for remain in remains:
                     request = ps_pb2.DeleteRequest(job=mine.job, name=remain.name, id=remain.id)
                     for server in self.servers:
-                        server.service.delete(request, OpenCall())  # type: ignore[arg-type]
+                        server.service.delete(request, FakeCall())  # type: ignore[arg-type]
                     self.has_variable = [False] * SERVERS
             if "v" not in live.variables:
                 spec = ps_pb2.VariableSpec(
@@ -232,7 +233,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
     def push(self, index: int, request: ps_pb2.Request, value: float) -> ps_pb2.Reply:
         chunks = [bytes(chunk) for chunk in padded(np.array([value])).chunks]
         request.total_bytes, request.last = sum(map(len, chunks)), True
-        data = self.servers[index].service.push(iter([pack(request, chunks)]), OpenCall())  # type: ignore[arg-type]
+        data = self.servers[index].service.push(iter([pack(request, chunks)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
     @precondition(lambda self: any(each.ready for each in self.coordinators))
@@ -286,7 +287,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         mine.ending = True
         master = self.master[server]
         try:
-            self.servers[server].node.end_job(node_pb2.EndJobRequest(job=mine.job), OpenCall())  # type: ignore[arg-type]
+            self.servers[server].node.end_job(node_pb2.EndJobRequest(job=mine.job), FakeCall())  # type: ignore[arg-type]
         except StaleError:
             assert master is not mine or self.held_job[server] != mine.request.job_id
             return

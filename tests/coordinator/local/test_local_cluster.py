@@ -397,7 +397,7 @@ def test_stop_in_order(house: House) -> None:
 
 
 def test_stop_from_several_threads(house: House) -> None:
-    """Whoever calls stop() returns when the cluster is gone."""
+    """Every call of stop() returns once the cluster is gone."""
     cluster = house.cluster(2, 2).start()
     seen: list[dict[tuple[str, int], int]] = []
 

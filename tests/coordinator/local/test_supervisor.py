@@ -391,7 +391,7 @@ class SupervisorMachine(RuleBasedStateMachine):
         assert task not in self.starting
         assert task not in self.running, "two processes of one task"
         assert task not in self.over, f"started again, though it is {self.over[task]}"
-        assert self.earliest[task] <= self.now <= self.latest[task], "before its time, or behind it"
+        assert self.earliest[task] <= self.now <= self.latest[task], "too early, or too late"
         self.starting.add(task)
         self.latest[task] = math.inf
 

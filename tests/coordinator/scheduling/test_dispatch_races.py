@@ -147,7 +147,7 @@ class FakeConnection:
         asyncio.get_running_loop().call_soon(self._take, self, outcomes)
 
 
-class FakeServer(ServerAttachment):
+class FakeServerAttachment(ServerAttachment):
     """A parameter server that only counts."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class FakeCluster:
 
     def __init__(self, workers: int, servers: int = 0, max_attempts: int = 10) -> None:
         self.workers = [FakeWorker(index) for index in range(workers)]
-        self.servers = [FakeServer() for _ in range(servers)]
+        self.servers = [FakeServerAttachment() for _ in range(servers)]
         state = DispatchState(
             [worker.peer for worker in self.workers], self.servers, node_pb2.AttachRequest(), 100, max_attempts
         )
@@ -356,7 +356,7 @@ def test_what_is_recalled_while_it_is_prepared_keeps_its_place(fake: Callable[..
 
 
 def test_only_a_worker_without_any_function_steals(fake: Callable[..., FakeCluster]) -> None:
-    """One that has a place free, but also something to run, does not take what waits behind others' functions."""
+    """One that has a place free, but also something to run, does not take what waits for others' functions to end."""
     cluster = fake(2)
     first, second = cluster.workers
 
@@ -567,7 +567,7 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
     on_loop(scenario)
 
 
-def test_what_waits_behind_a_function_that_is_ended(fake: Callable[..., FakeCluster]) -> None:
+def test_what_waits_for_a_function_that_is_ended(fake: Callable[..., FakeCluster]) -> None:
     """It comes back, for any worker that is free; what was cancelled on its way there is not run."""
     cluster = fake()
     (worker,) = cluster.workers
@@ -616,7 +616,7 @@ def test_what_is_cancelled_while_it_is_prepared(fake: Callable[..., FakeCluster]
 
 
 def test_a_function_that_cannot_be_shut_out_is_a_lost_server(fake: Callable[..., FakeCluster]) -> None:
-    """Nobody may go on as if nothing of it could land any more."""
+    """No caller may go on as if none of its updates could arrive any more."""
     cluster = fake(servers=1)
     (worker,) = cluster.workers
     cluster.servers[0].answers = [UnavailableError("ps 0 can't be reached")]
@@ -643,15 +643,15 @@ def test_what_waits_for_a_cancelled_value_is_cancelled(fake: Callable[..., FakeC
         blocker = cluster.schedule()
         await until(lambda: worker.last.functions)
 
-        def behind(value: RemoteValue) -> RemoteValue:
-            result = RemoteValue("behind", no_handle)
+        def dependent(value: RemoteValue) -> RemoteValue:
+            result = RemoteValue("dependent", no_handle)
             call = Call(cluster._function, weakref.ref(result), encode(None), remote={"0": value})
             cluster.dispatcher.submit(Task(call))
             return result
 
-        first = behind(blocker)
-        second = behind(first)
-        third = behind(second)
+        first = dependent(blocker)
+        second = dependent(first)
+        third = dependent(second)
         cluster.dispatcher.waits.withdraw([second])
         assert [value.status for value in (first, second, third)] == [
             RemoteValueStatus.NOT_READY,
@@ -666,7 +666,7 @@ def test_what_waits_for_a_cancelled_value_is_cancelled(fake: Callable[..., FakeC
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], lost: bool) -> None:
-    """Nobody is told of it before it is known whether that is so; then it is final, or an error as any other."""
+    """It is not reported before it is known to be true; then it is final, or an error like any other."""
     cluster = fake(servers=2)
     (worker,) = cluster.workers
     said = PSUnavailableError("ps 1 can't be reached")
@@ -781,7 +781,7 @@ def test_ctrl_c_while_a_function_is_handed_over(fake: Callable[..., FakeCluster]
     on_loop(scenario)
 
 
-def test_what_is_scheduled_behind_an_error_is_not_asked_back(fake: Callable[..., FakeCluster]) -> None:
+def test_what_is_scheduled_after_an_error_is_not_asked_back(fake: Callable[..., FakeCluster]) -> None:
     """The user has seen the error, and goes on, before the loop has heard of it."""
     cluster = fake()
     (worker,) = cluster.workers

@@ -1,4 +1,4 @@
-"""Exact evaluation: each example once, bit for bit what one process finds, whatever dies and whoever else works."""
+"""Exact evaluation: each example once, bit for bit what one process finds, whatever dies and whatever else runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Examples:
         return {"seen": np.concatenate([state["seen"], numbers]), "sum": state["sum"] + values.sum(dtype=np.float32)}
 
     def merge(self, state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        """One behind the other."""
+        """One after the other."""
         return {"seen": np.concatenate([state["seen"], other["seen"]]), "sum": state["sum"] + other["sum"]}
 
     def result(self, state: dict[str, Any]) -> tuple[list[int], float]:
@@ -115,12 +115,12 @@ def test_nothing_else_runs(coordinator: ClusterCoordinator, w: Variable, gate: G
         found = pool.submit(coordinator.evaluate, step, data, [metrics.Mean(), metrics.Sum()])
         until(lambda: (Path(folder) / "mark-evaluating").exists(), "it is evaluated")
         assert all(value.status.value == "ready" for value in before)
-        behind = pool.submit(coordinator.schedule, train)
+        later = pool.submit(coordinator.schedule, train)
         with pytest.raises(TimeoutError):
-            behind.result(0.2)
+            later.result(0.2)
         gate.open()
         assert found.result(TIMEOUT) == {"mean": 10.0, "sum": 400.0}
-        behind.result(TIMEOUT).fetch(TIMEOUT)
+        later.result(TIMEOUT).fetch(TIMEOUT)
     assert w.numpy()[0] == 11
 
 

@@ -149,7 +149,7 @@ def test_of_one_moment(
     data: DistributedDataset,
     gate: Gate,
 ) -> None:
-    """Functions run all the time, before and behind the barrier: none is half in the copies, on any server."""
+    """Functions run all the time, before and after the barrier: none is half in the copies, on any server."""
     with strategy.scope():
         other = Variable(np.zeros(4), name="other")
     table.assign(np.zeros((ROWS, 3)))

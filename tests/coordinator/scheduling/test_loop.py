@@ -12,7 +12,7 @@ from pscluster.coordinator.scheduling.loop import in_thread, run
 
 
 def test_threads_of_blocking_calls_are_named_for_the_loop() -> None:
-    """Whoever lists a process' threads sees which are the library's; what a call raises is raised here."""
+    """A list of a process's threads shows which are the library's; what a call raises is raised here."""
     name = run(in_thread(lambda: threading.current_thread().name))
     assert name.startswith("pscluster-loop")
     with pytest.raises(ZeroDivisionError):

@@ -875,7 +875,7 @@ def test_order_of_the_queue(single: LocalCluster, gate: Gate) -> None:
         assert last.fetch(TIMEOUT) == list(range(300))
 
 
-def test_order_behind_what_waits(single: LocalCluster, gate: Gate) -> None:
+def test_order_after_what_waits(single: LocalCluster, gate: Gate) -> None:
     """A function whose argument is not ready lets others by."""
     with ParameterServerStrategy(single) as strategy:
         coordinator = ClusterCoordinator(strategy)
@@ -886,13 +886,13 @@ def test_order_behind_what_waits(single: LocalCluster, gate: Gate) -> None:
             return order
 
         first = coordinator.schedule(wait_for_file, args=(gate.path,))
-        behind = coordinator.schedule(step, args=("waits", first))
+        waiting = coordinator.schedule(step, args=("waits", first))
         coordinator.schedule(step, args=("goes",))
         gate.open()
-        assert behind.fetch(TIMEOUT) == ["goes", "waits"]
+        assert waiting.fetch(TIMEOUT) == ["goes", "waits"]
 
 
-def test_nobody_waits_behind_a_long_function(coordinator: ClusterCoordinator, gate: Gate) -> None:
+def test_no_function_waits_for_a_long_one(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """While a worker is busy for long, functions go to the one that is idle, and not into the busy one's queue."""
     coordinator.fetch([coordinator.schedule(triple, args=(1,)) for _ in range(100)], TIMEOUT)  # they seem quick now
     long = coordinator.schedule(wait_for_file, args=(gate.path,))

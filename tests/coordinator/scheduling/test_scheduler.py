@@ -32,7 +32,7 @@ def check(scheduler: Scheduler[str]) -> None:
     assert all(task.begun for task in scheduler._begun)
     assert not any(task.begun for task in scheduler._queue)
     if scheduler._barrier_owner is not None:
-        assert not scheduler.in_flight, "nothing executes behind a barrier"
+        assert not scheduler.in_flight, "nothing executes during a barrier"
         assert not scheduler._begun, "a barrier holds no half of a function"
         assert scheduler._barrier_owner in scheduler.barriers
     assert all(task.state is State.BLOCKED and task.blockers > 0 for task in scheduler._blocked)
@@ -244,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         task = sent[0]
         if self.strays[index]:
             self.front[index] = None
-            assert late is None, "it waits behind what still runs"
+            assert late is None, "it waits for what still runs"
             return
         front = self.front[index]
         if front is None or front[:2] != (task, task.position):
@@ -626,7 +626,7 @@ def test_lost_functions_go_to_the_head_in_their_order() -> None:
 
 
 def test_a_death_is_an_attempt_of_the_oldest_only() -> None:
-    """A worker that dies costs an attempt to the function it ran, not to those that waited behind it."""
+    """A worker that dies costs an attempt to the function it ran, not to those that waited for it to end."""
     scheduler, (first, *rest) = scheduler_with(8, max_attempts=2)
     for death in (1, 2):
         scheduler.workers[0].seconds = 1e-6

@@ -58,7 +58,7 @@ def test_it_is_run_again(coordinator: ClusterCoordinator, counter: Variable, tmp
     assert counter.numpy() == 1
 
 
-def test_those_behind_it_wait_for_nothing(coordinator: ClusterCoordinator, counter: Variable) -> None:
+def test_those_after_it_wait_for_nothing(coordinator: ClusterCoordinator, counter: Variable) -> None:
     """The time of a function begins when those before it on its worker have ended."""
 
     def naps() -> None:

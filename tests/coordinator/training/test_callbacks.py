@@ -60,7 +60,7 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """So many steps."""
+        """The number of steps that were counted."""
         return int(self.count.numpy())
 
     def step(self, best: int = 0) -> Step:
@@ -235,7 +235,7 @@ def test_which_way_is_better(name: str, mode: Any, sign: int) -> None:
 def test_early_stopping(
     coordinator: ClusterCoordinator, arguments: dict[str, Any], losses: list[float], epochs: int, best: float
 ) -> None:
-    """Behind so many epochs, with that as the best one."""
+    """After that many epochs, with that as the best one."""
     stopping = callbacks.EarlyStopping("loss", **arguments)
     for _ in range(2):  # another training begins anew
         training = epochs_of(stopping, coordinator, losses).training
@@ -511,7 +511,7 @@ def test_the_best_by_evaluation(
 
 
 def test_checkpoints_of_steps(coordinator: ClusterCoordinator, model: Counter, tmp_path: Path) -> None:
-    """Every so many, across epochs."""
+    """After every `save_freq` steps, across epochs."""
     data = coordinator.distribute_dataset(np.arange(STEPS))
     keeps = callbacks.ModelCheckpoint(str(tmp_path), save_freq=3, max_to_keep=None)
     coordinator.fit(model.step(), data, epochs=2, callbacks=[keeps], verbose=0)

@@ -202,7 +202,7 @@ def test_without_the_remainder(coordinator: ClusterCoordinator, model: Counted) 
 
 
 def test_epochs_of_a_dataset_that_repeats(coordinator: ClusterCoordinator, model: Counted) -> None:
-    """One of the training is so many of the data."""
+    """An epoch of the training covers all repetitions of the data."""
     data = coordinator.distribute_dataset(np.arange(EXAMPLES)).shuffle().batch(SIZE).repeat(3)
     history = coordinator.fit(model.step(), data, epochs=2, steps_per_execution=5, verbose=0)
     assert model.counts == [6] * EXAMPLES
@@ -259,7 +259,7 @@ def test_files(coordinator: ClusterCoordinator, model: Counted, tmp_path: Path) 
 
 
 def test_per_worker_datasets(coordinator: ClusterCoordinator, model: Counted) -> None:
-    """So many steps an epoch, packed, over whichever worker's own elements."""
+    """An epoch has the steps asked for, packed, over the elements of whichever worker runs them."""
     data = coordinator.create_per_worker_dataset(
         lambda: (np.array([number % EXAMPLES]) for number in itertools.count())
     )
@@ -299,7 +299,7 @@ def test_what_is_begun_with(coordinator: ClusterCoordinator, model: Counted, dat
 
 
 def test_evaluation(coordinator: ClusterCoordinator, model: Counted, data: DistributedDataset) -> None:
-    """Behind every other epoch, with the variables as they are then; the logs have it under its names."""
+    """After every other epoch, with the variables as they are then; the logs have it under its names."""
     held = coordinator.distribute_dataset(np.arange(10)).batch(4)
     seen, recorder = model.seen, Recorder()
 
@@ -333,7 +333,7 @@ def test_evaluation(coordinator: ClusterCoordinator, model: Counted, data: Distr
 
 @pytest.fixture
 def trained(cluster: LocalCluster) -> Callable[[Any], tuple[list[bytes], dict[str, list[float]]]]:
-    """Trains on one worker, where steps have an order, with so many a function; the variables' bytes, the history."""
+    """Trains on one worker, where steps have an order, that many per function; the variables' bytes, the history."""
     spec = cluster.cluster_spec()
     few = ClusterSpec({"ps": spec.as_dict()["ps"], "worker": [spec.task_address("worker", 0)]})
     rng = np.random.default_rng(0)

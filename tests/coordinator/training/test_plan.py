@@ -199,7 +199,7 @@ def test_what_is_of_a_later_epoch() -> None:
 
 
 def test_it_begins_in_the_middle() -> None:
-    """Of its own, too: what is cut otherwise than before has its first element behind what was done."""
+    """Of an element, too: data cut differently than before begins after what was done."""
     plan = Plan("data", elements=10, items_per_element=3, items=30, per_epoch=6)
     plan.begin((2, 5), 14)
     assert [plan.done(2, 15), plan.done(2, 30), plan.done(3, 3)] == [14, 19, 20]

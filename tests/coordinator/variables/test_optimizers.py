@@ -76,7 +76,7 @@ PAIRS: dict[str, Pair] = {
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda cuts: f"{cuts} shards")
 def cutting(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[ParameterServerStrategy]:
-    """A strategy that cuts variables in so many shards."""
+    """A strategy that cuts variables into that many shards."""
     with ParameterServerStrategy(cluster, FixedShardsPartitioner(request.param)) as strategy:
         yield strategy
 

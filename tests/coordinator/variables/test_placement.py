@@ -18,7 +18,7 @@ F32 = np.dtype(np.float32)
 
 
 def rows(*sizes: int) -> Partition:
-    """A variable whose shards have so many elements."""
+    """A variable whose shards have these numbers of elements."""
     ends = tuple(np.cumsum(sizes).tolist())
     return Partition((ends[-1],), (ends,))
 

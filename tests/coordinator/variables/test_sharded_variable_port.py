@@ -49,7 +49,7 @@ def two_servers() -> Iterator[LocalCluster]:
 
 
 def make(strategy: ParameterServerStrategy, value: npt.ArrayLike, shards: int, **more: Any) -> Variable:
-    """A variable of that value, cut in so many shards along axis 0."""
+    """A variable of that value, cut into that many shards along axis 0."""
     with strategy.scope():
         return Variable(value, partitioner=FixedShardsPartitioner(shards), **more)
 
@@ -460,7 +460,7 @@ class TestOperators:
         np.testing.assert_array_equal(np.exp(np.asarray(v)), np.exp(m))
 
     def test_equality_is_of_the_elements(self, strategy: ParameterServerStrategy) -> None:
-        """As with TensorFlow `v == w` compares values; `is` tells variables apart."""
+        """As with TensorFlow `v == w` compares values; `is` distinguishes variables."""
         v, w = make(strategy, [1.0, 2.0], 2), make(strategy, [1.0, 3.0], 2)
         assert (v == w).tolist() == [True, False]
         assert (v != w).tolist() == [False, True]

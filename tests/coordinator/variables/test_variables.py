@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 DTYPES = [np.float32, np.int32, np.int64]
 ROWS = 7
 HEIGHTS = {1: [7], 2: [4, 3], 3: [3, 2, 2]}
-"""Of the shards of so many rows."""
+"""By number of shards, the rows of each."""
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda cuts: f"{cuts} shards")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 
 from pscluster.core.errors import BusyError, StaleError, VersionMismatchError
 from pscluster.core.ids import VERSION, make_identity
@@ -130,13 +130,13 @@ class AttachmentMachine(RuleBasedStateMachine):
         super().__init__()
         self.attachment = Attachment("ps 0")
         self.streams: dict[int, int] = {}  # number of an open stream: its job
-        self.holding: set[int] = set()  # the open attachments of the latest job
-        self.kept = 0  # the job whose state the role has
+        self.attached: set[int] = set()  # the open attachments of the latest job
+        self.job = 0  # the job whose state the role has
 
     @property
     def holder(self) -> int:
         """The job that holds the role, 0 if none does."""
-        return self.kept if self.holding else 0
+        return self.job if self.attached else 0
 
     @rule(job=jobs)
     def attach(self, job: int) -> None:
@@ -145,13 +145,13 @@ class AttachmentMachine(RuleBasedStateMachine):
             with pytest.raises(BusyError):
                 self.attachment.attach(job, f"chief {job}")
             return
-        assert self.attachment.attach(job, f"chief {job}") == (job != self.kept)
-        if job != self.kept:
-            self.holding.clear()
+        assert self.attachment.attach(job, f"chief {job}") == (job != self.job)
+        if job != self.job:
+            self.attached.clear()
         newest = self.attachment.number
         assert newest not in self.streams, "each attachment has a number of its own"
-        self.streams[newest] = self.kept = job
-        self.holding.add(newest)
+        self.streams[newest] = self.job = job
+        self.attached.add(newest)
 
     @precondition(lambda self: bool(self.streams))
     @rule(data=st.data())
@@ -159,25 +159,25 @@ class AttachmentMachine(RuleBasedStateMachine):
         """Streams end in any order."""
         number = data.draw(st.sampled_from(sorted(self.streams)))
         del self.streams[number]
-        self.holding.discard(number)
+        self.attached.discard(number)
         self.attachment.detach(number)
 
     @rule(job=jobs)
     def end(self, job: int) -> None:
         """Only the job whose state is here can end itself, even while no coordinator holds the role."""
-        if self.kept and self.kept != job:
+        if self.job and self.job != job:
             with pytest.raises(StaleError):
                 self.attachment.end(job)
             return
         self.attachment.end(job)
-        self.kept = 0
-        self.holding.clear()
+        self.job = 0
+        self.attached.clear()
 
     @invariant()
     def agrees(self) -> None:
         """The role is held by its job as long as any of the job's streams is open."""
         assert self.attachment.held == bool(self.holder)
-        assert self.attachment.job == self.kept
+        assert self.attachment.job == self.job
         if self.holder:
             assert (self.attachment.job, self.attachment.holder) == (self.holder, f"chief {self.holder}")
 
@@ -210,7 +210,7 @@ class Stream:
     """An attachment that a thread reads, like grpc's."""
 
     def __init__(self, service: NodeService, job: int, version: str = VERSION, workers: Sequence[int] = ()) -> None:
-        self.context = OpenCall()
+        self.context = FakeCall()
         identity = node_pb2.Identity(version=version, role="chief", name=f"chief of {job}")
         request = node_pb2.AttachRequest(coordinator=identity, job=job, workers=workers, take_over=bool(workers))
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -389,7 +389,7 @@ class TestNodeService:
 
     def test_stream_that_ended_before_it_began(self) -> None:
         """A client that left before the service looked does not hold the role."""
-        context = OpenCall()
+        context = FakeCall()
         context.end()
         identity = node_pb2.Identity(version=VERSION, name="gone")
         request = node_pb2.AttachRequest(coordinator=identity, job=A)

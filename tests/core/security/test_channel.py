@@ -292,7 +292,7 @@ def test_a_handshake_that_is_none(given: bytes, code: grpc.StatusCode) -> None:
 
 
 def test_sides_with_different_tokens() -> None:
-    """The server says what is missing, and tells a caller without a token apart; a foreign server counts as absent."""
+    """The server says what is missing, and recognizes a caller without a token; a foreign server counts as absent."""
     with serving() as (address, _), open_channel(address, None, TOKEN[::-1]) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             call(channel, "UnaryUnary")

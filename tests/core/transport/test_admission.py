@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 from tests.waiting import TIMEOUT, until
 
 from pscluster.core.transport import admission
@@ -14,7 +14,7 @@ from pscluster.core.transport.admission import Admission
 
 def test_the_longest_wait_is_cut_off_first() -> None:
     """As many as it takes to fit, and never the new call, even if it does not fit alone."""
-    calls = [OpenCall() for _ in range(4)]
+    calls = [FakeCall() for _ in range(4)]
     room = Admission(lambda: 10, 1)
     waiting = [room.enter(call, 5) for call in calls[:2]]
     room.leave(waiting.pop())
@@ -34,9 +34,9 @@ def test_a_new_call_waits_for_the_memory_of_those_cut_off(monkeypatch: pytest.Mo
     """They hold what has arrived until they end: many calls would otherwise hold more than there is room for."""
     monkeypatch.setattr(admission, "END_SECONDS", TIMEOUT)
     room = Admission(lambda: 10, 1)
-    first, second = room.enter(OpenCall(), 5), room.enter(OpenCall(), 5)
+    first, second = room.enter(FakeCall(), 5), room.enter(FakeCall(), 5)
     with ThreadPoolExecutor(2) as pool:
-        third, fourth = OpenCall(), OpenCall()
+        third, fourth = FakeCall(), FakeCall()
         entered = [pool.submit(room.enter, call, 5) for call in (third, fourth)]
         until(lambda: room.cut_off == 2, "both are cut off")
         assert not any(each.done() for each in entered)
@@ -52,11 +52,11 @@ def test_a_new_call_that_is_cut_off_stops_waiting(monkeypatch: pytest.MonkeyPatc
     """A later one needs its room, and its own end must not take as long as that of the first."""
     monkeypatch.setattr(admission, "END_SECONDS", TIMEOUT)
     room = Admission(lambda: 10, 1)
-    first = room.enter(OpenCall(), 10)
+    first = room.enter(FakeCall(), 10)
     with ThreadPoolExecutor(2) as pool:
-        second = pool.submit(room.enter, OpenCall(), 10)
+        second = pool.submit(room.enter, FakeCall(), 10)
         until(lambda: room.cut_off == 1, "the first is cut off")
-        third = pool.submit(room.enter, OpenCall(), 10)
+        third = pool.submit(room.enter, FakeCall(), 10)
         room.leave(second.result(TIMEOUT))
         assert not third.done()
         room.leave(first)
@@ -68,8 +68,8 @@ def test_a_call_that_does_not_end_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
     """Its handler may be busy: a new call waits for a moment only."""
     monkeypatch.setattr(admission, "END_SECONDS", 0.01)
     room = Admission(lambda: 10, 1)
-    busy = room.enter(OpenCall(), 10)
-    second = room.enter(OpenCall(), 10)
+    busy = room.enter(FakeCall(), 10)
+    second = room.enter(FakeCall(), 10)
     room.leave(busy)
     room.leave(second)
     assert room.used == 0

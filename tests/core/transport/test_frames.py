@@ -337,7 +337,7 @@ class TestAssembler:
         assembler.add(*frame(b"abcd", total=4))
         assert not assembler.complete
 
-    def test_frame_behind_the_last(self) -> None:
+    def test_frame_after_the_last(self) -> None:
         """Nothing may follow the last frame."""
         assembler = Assembler(100)
         assembler.add(*frame(b"abcd", total=4, last=True))

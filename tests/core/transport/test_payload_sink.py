@@ -165,7 +165,7 @@ BAD: dict[str, list[tuple[int, bool]]] = {
     "ends early": [(CHUNK, False)],
     "says that it is all": [(CHUNK, True)],
     "too much": [(CHUNK, False), (CHUNK, False), (16, True)],
-    "more behind the last": [(CHUNK, False), (CHUNK, True), (16, False)],
+    "more after the last": [(CHUNK, False), (CHUNK, True), (16, False)],
     "no last": [(CHUNK, False), (CHUNK, False)],
 }
 

@@ -759,7 +759,7 @@ def test_a_message_that_breaks_half_way_is_the_last_of_its_connection() -> None:
         ours.settimeout(0.001)  # what is never read is not sent completely
         assert not context.send(LARGE)
         ours.settimeout(None)
-        assert not context.send(b"behind it")
+        assert not context.send(b"after it")
         assert reader.receive() == (Kind.MESSAGE, b"whole")
         with pytest.raises(ClosedError):
             reader.receive()

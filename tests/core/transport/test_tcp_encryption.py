@@ -1,4 +1,4 @@
-"""The data plane over TLS: both directions at once, renewal and revocation, and who notices them when."""
+"""The data plane over TLS: both directions at the same time, renewal and revocation, and who notices them when."""
 
 from __future__ import annotations
 

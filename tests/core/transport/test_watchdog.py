@@ -24,7 +24,7 @@ from pscluster.core.transport.watchdog import (
 MAX_SILENCE = 8.0
 
 
-class FakeCall:
+class CancelCounter:
     """A call that counts how often it was cancelled."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FakeExchange:
 
     def __init__(self) -> None:
         self.liveness = Liveness(lambda _seconds: True, MAX_SILENCE)
-        self.call = FakeCall()
+        self.call = CancelCounter()
         self.watched = WatchedCall(self.call.cancel, MAX_SILENCE, self.liveness)
 
     def checks(self, seconds: float) -> list[Action]:
@@ -143,7 +143,7 @@ def test_the_thread_cancels_a_call_and_logs_it_once(caplog: pytest.LogCaptureFix
     def fail() -> None:
         raise RuntimeError("no")
 
-    broken, call = watch(WatchedCall(fail, 0.0)), FakeCall()
+    broken, call = watch(WatchedCall(fail, 0.0)), CancelCounter()
     broken.begin()
     with StallWatchdog(0.1).with_call(call):
         until(lambda: call.cancelled > 1, "it is cancelled")

@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, attached
+from tests.conftest import attached
+from tests.fakes import FakeCall
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
@@ -44,7 +45,7 @@ class Clock:
 
 
 class FakeServer:
-    """A server whose process is up or down, as the test says."""
+    """The client's `Server`, whose process is up or down as the test says."""
 
     def __init__(self) -> None:
         self.peer = PeerAddress("ps", 0, "127.0.0.1:1")
@@ -115,11 +116,11 @@ def test_a_hung_server_costs_one_attempt(client: PsClient, clock: Clock) -> None
     """An attempt may take a minute to find no server: after the first one the server is probed."""
     server, attempts = FakeServer(), []
 
-    def nobody() -> None:
+    def no_hello() -> None:
         clock.now += 0.4 * RETRY_SECONDS
         raise UnavailableError("no hello")
 
-    server.hello = nobody
+    server.hello = no_hello
 
     def attempt() -> None:
         attempts.append(clock.now)
@@ -250,7 +251,7 @@ def test_a_pull_that_is_given_up_holds_nothing() -> None:
     size = 4 << 20
     spec = ps_pb2.VariableSpec(id=1, name="w", dtype="uint8", shape=[size], splits=[ps_pb2.AxisSplit(ends=[size])])
     spec.owners.append(0)
-    context = cast(grpc.ServicerContext, OpenCall())
+    context = cast(grpc.ServicerContext, FakeCall())
     create = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec), total_bytes=size, last=True)
     service.push(iter([pack(create, [bytes(size)])]), context)
     (shard,) = role.store.directory.variables[1].shards.values()

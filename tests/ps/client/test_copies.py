@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 from tests.ps.storage.support import (
     JOB,
     Client,
@@ -194,7 +194,7 @@ def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) ->
         manager.save()
         role = ParameterServerRole.__new__(ParameterServerRole)
         role.store, role.manager, role.waiting, role.metrics = held, manager, False, ServiceMetrics()
-        service, context = ParameterServerService(role), OpenCall()
+        service, context = ParameterServerService(role), FakeCall()
         request = ps_pb2.Request(create=copying(held, 1, 5), last=True)
         reply, _ = unpack(service.push(iter([pack(request)]), context), ps_pb2.Reply)  # type: ignore[arg-type]
         assert reply.HasField("create")

@@ -225,7 +225,7 @@ def test_a_thief_of_the_port_of_a_server_that_died() -> None:
             server._transport.is_at(*before)  # as if the server's death had not been noticed yet
             assert server._transport.connect("/test", ()) is None
             answering.join(TIMEOUT)
-        assert not answering.is_alive(), "nobody came"
+        assert not answering.is_alive(), "no client came"
         assert cluster.token.encode() not in taken[0]
         assert server._transport._forgotten
         cluster.restart("ps", 0, timeout=TIMEOUT)

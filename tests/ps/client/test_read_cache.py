@@ -69,7 +69,7 @@ def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
         while not over.is_set():
             value = v.numpy()
             if value.min() != value.max() or value[0] < last:
-                wrong.append(f"{value.min()}..{value.max()} behind {last}")
+                wrong.append(f"{value.min()}..{value.max()} after {last}")
             last = float(value[0])
 
     watchers = [threading.Thread(target=watch) for _ in range(2)]
@@ -176,10 +176,10 @@ class Read:
     decision: CacheDecision = CacheDecision.READ
     got: bytes | None = None
     asked_again: bool = False
-    behind: int | None = None
+    version_after: int | None = None
 
 
-class KeptMachine(RuleBasedStateMachine):
+class ReadCacheMachine(RuleBasedStateMachine):
     """Several reads of two shards at once, interrupted where a client's use the network, between updates and restarts.
 
     Each shard is a real one. A read takes the steps that the client takes: ask for the version, read or take the copy,
@@ -244,11 +244,11 @@ class KeptMachine(RuleBasedStateMachine):
                     return
             read.got = self.shards[read.key].array.tobytes()
         elif read.decision is CacheDecision.STORE and not read.asked_again:
-            read.behind, read.asked_again = self.shards[read.key].version, True
+            read.version_after, read.asked_again = self.shards[read.key].version, True
         else:
-            if read.asked_again and read.behind == read.version:
-                assert read.behind is not None
-                self.cache.store(read.key, read.behind, memoryview(read.got))
+            if read.asked_again and read.version_after == read.version:
+                assert read.version_after is not None
+                self.cache.store(read.key, read.version_after, memoryview(read.got))
             self.end(read, read.got)
 
     def end(self, read: Read, data: bytes) -> None:
@@ -271,6 +271,6 @@ class KeptMachine(RuleBasedStateMachine):
         assert (decision, copy) == (CacheDecision.COPY, self.shards[KEY].array.tobytes())
 
 
-TestKept = KeptMachine.TestCase
-TestKept.__doc__ = "No read gives what was there before it began, and what nobody changes is not read again."
-TestKept.settings = search(200, 40)
+TestReadCache = ReadCacheMachine.TestCase
+TestReadCache.__doc__ = "No read gives what was there before it began, and what does not change is not read again."
+TestReadCache.settings = search(200, 40)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 from tests.waiting import until
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
@@ -23,7 +23,7 @@ from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
 
-CONTEXT = cast(grpc.ServicerContext, OpenCall())
+CONTEXT = cast(grpc.ServicerContext, FakeCall())
 
 
 def spec_of(name: str, number: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2.VariableSpec:

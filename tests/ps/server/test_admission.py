@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
-from tests.conftest import OpenCall, grpc_server
+from tests.conftest import grpc_server
+from tests.fakes import FakeCall
 from tests.waiting import until
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
@@ -33,7 +34,7 @@ class Asker:
     """A thread that reserves memory, and holds it until it is done."""
 
     def __init__(self, budget: Budget, size: int) -> None:
-        self.call = OpenCall()
+        self.call = FakeCall()
         self.has = threading.Event()
         self.gave_up = threading.Event()
         self._enough = threading.Event()
@@ -103,7 +104,7 @@ def test_who_gives_up_makes_room() -> None:
         assert second.gave_up.wait(60)
         assert third.has.wait(60)
         assert first.has.is_set()
-    ended = OpenCall()
+    ended = FakeCall()
     ended.end()
     with pytest.raises(PSUnavailableError), budget.reserve(1, ended):  # type: ignore[arg-type]
         pass
@@ -177,7 +178,7 @@ def test_whole_values_beyond_the_budget_are_not_copied() -> None:
     spec.owners.append(0)
 
     def push(**body: Any) -> None:
-        call = cast(grpc.ServicerContext, OpenCall())
+        call = cast(grpc.ServicerContext, FakeCall())
         frames = pack(ps_pb2.Request(total_bytes=size, last=True, **body), [np.full(size, 3, np.uint8).data])
         service.push(iter([frames]), call)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from tests.conftest import OpenCall
+from tests.fakes import FakeCall
 from tests.ps.storage.support import (
     IDENTITY,
     JOB,
@@ -211,7 +211,7 @@ def test_ordinary_requests_find_no_variable(held: Store, client: Client) -> None
 def test_through_the_service() -> None:
     """Put on a session, described on request; a name or text that is no text is refused, and the session goes on."""
     role = ParameterServerRole(0)
-    service, call = ParameterServerService(role), OpenCall()
+    service, call = ParameterServerService(role), FakeCall()
     role.job_began(node_pb2.AttachRequest(job=JOB))
 
     def sent(request: ps_pb2.Request, *edit: bytes) -> ps_pb2.Reply:

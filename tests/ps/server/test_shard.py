@@ -51,7 +51,7 @@ class Reading:
 
 
 class SnapshotMachine(RuleBasedStateMachine):
-    """Snapshots of one shard, read chunk by chunk in any order between updates, against copies made at once."""
+    """Snapshots of one shard, read chunk by chunk in any order between updates, against copies made immediately."""
 
     @initialize(rows=st.integers(1, 40), width=st.integers(1, 20))
     def make(self, rows: int, width: int) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.conftest import OpenCall, search
+from tests.conftest import search
+from tests.fakes import FakeCall
 from tests.ps.storage.support import NEVER, killed, padded, values_of
 from tests.waiting import until
 
@@ -153,15 +154,15 @@ class Process:
             raise
         self.service = ParameterServerService(self.role)
         self.node = NodeService(make_identity("ps", 0), self.role, lambda: None)
-        self.calls: list[tuple[OpenCall, Any]] = []
+        self.calls: list[tuple[FakeCall, Any]] = []
 
     def attach(self, request: node_pb2.AttachRequest) -> int:
         """Attach a coordinator."""
-        call = OpenCall()
+        call = FakeCall()
         events = self.node.attach(request, call)  # type: ignore[arg-type]  # as much of a context as it needs
-        incarnation = next(events).incarnation
+        store_id = next(events).store_id
         self.calls.append((call, events))
-        return incarnation
+        return store_id
 
     def coordinator_dies(self) -> None:
         """End the coordinator's streams."""
@@ -173,7 +174,7 @@ class Process:
     def push(self, request: ps_pb2.Request, *buffers: bytes) -> ps_pb2.Reply:
         """Send a request, and return its reply."""
         request.total_bytes, request.last = sum(map(len, buffers)), True
-        data = self.service.push(iter([pack(request, buffers)]), OpenCall())  # type: ignore[arg-type]
+        data = self.service.push(iter([pack(request, buffers)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
     def settle(self) -> None:
@@ -289,15 +290,15 @@ class ServerMachine(RuleBasedStateMachine):
         self.store_id = self.process.attach(self.request())
         self.process.settle()
 
-    @rule(parts=parts, dies=deaths, torn=torn, killed_behind=st.booleans())
-    def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_behind: bool) -> None:
-        """And the next one comes, while the server may die, too, or behind its first update."""
+    @rule(parts=parts, dies=deaths, torn=torn, killed_after=st.booleans())
+    def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_after: bool) -> None:
+        """And the next one comes, while the server may die, too, or after its first update."""
         self.process.coordinator_dies()
         with self.dying(dies, torn):
             self.next_coordinator()
         if self.died:
             self.start(self.disk.copy)
-        elif killed_behind and self.can_update:
+        elif killed_after and self.can_update:
             if (sent := self.fresh(parts, 1, inside=True)) is not None:
                 self.send(sent)
             self.start(self.disk.killed())
@@ -306,7 +307,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def dying(self, at: int, torn: bool) -> Iterator[None]:
-        """Have the process die in the block, before its nth call, if there are so many."""
+        """Have the process die in the block, before its nth call, if there are that many."""
         self.disk.copy, self.disk.torn, self.disk.dies_in = None, torn, at or NOWHERE
         yield
         self.process.settle()
@@ -377,7 +378,7 @@ class ServerMachine(RuleBasedStateMachine):
         with self.dying(dies, torn):
             try:
                 request = ps_pb2.DeleteRequest(job=self.job, name=f"v{number}")
-                self.process.service.delete(request, OpenCall())  # type: ignore[arg-type]
+                self.process.service.delete(request, FakeCall())  # type: ignore[arg-type]
                 deleted = True
             except PsClusterError:
                 assert self.disk.failed
@@ -557,7 +558,7 @@ class ServerMachine(RuleBasedStateMachine):
             return
         functions = list({left[number % len(left)] for number in chosen})
         request = ps_pb2.FinishFunctionsRequest(job=self.job, starts=functions, stops=[each + 1 for each in functions])
-        self.process.service.finish_functions(request, OpenCall())  # type: ignore[arg-type]
+        self.process.service.finish_functions(request, FakeCall())  # type: ignore[arg-type]
         self.finished.update(functions)
 
     @rule(worker=st.integers(1, 2))
@@ -565,7 +566,7 @@ class ServerMachine(RuleBasedStateMachine):
         """A worker is given up."""
         incarnation = 1000 * self.coordinator_number + worker
         request = ps_pb2.CloseIncarnationRequest(job=self.job, incarnation=incarnation)
-        self.process.service.close_incarnation(request, OpenCall())  # type: ignore[arg-type]
+        self.process.service.close_incarnation(request, FakeCall())  # type: ignore[arg-type]
         self.closed.append(incarnation)
 
     # Generations, deaths, troubles
@@ -585,11 +586,11 @@ class ServerMachine(RuleBasedStateMachine):
         elif saved:
             self.all_safe()
 
-    @rule(parts=parts, inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, behind=st.booleans())
+    @rule(parts=parts, inside=st.booleans(), at=st.integers(1, 6), dies=deaths, torn=torn, killed_after=st.booleans())
     def save_with_an_update_meanwhile(
-        self, parts: Drawn, inside: bool, at: int, dies: int, torn: bool, behind: bool
+        self, parts: Drawn, inside: bool, at: int, dies: int, torn: bool, killed_after: bool
     ) -> None:
-        """An update comes as the generation is written: it is in it or behind it, and acknowledged at once."""
+        """An update comes as the generation is written: it is in it or after it, and acknowledged at once."""
         if self.disk.failed:
             return
         self.disk.heal()
@@ -612,7 +613,7 @@ class ServerMachine(RuleBasedStateMachine):
         for reply in replies:
             self.applied(sent, reply)
         sent.boot_id = self.lives
-        if self.died or behind:
+        if self.died or killed_after:
             self.start(self.disk.copy or self.disk.killed())
 
     @rule(calls=st.integers(1, 12), code=st.sampled_from([errno.ENOSPC, errno.EIO]), lasting=st.booleans())

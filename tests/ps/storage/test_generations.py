@@ -658,7 +658,7 @@ def test_a_disk_that_fails_at_any_write(tmp_path: Path, monkeypatch: pytest.Monk
             assert "failing" not in manager.words
             before = facts(held)
             assert facts(found_in(killed(tmp_path / "s"))) == before
-        assert disk.left > 0, "a write failed and nobody was told"
+        assert disk.left > 0, "a write failed, and the failure was not reported"
         assert at > 2
         assert len(names(tmp_path / "s")) <= 5
 

@@ -362,7 +362,7 @@ def test_records_after_a_torn_tail_are_kept(tmp_path: Path) -> None:
         client.update(dense(ps_pb2.ADD, np.full(6, 7, np.float32)))
         expected = values_of(found.store, 1).tolist()
         assert expected == (np.array(values[3]) + 7).tolist()
-        assert found.store.lost == {}, "nobody was told of it"
+        assert found.store.lost == {}, "it had not been acknowledged"
         again = killed(copy)
     assert values_of(found_in(again), 1).tolist() == expected
     # Even if the generation that began the new segment is damaged: then the torn segment is read again.
@@ -586,7 +586,7 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
         assert values_of(found.store, 1)[0] == 1
         Client(manager, found.store, 8).update(dense(ps_pb2.ADD, np.ones(1000)))
         again = killed(copy)
-    assert values_of(found_in(again), 1)[0] == 2, "what comes behind is kept"
+    assert values_of(found_in(again), 1)[0] == 2, "what comes after it is kept"
 
 
 def test_damage_at_the_end_of_a_segment_with_another_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1119,7 +1119,7 @@ def test_an_empty_segment_that_can_not_be_removed(tmp_path: Path, monkeypatch: p
 
 
 def filled(folder: Path, identity: JobIdentity, *, updates: int, parts: int, generations: int) -> Path:
-    """Return what a server leaves that dies after so many updates since its first generation, and later ones."""
+    """Return what a server leaves that dies after that many updates since its first generation, and later ones."""
     with manager_of(folder) as manager:
         assert manager.restore() is None
         held = Store(0, JOB)

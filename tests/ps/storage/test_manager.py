@@ -557,7 +557,7 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         assert found is not None
         held = found.store
         client.manager, client.held = manager, held
-        assert held.lost == {}, "nobody has said anything"
+        assert held.lost == {}, "no client has reported anything"
         assert knowing(client, first_life, 2).updates == [3]
         assert knowing(client, 0, 99).updates == [4]  # a client that has seen nothing
         assert held.lost == {}

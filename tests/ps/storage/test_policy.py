@@ -118,7 +118,7 @@ class SaveMachine(RuleBasedStateMachine):
 
 
 TestSavePlan = SaveMachine.TestCase
-TestSavePlan.__doc__ = "Never two generations at once, nobody waits in vain, and nothing that changed is forgotten."
+TestSavePlan.__doc__ = "Never two generations at a time, no caller waits in vain, and no change is forgotten."
 TestSavePlan.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 

@@ -247,7 +247,7 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
 
 
 def test_the_words_of_the_launcher() -> None:
-    """How a process ended takes the place of what its connection said, whoever was first; a death counts once."""
+    """How a process ended replaces what its connection said, whichever came first; a death counts once."""
     event_log = EventLog()
     event_log.record("worker 2", "down", "is gone: Socket closed")
     event_log.exited("worker 2", "(pid 7) was killed by SIGKILL; restarting in 0.5 s")

@@ -58,7 +58,7 @@ def complaints(driver: webdriver.Chrome) -> list[str]:
 
 
 def save_picture(driver: webdriver.Chrome, path: Path, most: int = 10_000) -> None:
-    """All of the page, or its upper part of at most so many pixels, as PNG."""
+    """All of the page, or its upper part of at most `most` pixels, as PNG."""
     width, height = driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, most), "scale": 1}
     found = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from tests.telemetry.scraping import SECONDS, Scraped, get, scrape
-from tests.telemetry.test_metrics import OneRole
+from tests.core.metrics.scraping import SECONDS, Scraped, get, scrape
+from tests.core.metrics.test_metrics import OneRole
 from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError
@@ -175,7 +175,7 @@ def test_ports() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: "])
-def test_many_that_say_nothing_keep_nobody_out(server: MetricsServer, sent: bytes) -> None:
+def test_many_that_say_nothing_keep_no_caller_out(server: MetricsServer, sent: bytes) -> None:
     """With hundreds of connections that never end their request an orderly client is still answered."""
     with ExitStack() as stack:
         for number in range(300):

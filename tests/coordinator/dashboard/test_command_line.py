@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.dashboard.browser import browser, complaints, needs_browser
+from tests.coordinator.dashboard.browser import browser, complaints, needs_browser
 from tests.roles.processes import IDLE, PSCLUSTER, Process, Roles, environ, make_cluster
 from tests.waiting import until
 

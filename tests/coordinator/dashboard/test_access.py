@@ -46,7 +46,7 @@ def ask(
 
 
 def test_on_loopback(coordinator: ClusterCoordinator) -> None:
-    """Whoever asks by a name of this machine is answered, under a strict policy; nothing can be changed."""
+    """A request under a name of this machine is answered, under a strict policy; nothing can be changed."""
     with Dashboard(coordinator, "127.0.0.1:0") as page:
         for path in PATHS:
             status, headers, body = ask(page, path)
@@ -110,7 +110,7 @@ def certificate(folder: Path, name: str) -> Path:
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl, which makes the certificates")
 def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a certificate and the token it listens anywhere; a renewed certificate is shown to whoever comes next."""
+    """With a certificate and the token it listens anywhere; a renewed certificate is shown to the next caller."""
     monkeypatch.setattr(tokens, "CHECK_SECONDS", 0.05)
     first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
     token = coordinator.strategy.token
@@ -263,8 +263,8 @@ def test_the_silent_make_room(
     assert [each for each in caplog.records if each.name == "asyncio"] == []
 
 
-def test_held_pages_keep_nobody_out(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that are held in all places, and not read: the oldest goes for whoever comes next."""
+def test_held_pages_keep_no_caller_out(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are held in all places, and not read: the oldest is closed for the next caller."""
     monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
     with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
         place = urlsplit(page.url)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import Gate, run_strategy, wait_for_file
+from tests.core.metrics.scraping import Scraped, addresses, get, scrape
 from tests.faults.support import running_job
 from tests.roles.processes import DONE, IDLE, JOB, Roles, make_cluster, run
-from tests.telemetry.scraping import Scraped, addresses, get, scrape
 from tests.waiting import until
 
 from pscluster.coordinator import (

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from tests.conftest import Gate, wait_for_file
-from tests.dashboard.browser import browser, complaints, needs_browser, save_picture
+from tests.coordinator.dashboard.browser import browser, complaints, needs_browser, save_picture
 from tests.waiting import until
 
 from pscluster.coordinator import (

@@ -43,7 +43,7 @@ def test_a_histogram_counts_what_is_at_most_so_much() -> None:
 
 @pytest.mark.parametrize(("first", "last", "count"), [(0.9, 0.1, 50), (3.5, 0.5, 31), (9.0, 9.0, 1), (2.0, 1.0, 2)])
 def test_many_that_lie_between_two(first: float, last: float, count: int) -> None:
-    """Values added at once are counted as if each were added."""
+    """Values added in one call are counted as if each were added."""
     at_once, one_by_one = Histogram((1.0, 2.0, 4.0)), Histogram((1.0, 2.0, 4.0))
     at_once.add_falling(first, last, count)
     for place in range(count):
@@ -87,7 +87,7 @@ def test_names(role: type[Telemetry]) -> None:
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.role)
 def test_the_document_has_them(role: type[Telemetry]) -> None:
     """docs/observability.md names every metric of each role, with its labels and meaning, and no other."""
-    text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
     for metrics, title in (
         (role.metrics, f"`pscluster_{role.role}_`"),
         (role.described()[len(role.metrics) :], "role"),
@@ -103,7 +103,7 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
 def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
     """Otherwise additions by other threads would be lost; see `pscluster.core.metrics.registry`."""
     found = []
-    for path in sorted(Path(__file__).parents[2].glob("*/pscluster/*/**/*.py")):
+    for path in sorted(Path(__file__).parents[3].glob("*/pscluster/*/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
                 added = ast.unparse(node.value)
