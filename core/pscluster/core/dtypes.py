@@ -28,7 +28,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return dtype
     if name not in _NUMERIC:
-        raise ProtocolError(f"unknown element type {name[:40]!r}; there are {', '.join(sorted(_NUMERIC))}")
+        raise ProtocolError(f"unknown element type {name[:40]!r}; known types: {', '.join(sorted(_NUMERIC))}")
     return np.dtype(name)
 
 

@@ -81,13 +81,13 @@ def server_options() -> tuple[tuple[str, int], ...]:
 def check_count(count: int, limit: int, what: str) -> None:
     """Raise ProtocolError, naming both numbers, if the count is above the limit."""
     if count > limit:
-        raise ProtocolError(f"{count:,} {what} in one request, the limit is {limit:,}: send several")
+        raise ProtocolError(f"{count:,} {what} in one request; the limit is {limit:,}: send several")
 
 
 def check_name(name: str, what: str) -> None:
     """Raise ProtocolError if a name is too long."""
     if len(name) > MAX_NAME:
-        raise ProtocolError(f"{what} of {len(name):,} characters, {name[:20]!r}..., the limit is {MAX_NAME:,}")
+        raise ProtocolError(f"{what} of {len(name):,} characters, {name[:20]!r}...; the limit is {MAX_NAME:,}")
 
 
 def shortened(text: str) -> str:

@@ -341,7 +341,7 @@ def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> 
     port = port_of(server, TOKEN[::-1])
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.connect("/test/Echo", METADATA) is None
-    assert "this cluster asks for a token" in caplog.text
+    assert "this cluster does not accept this process's token" in caplog.text
     assert not port.usable()
 
 

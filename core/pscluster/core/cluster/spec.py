@@ -295,7 +295,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     for key, value in pairs:
         if key in found:
             right = f"{{{_quote(key)}: ...}} once"
-            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "occurs twice", "an object has it once", right)
+            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "occurs twice", "each key may occur only once", right)
         found[key] = value
     return found
 
@@ -311,7 +311,12 @@ def load_config(text: str) -> dict[str, object]:
     except ConfigurationError:
         raise
     except (ValueError, RecursionError):  # too many digits or brackets
-        raise _wrong(f"{VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
+        raise _wrong(
+            f"{VARIABLE}: the value",
+            f"is {_quote(text)}",
+            "it is nested too deeply, or has a number with too many digits",
+            _BOTH,
+        ) from None
     if not isinstance(config, dict):
         raise _wrong(f"{VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
     return config

@@ -130,7 +130,7 @@ class FunctionHandle(Handle):
     handle_kind: ClassVar[str] = "function"
 
     def __init__(self, function: CapturedFunction) -> None:
-        """`function` is sent before anything that names this handle."""
+        """Name a function, which is sent before anything that holds this handle."""
         self.function = function
 
     @property
@@ -149,9 +149,9 @@ def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_d
     captured = _captured(function, _name_of(function), policy or chosen_policy())
     if captured.nbytes > LARGE_BYTES and not holds_data:
         label, part, size = largest_captured(function)
-        most = f", {size >> 20:,} of them its variable {label!r}, {describe(part)}" if label else ""
+        most = f", {size >> 20:,} MiB of it in its variable {label!r}, {describe(part)}" if label else ""
         logger.warning(
-            "%s takes %s MiB with it to every worker%s: make that a Variable or a dataset, or load it in the function",
+            "%s carries %s MiB to every worker%s: make that a Variable or a dataset, or load it in the function",
             captured.name,
             f"{captured.nbytes >> 20:,}",
             most,

@@ -46,7 +46,7 @@ def found_by(definition: definition_pb2.Definition, arrays: memoryview, resolve_
     name it here; ProtocolError if the definition makes no sense.
     """
     if sum(definition.sizes) != len(arrays):
-        raise ProtocolError(f"a definition of {sum(definition.sizes)} bytes of arrays, but {len(arrays)} came")
+        raise ProtocolError(f"a definition declares {sum(definition.sizes)} bytes of arrays, but {len(arrays)} came")
     return _found(definition, cut(arrays, definition.sizes), resolve_handle)
 
 
@@ -66,7 +66,7 @@ def _found(
 
     def named(key: str) -> Any:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(inner)):
-            raise ProtocolError(f"definition {key[:40]!r} inside of another one, of {len(inner)}")
+            raise ProtocolError(f"a definition refers to {key[:40]!r}, but contains {len(inner)} others")
         return inner[int(key)]
 
     def record_class(key: str, _module: str, _qualname: str) -> type:
@@ -196,7 +196,7 @@ def _find(source_path: str, digest: str) -> Path:
     tried = ", ".join(dict.fromkeys(map(str, candidates))) or "no path: it lies in none of this role's folders"
     raise UnresolvedReference(
         f"the script {source_path[:1000]} is missing here, or of another version; looked at {tried}. Copy it unchanged "
-        "from the coordinator's machine into a folder that the role was given with --functions-from, or is started in"
+        "from the coordinator's machine into the folder where the role was started, or one given with --functions-from"
     )
 
 

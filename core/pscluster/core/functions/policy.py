@@ -11,6 +11,7 @@ from peers that have proved that they know the token.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,9 @@ class SerializationPolicy:
         """Raise MisuseError if, without pickles, peers may not name what is in this installed module."""
         if not any(f"{module}.".startswith(f"{package}.") for package in self.packages):
             top = module.partition(".")[0]
-            raise not_nameable(
-                f"what is in {module}", f", or start the roles with --functions-from {top} (or {FUNCTIONS_VARIABLE})"
-            )
+            advice = f", or start the roles with --functions-from {top} (or {FUNCTIONS_VARIABLE})"
+            # Not for the standard library: that would let peers run any command.
+            raise not_nameable(f"what is in {module}", "" if top in sys.stdlib_module_names else advice)
 
     def check_name(self, module: str, qualname: str) -> None:
         """Raise MisuseError if pickles are off, and this is a name of pscluster's own that peers may not use here."""
@@ -100,9 +101,9 @@ class SerializationPolicy:
                     yield place
 
 
-def not_nameable(what: str, otherwise: str = "") -> MisuseError:
+def not_nameable(names: str, otherwise: str = "") -> MisuseError:
     return MisuseError(
-        f"peers may not name {what}, as pickles are off here: use it in a function of your own{otherwise}"
+        f"peers may not name {names}, as pickles are off here: use it in a function of your own{otherwise}"
     )
 
 

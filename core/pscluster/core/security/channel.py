@@ -32,6 +32,7 @@ from pscluster.core.security.authenticator import (
     CALL_METADATA,
     HANDSHAKE_METADATA,
     HANDSHAKE_PATH,
+    NOT_ACCEPTED,
     PROOF_METADATA,
     SESSION_METADATA,
     UNKNOWN_SESSION,
@@ -95,6 +96,8 @@ class SessionHolder:
 
     def refused(self, code: grpc.StatusCode, details: str, trailing: Any) -> StreamEndedError:
         """Return the error for a handshake that failed with this status, which is unproved."""
+        if self._secret.file is not None:
+            details = details.replace(NOT_ACCEPTED, f"{NOT_ACCEPTED} (from {self._secret.file})", 1)
         if code in _OF_TRANSPORT:
             return StreamEndedError(code, details)
         if code not in _OF_REFUSALS:

@@ -80,7 +80,7 @@ class Tls:
     def refresh(self) -> int:
         """Load renewed files. Return the generation of the current ones."""
         with self._lock:
-            if not self._changes.found():
+            if not self._changes.have_changed():
                 return self.generation
             try:
                 files = _read(self.folder)
@@ -219,7 +219,7 @@ def why_not_plain(address: str) -> str | None:
             pass
     except OSError:
         return None
-    return f"it speaks TLS, but this process was given no certificates: say --tls DIR, or set {TLS_VARIABLE}"
+    return f"it speaks TLS, but this process was given no certificates: use --tls DIR, or set {TLS_VARIABLE}"
 
 
 def load_tls(
@@ -236,7 +236,7 @@ def load_tls(
     if folder is None:
         if server_only:
             raise ConfigurationError(
-                f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: say --tls DIR, or "
+                f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: use --tls DIR, or "
                 f"set {TLS_VARIABLE}; {_MEND}"
             )
         return None
@@ -276,8 +276,8 @@ def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, 
     check_address(address)
     if token and tls is None and not insecure and not is_on_this_machine(address):
         raise ConfigurationError(
-            f"refusing to talk to {peer} in plain text, where anyone on the path could read and change all: give "
-            f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or give --insecure or {INSECURE_VARIABLE}=1"
+            f"refusing to talk to {peer} in plain text, where anyone on the path could read and change everything: "
+            f"give certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or use --insecure or {INSECURE_VARIABLE}=1"
         )
 
 

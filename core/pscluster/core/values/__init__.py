@@ -54,7 +54,7 @@ def splice(
         if kind == "array" and part.array.attachment:
             array, number = part.array, part.array.attachment
             if number > len(attachments):
-                raise ProtocolError(f"an array is in attachment {number} of {len(attachments)}")
+                raise ProtocolError(f"an array refers to attachment {number}, but there are {len(attachments)}")
             if into is None:
                 array.data, array.attachment = bytes(attachments[number - 1]), 0
             else:

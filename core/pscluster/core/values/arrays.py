@@ -103,7 +103,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     Raise ProtocolError if there is none, or it needs the library ml_dtypes, which is not installed here.
     """
     if len(name) > MAX_NAME:
-        raise ProtocolError(f"there is no element type {name[:40]!r}...")
+        raise ProtocolError(f"unknown element type {name[:40]!r}...")
     return _dtype_of(name)
 
 
@@ -121,7 +121,7 @@ def _dtype_of(name: str) -> np.dtype[Any]:
         try:
             return np.dtype(name)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"there is no element type {name!r}: {error}") from None
+            raise ProtocolError(f"unknown element type {name!r}: {error}") from None
     return _extension_dtype(name)
 
 
@@ -135,7 +135,7 @@ def _extension_dtype(name: str) -> np.dtype[Any]:
             f"elements of type {name} need the library ml_dtypes, which is not installed here"
         ) from None
     if not (isinstance(scalar, type) and issubclass(scalar, np.generic)):
-        raise ProtocolError(f"there is no element type {name!r}")
+        raise ProtocolError(f"unknown element type {name!r}")
     return np.dtype(scalar)
 
 

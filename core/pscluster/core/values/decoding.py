@@ -26,7 +26,7 @@ RecordResolver = Callable[[str, str, str], type]
 
 
 def _no_handles(kind: str, key: str) -> Handle:
-    raise ProtocolError(f"the {kind[:40]} {key[:80]!r} came where no handle can be")
+    raise ProtocolError(f"the {kind[:40]} {key[:80]!r} came where a handle is not allowed")
 
 
 class _Decoder:
@@ -49,7 +49,7 @@ class _Decoder:
             return array.data, False
         if self.unused is None or number not in self.unused:
             raise ProtocolError(
-                f"an array is in attachment {number} of {len(self.attachments)}, or shares it with another one"
+                f"an array refers to attachment {number} of {len(self.attachments)}, which is missing or used already"
             )
         self.unused.discard(number)
         return self.attachments[number - 1], True

@@ -172,6 +172,8 @@ def children(value: value_pb2.Value, kind: str | None) -> list[value_pb2.Value]:
 
 def describe(obj: Any) -> str:
     """Return the type of an object, with its article, for messages: "a threading.Event"."""
+    if obj is None:
+        return "None"
     cls = type(obj)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -152,7 +152,7 @@ class Connection:
         if kind is None or mark != _MARK or zeros:
             raise UnknownProtocolError("received no packet of the data plane")
         if size > self.limit:
-            raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
+            raise ProtocolError(f"a message of {size:,} bytes; the limit is {self.limit:,}")
         if announce is not None:
             announce(size)
         if place is None or kind is not Kind.MESSAGE:

@@ -339,7 +339,7 @@ class DataServer:
             raise ProtocolError(f"expected a call, but received {kind.name} of {len(body)} bytes")
         call = data_plane_pb2.DataCall.FromString(body)
         if len(call.metadata) > MAX_METADATA:
-            raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata, the limit is {MAX_METADATA}")
+            raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata; the limit is {MAX_METADATA}")
         context = DataContext(peer.connection, peer.name, call, peer.shown)
         with self._lock:
             if self._over:
