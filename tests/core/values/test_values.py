@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values import decode, decode_call, encode, encode_call, map_structure, splice
-from pscluster.core.values.encoding import MAX_DEPTH
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import value_pb2
 

@@ -163,7 +163,7 @@ def _literal_of(node: ast.Assign | ast.AnnAssign) -> _Literal | None:
 
 def _bound_by(node: ast.stmt) -> Iterator[str]:
     code = compile(ast.Module([node], []), "", "exec", dont_inherit=True)
-    return (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_NAME", "STORE_GLOBAL"))
+    return (op.argval for op in dis.get_instructions(code) if op.opname in ("STORE_NAME", "STORE_GLOBAL"))
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

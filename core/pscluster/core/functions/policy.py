@@ -73,10 +73,10 @@ class SerializationPolicy:
             raise MisuseError(f"the data file {path[:1000]!r} can't be read here: {error}") from None
         folders = (*self.folders, *self.data)
         if not any(real.is_relative_to(folder) for folder in folders):
-            places = ", ".join(map(str, folders)) or "none"
+            allowed = ", ".join(map(str, folders)) or "none"
             raise MisuseError(
                 f"the data file {path[:1000]!r} lies outside the folders whose files peers may have read here, which "
-                f"are {places}: start the workers with --data-from and its folder (or {DATA_VARIABLE})"
+                f"are {allowed}: start the workers with --data-from and its folder (or {DATA_VARIABLE})"
             )
         return real
 
@@ -92,13 +92,13 @@ class SerializationPolicy:
             return False
         return any(real.is_relative_to(folder) for folder in self.folders)
 
-    def places(self, path: str) -> Iterator[Path]:
+    def candidate_paths(self, path: str) -> Iterator[Path]:
         """Yield the paths in the folders where a file that has this path elsewhere may lie, deepest first."""
-        parts = [part for part in Path(path).parts if part != os.sep][-_DEEPEST:]
+        names = [name for name in Path(path).parts if name != os.sep][-_DEEPEST:]
         for folder in self.folders:
-            for first in range(len(parts)):
-                if self.owns(place := folder.joinpath(*parts[first:])):
-                    yield place
+            for first in range(len(names)):
+                if self.owns(candidate := folder.joinpath(*names[first:])):
+                    yield candidate
 
 
 def not_nameable(names: str, otherwise: str = "") -> MisuseError:
@@ -181,7 +181,7 @@ def _split(entries: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     folders = [entry for entry in entries if os.path.isdir(entry)]
     packages = [entry for entry in entries if entry not in folders]
     for entry in packages:
-        if os.sep in entry or not all(part.isidentifier() for part in entry.split(".")):
+        if os.sep in entry or not all(name.isidentifier() for name in entry.split(".")):
             raise ConfigurationError(
                 f"--functions-from (or {FUNCTIONS_VARIABLE}) names {entry!r}, which is neither a folder here nor a "
                 "package name"

@@ -166,7 +166,7 @@ class MetricsServer(HTTPServer):
             for connection in self._open:
                 _cut(connection)
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Log the address. Not at construction: a role that fails to start should log only the reason."""
         logger.info("metrics on %s://%s/metrics", "http" if self._files is None else "https", self.address)
 

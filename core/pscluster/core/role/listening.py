@@ -36,8 +36,8 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
     if options.tls is None:
         raise ConfigurationError(
             f"refusing to listen on {address} in plain text, where anyone on the path could read and change "
-            f"everything: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), listen "
-            "on 127.0.0.1, or use --insecure"
+            f"everything: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), "
+            "listen on 127.0.0.1, or use --insecure"
         )
     return address
 

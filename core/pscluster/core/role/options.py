@@ -71,17 +71,17 @@ METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
 DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
 
 
-def _port_or_off(text: str, what: str) -> int | None:
+def _port_or_off(text: str, noun: str) -> int | None:
     """Return the port, 0 for any free one; None for "off". Raise ConfigurationError for any other text."""
     if text == "off":
         return None
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
-        raise ConfigurationError(f"{what} is {text!r}; give one from 1 to 65535, 0 (any free port) or off")
+        raise ConfigurationError(f"{noun} is {text!r}; give one from 1 to 65535, 0 (any free port) or off")
     return int(text)
 
 
-metrics_port_of = functools.partial(_port_or_off, what="the port for metrics")
-data_port_of = functools.partial(_port_or_off, what="the data port")
+metrics_port_of = functools.partial(_port_or_off, noun="the port for metrics")
+data_port_of = functools.partial(_port_or_off, noun="the data port")
 
 
 def _port_option(
@@ -166,8 +166,8 @@ def log_serialization() -> None:
     """Log the choice, once the role serves."""
     policy = chosen_policy()
     if not policy.pickles:
-        places = ", ".join(map(str, (*policy.folders, *policy.packages))) or "nowhere"
-        logger.info("%s; functions are taken from %s", policy.why, places)
+        sources = ", ".join(map(str, (*policy.folders, *policy.packages))) or "nowhere"
+        logger.info("%s; functions are taken from %s", policy.why, sources)
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:

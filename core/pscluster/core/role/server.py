@@ -201,7 +201,7 @@ class RoleServer:
         """Let health checks say SERVING from now on."""
         self._serving = True
         if self._metrics is not None:
-            self._metrics.tell()
+            self._metrics.wake()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leave(self) -> None:

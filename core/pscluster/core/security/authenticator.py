@@ -163,7 +163,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         refused: Refused = lambda _peer, **_how: True,
     ) -> None:
         self._authenticator = authenticator
-        self._tell_refused = refused
+        self._report_refused = refused
         self._open_health = open_health
         self._refused = _refusing(refused)
         unknown = ((SESSION_METADATA, UNKNOWN_SESSION),)
@@ -212,7 +212,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         except (AuthenticationError, ProtocolError, DecodeError) as error:
             if isinstance(error, DecodeError):
                 error = ProtocolError(f"what is in {HANDSHAKE_METADATA} is not a handshake")
-            if self._tell_refused(context.peer()):
+            if self._report_refused(context.peer()):
                 _refuse(context, send, error)
             return
         send(reply)
@@ -257,12 +257,12 @@ def _refuse(
     send(None)
 
 
-def _refusing(tell: Callable[[str], bool], more: Metadata = (), error: AuthenticationError | None = None) -> Handler:
+def _refusing(report: Callable[[str], bool], more: Metadata = (), error: AuthenticationError | None = None) -> Handler:
     """Return a handler that refuses calls of any arity: a status alone answers each."""
     said = error or refusal()
 
     def refuse(_requests: Any, context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-        if tell(context.peer()):
+        if report(context.peer()):
             _refuse(context, send, said, more)
 
     return _without_waiting(refuse, "refusals")

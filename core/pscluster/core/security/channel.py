@@ -51,13 +51,13 @@ _opening = threading.local()
 
 
 @contextmanager
-def telling(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Pass each call that this thread opens in the block to `tell`, before its server has proved itself."""
-    _opening.tell = tell
+def reporting_calls(report: Callable[[Any], None]) -> Iterator[None]:
+    """Pass each call that this thread opens in the block to `report`, before its server has proved itself."""
+    _opening.report = report
     try:
         yield
     finally:
-        _opening.tell = None
+        _opening.report = None
 
 
 class SessionHolder:
@@ -187,8 +187,8 @@ class AuthenticatedChannel(grpc.Channel):
         try:
             limit = timeout if wait_for_ready else min(timeout or HANDSHAKE_SECONDS, HANDSHAKE_SECONDS)
             asking = self._shake_hands.future(iter(()), timeout=limit, metadata=metadata, wait_for_ready=wait_for_ready)
-            if (tell := getattr(_opening, "tell", None)) is not None:
-                tell(asking)
+            if (report := getattr(_opening, "report", None)) is not None:
+                report(asking)
             try:
                 reply = asking.result()
             except BaseException:
@@ -217,8 +217,8 @@ class AuthenticatedChannel(grpc.Channel):
             header, expected = session.next_call(path)
             call = start((*(metadata or ()), (CALL_METADATA, header)), seconds_left(deadline))
             opening = _Opening(call)
-            if (tell := getattr(_opening, "tell", None)) is not None:
-                tell(call)
+            if (report := getattr(_opening, "report", None)) is not None:
+                report(call)
             try:
                 with _watchdog.with_call(opening):
                     if is_proved(call.initial_metadata(), expected):

@@ -29,18 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pscluster.core.errors import AuthenticationError, ProtocolError, UnavailableError
+from pscluster.core.limits import IDLE_SECONDS, MAX_ADDRESS, MAX_PENDING, MAX_SESSIONS, PENDING_SECONDS
 from pscluster.v1 import authentication_pb2
 
 VERSION = 1
 NONCE_BYTES = 32
 SESSION_BYTES = 16
-MAX_ADDRESS = 512
-"""Maximum length, in characters, of the address that a client says it has dialled."""
-
-MAX_PENDING = 1024
-MAX_SESSIONS = 8192
-PENDING_SECONDS = 60.0
-IDLE_SECONDS = 300.0
 WINDOW = 4096
 """How far below the highest counter received another one may be."""
 
@@ -49,9 +43,9 @@ _SCHEME = "Pscluster1"
 _HEADER = re.compile(rf"{_SCHEME} ([!-~]{{{2 * SESSION_BYTES}}}) ([0-9]{{1,18}}) ([!-~]{{64}})")
 
 
-def fields(*parts: bytes) -> bytes:
+def fields(*values: bytes) -> bytes:
     """Join byte strings unambiguously: each after its length."""
-    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return b"".join(len(value).to_bytes(4, "big") + value for value in values)
 
 
 def mac(key: bytes, message: bytes) -> bytes:

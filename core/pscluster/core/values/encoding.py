@@ -11,11 +11,11 @@ import numpy as np
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.handles import Handle, StaysHere
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values.arrays import UnsendableArrayError, plain_name, scalar_form, wire_bytes, wire_form
 from pscluster.core.values.records import UnsendableRecordError, is_record_class, layout_of
 from pscluster.v1 import value_pb2
 
-MAX_DEPTH = 44  # containers inside each other. Each is two messages, and protobuf's parsers stop at 100
 INLINE_LIMIT = 64 << 10  # bytes above which an array travels as an attachment, if attachments are collected
 _INLINE_TOTAL = 1 << 20
 _CROWDED_LIMIT = 1 << 10
