@@ -74,7 +74,7 @@ LONG = "x" * (limits.MAX_NAME + 1)
 TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
     "a frame's header": (
         lambda: unpack(LARGE.SerializeToString(), ps_pb2.Request),
-        r"a frame with [0-9,]+ bytes( or more)? beside its payload, the limit is 1,048,576",
+        r"a frame with [0-9,]+ bytes( or more)? beside its payload; the limit is 1,048,576",
     ),
     "a variable's name": (lambda: create(name=LONG, owners=[0]), r"a variable's name of 1,025 characters, .*1,024"),
     "a variable's axes": (
@@ -83,7 +83,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "intervals of functions": (
         lambda: ps().finish_functions(ps_pb2.FinishFunctionsRequest(job=JOB, starts=MANY, stops=MANY), context()),
-        "32,769 intervals of functions in one request, the limit is 32,768: send several",
+        "32,769 intervals of functions in one request; the limit is 32,768: send several",
     ),
     "intervals at an attachment": (lambda: attach(finished_starts=MANY, finished_stops=MANY), "32,769 intervals"),
     "half an interval": (lambda: attach(finished_starts=[1]), "as many stops as starts"),

@@ -334,7 +334,7 @@ def test_peer_that_is_not_pscluster(name: str, answer: Callable[[socket.socket],
         assert process.wait() == 1
         last = process.output.splitlines()[-1]
     assert last.startswith("pscluster: gave up after 1 s: ")
-    assert f"ps 0 at {address}: something listens there, but it does not answer as a pscluster role" in last
+    assert f"ps 0 at {address}: something is listening there, but calls to it fail" in last
     assert "Traceback" not in process.output
 
 

@@ -97,5 +97,5 @@ def test_large_requests_come_in_frames(server: tuple[Process, str, Connection]) 
     assert (friend.read(ROWS) == before + 1).all()
     huge = add_to_all(ones, 78)
     huge.total_bytes = 1 << 40
-    with pytest.raises(grpc.RpcError, match="is declared, the limit is"):
+    with pytest.raises(grpc.RpcError, match="is declared; the limit is"):
         list(friend.ps.session(iter([pack(huge)]), timeout=SECONDS))

@@ -107,7 +107,7 @@ def test_health_command(tmp_path: Path) -> None:
         roles.ps().wait_for("serving on")
         assert run("health", cluster["ps"][0], **OPEN) == (0, f"{cluster['ps'][0]} is SERVING\n")
     nowhere = cluster["ps"][0]
-    assert run("health", nowhere, **OPEN) == (1, f"{nowhere} does not answer: nothing listens there\n")
+    assert run("health", nowhere, **OPEN) == (1, f"{nowhere} does not answer: nothing is listening there\n")
 
 
 def http(connection: socket.socket) -> None:
@@ -130,11 +130,12 @@ def silence(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize("answer", [http, noise, silence])
 def test_health_of_another_program(answer: Callable[[socket.socket], None]) -> None:
-    """If something else listens, `pscluster health` says that it is not a pscluster role."""
+    """If something else listens, `pscluster health` says that it may not be a pscluster role."""
     with listener(answer) as address:
         code, output = run("health", address, **OPEN)
     assert code == 1
-    assert output == f"{address} does not answer: something listens there, but it does not answer as a pscluster role\n"
+    why = "something is listening there, but calls to it fail: check that it is a pscluster role, and not frozen"
+    assert output == f"{address} does not answer: {why}\n"
 
 
 def test_health_of_a_bad_address() -> None:
@@ -168,7 +169,7 @@ def test_status(tmp_path: Path) -> None:
         assert code == 1
         assert list(table)[-5:] == ["chief 0", "ps 0", "worker 0", "worker 1", "evaluator 0"]
         assert table["chief 0"][1] == "waiting for tasks"
-        assert table["ps 0"] == [cluster["ps"][0], "not up", "", "nothing listens there"]
+        assert table["ps 0"] == [cluster["ps"][0], "not up", "", "nothing is listening there"]
 
         roles.ps().wait_for("serving on")
         workers = [roles.worker(0), roles.worker(1)]
@@ -191,7 +192,7 @@ def test_status(tmp_path: Path) -> None:
         table = rows(output)
         assert code == 1
         assert "1 of 2 workers up, missing: worker 0" in " ".join(output.split())
-        assert table["worker 0"] == [cluster["worker"][0], "not up", "", "nothing listens there"]
+        assert table["worker 0"] == [cluster["worker"][0], "not up", "", "nothing is listening there"]
         assert table["worker 1"][1] == "serving"
 
         gate.touch()

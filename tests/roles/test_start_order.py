@@ -113,7 +113,7 @@ def test_deadline(role: str, tmp_path: Path) -> None:
     missing = [("ps", 0), ("ps", 1)] + ([("worker", 0)] if role == "chief" else [])
     assert f"gave up after 2 s: {len(missing)} of {len(missing)} tasks are missing" in error
     for job, index in missing:
-        assert f"{job} {index} at {cluster[job][index]}: nothing listens there" in error
+        assert f"{job} {index} at {cluster[job][index]}: nothing is listening there" in error
 
 
 def test_deadline_names_only_the_missing(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_long_wait_is_a_warning(tmp_path: Path) -> None:
     with Roles(cluster, tmp_path) as roles:
         worker = roles.start(str(patched), "--log-level", "warning", role="worker", command=(sys.executable,))
         line = worker.wait_for("still waiting")
-        assert re.search(rf"worker 0: .*for ps 0 at {re.escape(cluster['ps'][0])}: nothing listens there", line)
+        assert re.search(rf"worker 0: .*for ps 0 at {re.escape(cluster['ps'][0])}: nothing is listening there", line)
 
 
 def test_rpc_layer_is_accepted(tmp_path: Path) -> None:

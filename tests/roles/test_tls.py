@@ -181,7 +181,7 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
         else:
             assert error is not None, caller
             assert code == grpc.StatusCode.PERMISSION_DENIED, caller
-            sentence = f"the caller's certificate is a {caller}'s, which does not open {method.path}"
+            sentence = f"a {caller}'s certificate does not allow {method.path}"
             assert sentence in (error.details() or "")
         for metadata in ((), (("authorization", f"Bearer {TOKEN[::-1]}"),)):
             error = call(channel, method, metadata)
@@ -223,15 +223,15 @@ def test_every_method_on_the_data_plane(role: str, guarded: Guarded) -> None:
             else:
                 assert error is not None, caller
                 assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-                sentence = f"the caller's certificate is a {caller}'s, which does not open {method.path}"
-                assert error.details() == sentence + ": call with one of a role that may"
+                sentence = f"a {caller}'s certificate does not allow {method.path}"
+                assert error.details() == sentence + ": use the certificate of a role that it allows"
     coordinator = guarded.certificates / "coordinator"
     assert data_stream(where, coordinator, method.path, TOKEN[::-1]) is None
     stream = data_stream(where, coordinator, method.path, None)
     assert stream is not None
     error = how_it_ended(stream)
     assert error is not None
-    assert "this cluster asks for a token" in error.details()
+    assert "this cluster requires a token" in error.details()
 
 
 @pytest.mark.parametrize("role", ["ps", "worker"])
@@ -425,7 +425,7 @@ def test_a_worker_is_no_coordinator(tmp_path: Path) -> None:
         roles.worker()
         coordinator = roles.coordinator(JOB, options=["--tls", str(certificates / "worker")])
         assert coordinator.wait() == 1
-        assert "certificate is a worker's, which does not open /pscluster.v1.Node/Attach" in coordinator.output
+        assert "a worker's certificate does not allow /pscluster.v1.Node/Attach" in coordinator.output
         assert "Traceback" not in coordinator.output
 
 
@@ -445,7 +445,7 @@ def test_server_only(tmp_path: Path) -> None:
         assert run("health", "--tls", str(known), cluster["ps"][0], PSCLUSTER_TOKEN=TOKEN)[0] == 0
         code, output = run("health", "--tls", str(known), cluster["ps"][0])
         assert code == 1
-        assert output.startswith("this cluster asks for a token")
+        assert output.startswith("this cluster requires a token")
         coordinator = roles.coordinator(JOB)
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0
@@ -652,7 +652,7 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
             (
                 good,
                 {},
-                "it speaks TLS, but this process was given no certificates: say --tls DIR, or set PSCLUSTER_TLS",
+                "it speaks TLS, but this process was given no certificates: use --tls DIR, or set PSCLUSTER_TLS",
             ),
         ]
         results = run_all([(["health", address], env) for address, env, _ in cases])
@@ -667,7 +667,7 @@ def test_what_is_said_where_there_is_no_trust(tmp_path: Path) -> None:
             assert code == 1, output
             last = output.splitlines()[-1]
             assert last.startswith(
-                f"pscluster: ps 0 at {address} can't be talked to: {sentence}".replace("/tool/", "/worker/")
+                f"pscluster: can't connect securely to ps 0 at {address}: {sentence}".replace("/tool/", "/worker/")
             )
             assert "Traceback" not in output
 
@@ -757,7 +757,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         assert len(output.splitlines()) == 1
     code, output = run("ps", "--tls-server-only", config=config)
     assert code == 2
-    assert "there are no certificates: say --tls DIR" in output
+    assert "there are no certificates: use --tls DIR" in output
 
 
 def test_the_token_in_plain_text(tmp_path: Path) -> None:
@@ -768,7 +768,7 @@ def test_the_token_in_plain_text(tmp_path: Path) -> None:
     far = {"ps": ["ps0.example.com:2222"], "worker": [address], "chief": [f"c.example.com:{port}"]}
     near = {**make_cluster(), "chief": far["chief"]}
     listening = (
-        f"refusing to listen on 0.0.0.0:{port} in plain text, where anyone on the path could read and change all"
+        f"refusing to listen on 0.0.0.0:{port} in plain text, where anyone on the path could read and change everything"
     )
     sending = "refusing to talk to ps 0 at ps0.example.com:2222 in plain text"
     mend = ("--tls DIR", "PSCLUSTER_TLS", "`pscluster certs DIR` makes", "--insecure")

@@ -107,7 +107,7 @@ def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED, what
             details = error.details() or ""
             kinds = [str(item.value) for item in error.trailing_metadata() or () if item.key == KIND_METADATA]
-            assert "this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE" in details
+            assert "this cluster requires a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE" in details
             assert kinds == ["authentication"]
             assert TOKEN not in details
         error = call(with_token(channel, TOKEN), method)
@@ -181,13 +181,17 @@ def test_tools(guarded: Guarded, tmp_path: Path) -> None:
     assert run("health", address, **WITH_TOKEN)[0] == 0
     assert run("health", "--token-file", str(right), address)[0] == 0
     assert run("status", PSCLUSTER_TOKEN_FILE=str(right), config=config)[0] == 0
-    for options, env in (([], NONE), (["--token-file", str(wrong)], {"PSCLUSTER_TOKEN_FILE": str(right)})):
+    for options, env, why in (
+        ([], NONE, "requires a token"),
+        (["--token-file", str(wrong)], {"PSCLUSTER_TOKEN_FILE": str(right)}, "does not accept this process's token"),
+    ):
         code, output = run("health", *options, address, **env)
         assert code == 1
-        assert output.startswith("this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
+        source = f" (from {wrong})" if options else ""
+        assert output.startswith(f"this cluster {why}{source}: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
     code, output = run("status", config=config, **NONE)
     assert code == 1
-    assert "this cluster asks for a token" in output
+    assert "this cluster requires a token" in output
 
 
 @pytest.mark.parametrize("role", ["worker", "chief"])
@@ -202,7 +206,8 @@ def test_role_with_another_token(role: str, token: str | None, guarded: Guarded,
     code, output = run(*arguments, config=tf_config(cluster, role), **env)
     assert code == 1
     last = output.splitlines()[-1]
-    assert last.startswith("pscluster: this cluster asks for a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
+    why = "requires a token" if token is None else "does not accept this process's token"
+    assert last.startswith(f"pscluster: this cluster {why}: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
     assert "Traceback" not in output
     assert token is None or token not in output
 
@@ -322,7 +327,7 @@ def test_unusable_tokens(command: str, tmp_path: Path) -> None:
         cases += [
             (
                 {"PSCLUSTER_TOKEN": ""},
-                f"{source} {guessed} 0 characters are worth 0 bits",
+                "PSCLUSTER_TOKEN is empty: put a token there",
             ),
             (
                 {"PSCLUSTER_TOKEN_FILE": str(tmp_path / "short")},
@@ -467,6 +472,8 @@ def test_options_do_not_show_it() -> None:
         ("password" * 20, False),
         ("0123456789abcdef", False),
         ("0123456789abcdef0123456789abcde", False),  # half of it repeated
+        ("password" * 6 + "passwor", False),  # the last repetition is cut short
+        (("0123456789" * 4)[:39], False),
         ("0f1e2d3c4b5a69788796a5b4c3d2e1f0", True),
         ("kJ8-wq_ZtR5vX2mN0pLs7A", True),
         (TOKEN, True),
@@ -505,7 +512,7 @@ def test_the_token_of_the_user(tmp_path: Path) -> None:
         assert token not in output
         assert run("health", cluster["ps"][0], **env)[0] == 0
         code, said = run("health", cluster["ps"][0], XDG_CONFIG_HOME=str(tmp_path / "another"))
-        assert (code, said.startswith("this cluster asks for a token")) == (1, True)
+        assert (code, said.startswith("this cluster requires a token")) == (1, True)
         with grpc.insecure_channel(cluster["worker"][0]) as channel:
             for method in methods(SERVICES["worker"][1]):
                 error = call(channel, method)

@@ -28,7 +28,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return dtype
     if name not in _NUMERIC:
-        raise ProtocolError(f"unknown element type {name[:40]!r}; there are {', '.join(sorted(_NUMERIC))}")
+        raise ProtocolError(f"unknown element type {name[:40]!r}; known types: {', '.join(sorted(_NUMERIC))}")
     return np.dtype(name)
 
 
@@ -48,18 +48,18 @@ def array_of(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value)
 
 
-def as_array(value: npt.ArrayLike, variable: str, what: str) -> npt.NDArray[Any]:
+def as_array(value: npt.ArrayLike, variable: str, noun: str) -> npt.NDArray[Any]:
     """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise InvalidUpdateError(f"variable {variable!r}: the {what} has masked elements: fill them with .filled(...)")
+        raise InvalidUpdateError(f"variable {variable!r}: the {noun} has masked elements: fill them with .filled(...)")
     try:
         return array_of(value)
     except (ValueError, TypeError) as error:  # such as a ragged list
-        raise InvalidUpdateError(f"variable {variable!r}: the {what} is not an array: {error}") from None
+        raise InvalidUpdateError(f"variable {variable!r}: the {noun} is not an array: {error}") from None
 
 
 def converted(
-    value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, what: str, *, overflow: bool = False
+    value: npt.ArrayLike, dtype: np.dtype[Any], variable: str, noun: str, *, overflow: bool = False
 ) -> npt.NDArray[Any]:
     """Convert a value to the dtype of the variable that it is for.
 
@@ -67,7 +67,7 @@ def converted(
     lose some, as with NumPy's in-place operators. With `overflow`, values too large for a narrower float become
     infinity, as gradients may. Raise InvalidUpdateError if values would be lost, or the value is not an array.
     """
-    array = as_array(value, variable, what)
+    array = as_array(value, variable, noun)
     if array.dtype == dtype:
         return array
     if _kind(array.dtype) in "iu" and _kind(dtype) in "iu":
@@ -75,7 +75,7 @@ def converted(
         if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
             raise InvalidUpdateError(
                 f"variable {variable!r} is {dtype.name}, which holds {limits.min}..{limits.max}, but the "
-                f"{what} lies in {array.min()}..{array.max()}"
+                f"{noun} lies in {array.min()}..{array.max()}"
             )
     # NumPy's rule "same_kind", plus bfloat16; but a bool does not count as a number here, nor a number as a bool.
     elif _kind(array.dtype) not in {"f": "iuf", "c": "iufc"}.get(_kind(dtype), ""):
@@ -84,7 +84,7 @@ def converted(
         if _kind(array.dtype) in "biufc":
             mend = f"convert it with .astype({dtype.name!r}) if that is meant"
         raise InvalidUpdateError(
-            f"variable {variable!r} is {dtype.name}, but the {what} is {array.dtype.name}{shown}: {mend}"
+            f"variable {variable!r} is {dtype.name}, but the {noun} is {array.dtype.name}{shown}: {mend}"
         )
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
@@ -92,7 +92,7 @@ def converted(
         lost = ~np.isfinite(result) & np.isfinite(array)
         if lost.any():
             first = array[lost].reshape(-1)[0]
-            raise InvalidUpdateError(f"variable {variable!r} is {dtype.name}, which can't hold {first} of the {what}")
+            raise InvalidUpdateError(f"variable {variable!r} is {dtype.name}, which can't hold {first} of the {noun}")
     return result
 
 

@@ -33,6 +33,15 @@ MAX_CONNECTIONS = 8192  # concurrent connections to one role, if there are descr
 HANDSHAKE_SECONDS = 10.0
 MAX_CALL_BYTES = 64 << 10  # of the method and metadata that open a call on the data plane
 MAX_METADATA = 64  # pairs of metadata of a call. Ours have fewer than ten
+MAX_DEPTH = 44  # containers inside each other in a value. Each is two messages, and protobuf's parsers stop at 100
+MAX_ELEMENT_BYTES = 1 << 20  # of one element of an array, such as a string
+MAX_INNER_DEFINITIONS = 10_000  # functions and classes among the arguments of a partial
+MAX_ADDRESS = 512  # characters of the address that a client says it has dialled
+MAX_PENDING = 1024  # sessions of one role that were opened and never used. A new one replaces the oldest
+MAX_SESSIONS = 8192  # sessions of one role
+PENDING_SECONDS = 60.0  # after which an unused session is dropped
+IDLE_SECONDS = 300.0  # after which a session without an open call is dropped
+MAX_UNAUTHENTICATED = 64  # connections to the data plane on which no call was accepted yet
 
 _UNREAD_BYTES = 64 << 10
 _DESCRIPTORS = 10240  # what every system allows a process
@@ -78,16 +87,16 @@ def server_options() -> tuple[tuple[str, int], ...]:
     )
 
 
-def check_count(count: int, limit: int, what: str) -> None:
+def check_count(count: int, limit: int, noun: str) -> None:
     """Raise ProtocolError, naming both numbers, if the count is above the limit."""
     if count > limit:
-        raise ProtocolError(f"{count:,} {what} in one request, the limit is {limit:,}: send several")
+        raise ProtocolError(f"{count:,} {noun} in one request; the limit is {limit:,}: send several")
 
 
-def check_name(name: str, what: str) -> None:
+def check_name(name: str, noun: str) -> None:
     """Raise ProtocolError if a name is too long."""
     if len(name) > MAX_NAME:
-        raise ProtocolError(f"{what} of {len(name):,} characters, {name[:20]!r}..., the limit is {MAX_NAME:,}")
+        raise ProtocolError(f"{noun} of {len(name):,} characters, {name[:20]!r}...; the limit is {MAX_NAME:,}")
 
 
 def shortened(text: str) -> str:

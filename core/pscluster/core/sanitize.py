@@ -19,8 +19,8 @@ def shown(text: object, *, lines: bool = False) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        each.encode("unicode_escape").decode("ascii") if _is_harmful(each) and not (lines and each in "\n\t") else each
-        for each in text
+        char.encode("unicode_escape").decode("ascii") if _is_harmful(char) and not (lines and char in "\n\t") else char
+        for char in text
     )
 
 
@@ -34,4 +34,4 @@ def shown_json(value: object) -> str:
     if text.isprintable():
         return text
     # JSON has such characters only inside strings.
-    return "".join(json.dumps(each)[1:-1] if _is_harmful(each) else each for each in text)
+    return "".join(json.dumps(char)[1:-1] if _is_harmful(char) else char for char in text)

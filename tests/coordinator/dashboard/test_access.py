@@ -91,7 +91,7 @@ def test_no_asset_is_elsewhere() -> None:
 
 def test_off_loopback_it_refuses(coordinator: ClusterCoordinator) -> None:
     """There all of it would go over the network in plain text: only with --insecure."""
-    with pytest.raises(ConfigurationError, match=r"refusing to show the live page on 0\.0\.0\.0:1234.*--insecure"):
+    with pytest.raises(ConfigurationError, match=r"refusing to serve the live page on 0\.0\.0\.0:1234.*--insecure"):
         Dashboard(coordinator, "0.0.0.0:1234")
     with pytest.raises(ConfigurationError, match="no port"):
         Dashboard(coordinator, "127.0.0.1")

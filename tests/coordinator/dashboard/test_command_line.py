@@ -81,7 +81,7 @@ def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
             assert f"the live page can't be shown on {place}" in without.output
         refused = roles.coordinator(IDLE, options=("--dashboard", "--dashboard-address", "0.0.0.0:8477"))
         assert refused.wait() == 2
-        assert "refusing to show the live page on 0.0.0.0:8477" in refused.output
+        assert "refusing to serve the live page on 0.0.0.0:8477" in refused.output
 
 
 @needs_browser

@@ -738,14 +738,14 @@ def test_what_is_very_large_is_named(
     few, many = [1, "x" * (4 << 20)], [np.zeros(1 << 18, np.int8) for _ in range(8)]
     policy = policy_of(pickles, "")
     for function, said in [
-        (functools.partial(module.plain, large), "3 MiB ..., 3 of them its variable 'args[0]', a numpy"),
-        (functools.partial(module.plain, x=few), "4 MiB ..., 4 of them its variable \"keywords['x'][1]\", a str"),
-        (functools.partial(module.plain, many), "2 MiB ..., 2 of them its variable 'args[0]', a list"),
-        *([(holder.step, "5 MiB ..., 5 of them its variable \"self.tables['large']\", a numpy")] * pickles),
+        (functools.partial(module.plain, large), "3 MiB ..., 3 MiB of it in its variable 'args[0]', a numpy"),
+        (functools.partial(module.plain, x=few), "4 MiB ..., 4 MiB of it in its variable \"keywords['x'][1]\", a str"),
+        (functools.partial(module.plain, many), "2 MiB ..., 2 MiB of it in its variable 'args[0]', a list"),
+        *([(holder.step, "5 MiB ..., 5 MiB of it in its variable \"self.tables['large']\", a numpy")] * pickles),
     ]:
         caplog.clear()
         capture(function, policy=policy)
-        assert said.replace("...", "with it to every worker") in caplog.text
+        assert said.replace("...", "to every worker") in caplog.text
         assert caplog.text.rstrip().endswith("make that a Variable or a dataset, or load it in the function")
         caplog.clear()
         capture(function, policy=policy, holds_data=True)

@@ -56,7 +56,7 @@ def test_what_is_served(server: MetricsServer, telemetry: OneRole) -> None:
     assert found.value("pscluster_one_things_total", kind="a") == 1
     assert found.labels("pscluster_one_things_total", "kind") == {"a", 'quote " and \\ and\nline'}
     assert found.kinds["pscluster_one_memory_bytes"] == "gauge"
-    assert get(server.address, "/healthz") == (200, "the process lives\n")
+    assert get(server.address, "/healthz") == (200, "alive\n")
     assert get(server.address, "/readyz") == (503, "it is starting\n")
     telemetry.why_not_ready = lambda: ""
     assert get(server.address, "/readyz?verbose") == (200, "ready\n")
@@ -106,7 +106,7 @@ def test_health_alone_may_be_opened(telemetry: OneRole) -> None:
     try:
         address = f"127.0.0.1:{server.server_port}"
         with_token = {"Authorization": f"Bearer {TOKEN}"}
-        assert get(address, "/healthz") == (200, "the process lives\n")
+        assert get(address, "/healthz") == (200, "alive\n")
         telemetry.why_not_ready = lambda: "it waits for worker 1"
         assert get(address, "/readyz") == (503, "not ready\n")
         assert get(address, "/readyz", with_token) == (503, "it waits for worker 1\n")

@@ -51,17 +51,17 @@ class TestAttachment:
         """After its stream has ended the job's state is kept until another coordinator comes."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
-        attachment.detach(attachment.number)
+        attachment.detach(attachment.attachment_id)
         assert (attachment.job, attachment.held) == (A, False)
         assert attachment.attach(A, "chief a") is False, "its own state is still there"
-        attachment.detach(attachment.number)
+        attachment.detach(attachment.attachment_id)
         assert attachment.attach(B, "chief b") is True
 
     def test_late_end_of_an_earlier_stream(self) -> None:
         """The end of a stream that was replaced changes nothing."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
-        first = attachment.number
+        first = attachment.attachment_id
         attachment.attach(A, "chief a")
         attachment.detach(first)
         assert attachment.held
@@ -71,7 +71,7 @@ class TestAttachment:
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
         attachment.attach(A, "chief a")
-        attachment.detach(attachment.number)
+        attachment.detach(attachment.attachment_id)
         with pytest.raises(BusyError):
             attachment.attach(B, "chief b")
 
@@ -90,7 +90,7 @@ class TestAttachment:
         with pytest.raises(StaleError, match="ps 0 serves another job"):
             attachment.end(B)
         assert attachment.held
-        attachment.detach(attachment.number)
+        attachment.detach(attachment.attachment_id)
         with pytest.raises(StaleError, match="ps 0 serves another job"):
             attachment.end(B)
         assert attachment.job == A
@@ -100,22 +100,22 @@ class TestAttachment:
         attachment = Attachment("ps 0")
         assert not attachment.is_left(0, 0)
         attachment.attach(A, "chief a")
-        first = attachment.number
+        first = attachment.attachment_id
         assert not attachment.is_left(A, first), "it is held"
         attachment.detach(first)
         assert attachment.is_left(A, first)
         attachment.attach(A, "chief a")
-        attachment.detach(attachment.number)
+        attachment.detach(attachment.attachment_id)
         assert not attachment.is_left(A, first), "it was back since"
-        assert attachment.is_left(A, attachment.number)
+        assert attachment.is_left(A, attachment.attachment_id)
         attachment.end(A)
-        assert not attachment.is_left(A, attachment.number)
+        assert not attachment.is_left(A, attachment.attachment_id)
 
     def test_take_over(self) -> None:
         """A coordinator that takes over gets a held role; the late end of the previous stream changes nothing."""
         attachment = Attachment("ps 0")
         attachment.attach(A, "chief a")
-        first = attachment.number
+        first = attachment.attachment_id
         assert attachment.attach(B, "chief b", take_over=True) is True
         attachment.detach(first)
         assert (attachment.job, attachment.holder, attachment.held) == (B, "chief b", True)
@@ -148,7 +148,7 @@ class AttachmentMachine(RuleBasedStateMachine):
         assert self.attachment.attach(job, f"chief {job}") == (job != self.job)
         if job != self.job:
             self.attached.clear()
-        newest = self.attachment.number
+        newest = self.attachment.attachment_id
         assert newest not in self.streams, "each attachment has a number of its own"
         self.streams[newest] = self.job = job
         self.attached.add(newest)

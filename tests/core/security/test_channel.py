@@ -297,7 +297,7 @@ def test_sides_with_different_tokens() -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call(channel, "UnaryUnary")
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert "this cluster asks for a token" in (refused.value.details() or "")
+        assert "this cluster does not accept this process's token" in (refused.value.details() or "")
     with serving(interceptors=[NoTokenInterceptor()]) as (address, _), open_channel(address, None, TOKEN) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             call(channel, "UnaryUnary")

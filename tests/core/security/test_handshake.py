@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.errors import AuthenticationError, ProtocolError, UnavailableError
+from pscluster.core.limits import IDLE_SECONDS, MAX_PENDING, PENDING_SECONDS
 from pscluster.core.security.handshake import (
-    IDLE_SECONDS,
-    MAX_PENDING,
-    PENDING_SECONDS,
     WINDOW,
     CallHeader,
     ClientSession,

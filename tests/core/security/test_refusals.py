@@ -103,8 +103,10 @@ def test_reports() -> None:
         refusals.refused(f"ipv4:10.0.1.{number}:1", 1.0)
     assert refusals.report(1.0) == ""
     assert refusals.report(REPORT_SECONDS).endswith(", 2 from 2 other addresses")
+    refusals.refused("ipv4:10.0.2.1:1", 1.0)
+    assert refusals.report(2 * REPORT_SECONDS).startswith("refused 1 call without")
     assert refusals.report(9 * REPORT_SECONDS) == ""
-    assert refusals.total == BURST + 7
+    assert refusals.total == BURST + 8
 
 
 def test_sessions_of_before_a_restart_are_not_reported() -> None:

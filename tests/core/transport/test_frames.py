@@ -198,7 +198,7 @@ class TestUnpack:
         fields = b"\x48\x01" * 51 + b"\x0f"  # number 9, 51 times, and finally something that is not a field
         with pytest.raises(ProtocolError, match="wire type 7"):
             unpack(fields, ps_pb2.Request, limit=102)
-        with pytest.raises(ProtocolError, match="a frame with 102 bytes or more beside its payload, the limit is 100"):
+        with pytest.raises(ProtocolError, match="a frame with 102 bytes or more beside its payload; the limit is 100"):
             unpack(fields, ps_pb2.Request, limit=100)
 
     @pytest.mark.parametrize("declared", [2**31, 2**32, 2**62, 2**63, 2**64 - 1])
@@ -302,7 +302,7 @@ class TestAssembler:
     @pytest.mark.parametrize("declared", [101, 2**31, 2**62, 2**64 - 1])
     def test_declared_beyond_the_limit(self, declared: int) -> None:
         """More than the limit is refused with the first frame."""
-        with pytest.raises(ProtocolError, match=rf"a payload of {declared} bytes is declared, the limit is 100"):
+        with pytest.raises(ProtocolError, match=rf"a payload of {declared} bytes is declared; the limit is 100"):
             Assembler(100).add(*frame(b"abc", total=declared))
 
     def test_declared_is_not_allocated(self) -> None:

@@ -22,7 +22,7 @@ from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import KIND_METADATA
 from pscluster.core.ids import make_identity
-from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
+from pscluster.core.limits import MAX_CALL_BYTES, MAX_MESSAGE_BYTES, MAX_UNAUTHENTICATED
 from pscluster.core.security.authenticator import Authenticator
 from pscluster.core.security.certificates import make_certificates
 from pscluster.core.security.handshake import Secret, SessionTable, make_request
@@ -44,7 +44,7 @@ from pscluster.core.transport.tcp.packets import (
     as_buffers,
     tuned,
 )
-from pscluster.core.transport.tcp.server import MAX_UNAUTHENTICATED, DataServer, listen
+from pscluster.core.transport.tcp.server import DataServer, listen
 from pscluster.v1 import data_plane_pb2
 
 TOKEN = "correct-horse-battery-staple"
@@ -341,7 +341,7 @@ def test_another_token(server: DataServer, caplog: pytest.LogCaptureFixture) -> 
     port = port_of(server, TOKEN[::-1])
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.connect("/test/Echo", METADATA) is None
-    assert "this cluster asks for a token" in caplog.text
+    assert "this cluster does not accept this process's token" in caplog.text
     assert not port.usable()
 
 
@@ -537,7 +537,7 @@ def test_no_place_is_left(port: DataPort, server: DataServer, monkeypatch: pytes
         assert stream.receive() == b"x"
     assert port.connect("/test/Echo", METADATA) is None
     assert not port.usable()  # calls use gRPC from now on
-    assert port._place is None  # the address is asked for again
+    assert port._endpoint is None  # the address is asked for again
     port.is_at(where(server))
     assert not port.usable()  # it was known that the server could be reached
     for stream in streams:
@@ -663,7 +663,7 @@ def test_connections_leave_nothing_behind(server: DataServer, port: DataPort) ->
         assert stream.receive() == b"x"
         stream.close()
     over = threading.Event()
-    while server._peers or server._by_number:
+    while server._peers or server._by_descriptor:
         over.wait(0.01)
 
 

@@ -24,12 +24,12 @@ from pscluster.core.transport.tcp.server import DataServer
 from pscluster.core.transport.unix_sockets import (
     MAX_PATH_BYTES,
     SocketLock,
+    candidate_folders,
     check_address,
     connect,
     data_path,
     listen,
     peer_uid,
-    places,
     why_unsafe,
 )
 
@@ -227,16 +227,16 @@ def test_folders_for_sockets_are_short_whatever_tmpdir_is(monkeypatch: pytest.Mo
     for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    found = list(places())
+    found = list(candidate_folders())
     assert found
     assert found[0] == "/tmp"
     assert all(len(place) < MAX_PATH_BYTES // 2 for place in found)
     mine = folder / "run"
     mine.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(mine))
-    assert list(places())[1] == str(mine)
+    assert list(candidate_folders())[1] == str(mine)
     mine.chmod(0o777)
-    assert str(mine) not in places()
+    assert str(mine) not in candidate_folders()
 
 
 def test_a_socket_that_takes_no_more_connections(folder: Path) -> None:

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values import decode, decode_call, encode, encode_call, map_structure, splice
-from pscluster.core.values.encoding import MAX_DEPTH
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import value_pb2
 
@@ -368,7 +368,7 @@ def test_handles_travel_by_name() -> None:
     made = {("thing", "w/0"): Thing("w/0")}
     back = travelled(({"a": thing}, thing), resolve_handle=lambda kind, key: made[kind, key])
     assert back[0]["a"] is back[1] is made["thing", "w/0"]
-    with pytest.raises(ProtocolError, match="the thing 'w/0' came where no handle can be"):
+    with pytest.raises(ProtocolError, match="the thing 'w/0' came where a handle is not allowed"):
         travelled(thing)
 
 

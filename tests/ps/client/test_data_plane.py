@@ -127,12 +127,12 @@ def test_a_port_that_could_never_be_reached(
 ) -> None:
     """Other ways to reach the server say nothing about its port."""
     server = strategy.client._servers[0]
-    place = server._transport._place
-    assert place is not None
+    endpoint = server._transport._endpoint
+    assert endpoint is not None
     with monkeypatch.context() as patch:
         patch.setattr(data_client, "_connected", blocked)
         server._transport.is_at(("127.0.0.1", 1))
-        server._transport.is_at(*place)  # as if it had just begun
+        server._transport.is_at(*endpoint)  # as if it had just begun
         server.drop_sessions()
         check(large)
     for _ in range(2):
@@ -163,15 +163,15 @@ def test_a_server_that_is_started_again(job: tuple[LocalCluster, ParameterServer
         variable = Variable(np.zeros(3, np.float32), name="v")
     variable.assign_add(np.ones(3, np.float32))
     server = strategy.client._servers[0]
-    before = server._transport._place
+    before = server._transport._endpoint
     strategy.client.check_saved(["v"])
     cluster.wait_restarted("ps", 0, cluster.kill("ps", 0), timeout=TIMEOUT)
     variable.assign_add(np.ones(3, np.float32))
     assert is_direct(session_of(strategy.client))
     assert before is not None
-    assert server._transport._place is not None
-    assert server._transport._place[0] == before[0]
-    assert server._transport._place[1] != before[1]
+    assert server._transport._endpoint is not None
+    assert server._transport._endpoint[0] == before[0]
+    assert server._transport._endpoint[1] != before[1]
 
 
 _TAKE = """
@@ -200,7 +200,7 @@ def test_a_thief_of_the_port_of_a_server_that_died() -> None:
         with strategy.scope():
             large = Variable(np.arange(LARGE, dtype=np.float32), name="large")
         server = strategy.client._servers[0]
-        before = server._transport._place
+        before = server._transport._endpoint
         assert before
         where = before[0]
         assert isinstance(where, tuple)
@@ -230,8 +230,8 @@ def test_a_thief_of_the_port_of_a_server_that_died() -> None:
         assert server._transport._forgotten
         cluster.restart("ps", 0, timeout=TIMEOUT)
         check(large)
-        assert server._transport._place is not None
-        assert server._transport._place[0] == where
+        assert server._transport._endpoint is not None
+        assert server._transport._endpoint[0] == where
         assert is_direct(session_of(strategy.client))
 
 
@@ -239,7 +239,7 @@ def test_what_was_forgotten_is_asked_for(strategy: ParameterServerStrategy, larg
     """If a connection breaks while the server lives, what was known is dropped; the next request asks again."""
     check(large)
     server = strategy.client._servers[0]
-    before = server._transport._place
+    before = server._transport._endpoint
     session = server.take_session()
     server._transport.drop()
     session.stream._connection._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # not by `cancel`
@@ -251,7 +251,7 @@ def test_what_was_forgotten_is_asked_for(strategy: ParameterServerStrategy, larg
     assert not is_direct(session_of(strategy.client)), "not at once"
     server._transport._avoid_until = 0.0  # a second later
     assert is_direct(session_of(strategy.client))
-    assert server._transport._place == before
+    assert server._transport._endpoint == before
 
 
 def test_without_a_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monk
             ParameterServerStrategy(cluster) as strategy,
         ):
             assert all(is_direct(session_of(strategy.client, server)) for server in range(2))
-            found = {place[0] for server in strategy.client._servers if (place := server._transport._place)}
+            found = {endpoint[0] for server in strategy.client._servers if (endpoint := server._transport._endpoint)}
             assert len(found) == 2
             assert {type(where) for where in found} == {kind}
             assert ("127.0.0.1", 47123) not in found

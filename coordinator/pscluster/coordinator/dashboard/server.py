@@ -14,7 +14,7 @@ from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.job.context import HasJob
 from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import MisuseError, PsClusterError
-from pscluster.core.security.http_access import CertificateFiles, Visitors, check_place
+from pscluster.core.security.http_access import CertificateFiles, Visitors, check_exposure
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class Dashboard:
         host, _ = _endpoint(address or DEFAULT_ADDRESS)
         token = context.options.token
         files = None if certificate is None else CertificateFiles("the live page", certificate, key)
-        check_place(
-            "show the live page",
+        check_exposure(
+            "the live page",
             address or DEFAULT_ADDRESS,
             host,
             token,

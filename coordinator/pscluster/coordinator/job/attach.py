@@ -131,7 +131,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
     if context.role_server is not None:
         context.role_server.ready()
     if context.metrics_server is not None:
-        context.metrics_server.tell()
+        context.metrics_server.wake()
     context.begin()
     if isinstance(context.resolver, LocalCluster):
         context.resolver.serve(context)

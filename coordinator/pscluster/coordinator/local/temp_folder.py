@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.transport.unix_sockets import places
+from pscluster.core.transport.unix_sockets import candidate_folders
 
 _PREFIX, _SOCKETS_PREFIX, _SUFFIX = "pscluster-local-", "psc-", ".tmp"
 _NAME = re.compile(rf"({_PREFIX}|{_SOCKETS_PREFIX})[a-z0-9_]{{8}}{re.escape(_SUFFIX)}")  # as `mkdtemp` makes them
@@ -75,7 +75,7 @@ class OwnFolder:
 def folder_for_sockets() -> OwnFolder:
     """Make a folder whose paths are short. ConfigurationError if that is impossible."""
     errors = ["none of /tmp, XDG_RUNTIME_DIR, /var/tmp and /dev/shm can be used"]
-    for parent in places():
+    for parent in candidate_folders():
         try:
             return OwnFolder(parent, _SOCKETS_PREFIX)
         except ConfigurationError as error:  # a full disk, for example

@@ -13,9 +13,10 @@ from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.values import splice
-from pscluster.core.values.encoding import MAX_DEPTH, ClassDefiner, children, nesting
+from pscluster.core.values.encoding import ClassDefiner, children, nesting
 from pscluster.v1 import value_pb2, worker_pb2
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -62,7 +62,7 @@ class ServerAttachment:
         self._unlisted: set[int] = set()  # workers that were logged as unlisted
         self._closed: list[int] = []  # incarnations; a server that comes back must know these before it serves
         self._finished = IntervalSet()
-        self._generation = 0 if peer.tls is None else peer.tls.refresh()  # before the channel, which may be newer
+        self._version = 0 if peer.tls is None else peer.tls.refresh()  # before the channel, which may be newer
         self._open()
         # Channels with a certificate that has been renewed since, by the task that closes each.
         self._retired: dict[asyncio.Task[None], AioChannel] = {}
@@ -110,8 +110,8 @@ class ServerAttachment:
 
     def _renew(self) -> None:
         """Open a new channel if the certificate was renewed: the old one would dial with the old one forever."""
-        if self.peer.tls is not None and self.peer.tls.refresh() != self._generation:
-            self._generation = self.peer.tls.generation
+        if self.peer.tls is not None and self.peer.tls.refresh() != self._version:
+            self._version = self.peer.tls.version
             # Closed once its calls have ended: only attachments last longer, and this one's is lost.
             closing = asyncio.create_task(self._channel.close(CALL_SECONDS))
             self._retired[closing] = self._channel

@@ -42,8 +42,8 @@ _TASK = '{"task": {"type": "worker", "index": 0}}'
 _BOTH = f"{_CLUSTER[:-1]}, {_TASK[1:]}"
 
 
-def _wrong(key: str, found: str, limit: str, right: str) -> ConfigurationError:
-    return ConfigurationError(f"{key} {found}, but {limit}; write, for example, {right}")
+def _wrong(key: str, actual: str, limit: str, right: str) -> ConfigurationError:
+    return ConfigurationError(f"{key} {actual}, but {limit}; write, for example, {right}")
 
 
 def _quote(value: object) -> str:
@@ -240,15 +240,15 @@ def _read_cluster(cluster: object, source: str) -> dict[str, dict[int, str]]:
         for given, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
             index = checked_index(given, f"{source}: an index of cluster.{job}")
             key = f"cluster.{job}[{index}]"
-            found = f"is {_quote(address)}"
+            actual = f"is {_quote(address)}"
             if not isinstance(address, str):
-                raise _wrong(f"{source}: {key}", found, "an address is a string", '"host0:2222"')
+                raise _wrong(f"{source}: {key}", actual, "an address is a string", '"host0:2222"')
             if index in read:
-                raise _wrong(f"{source}: {key}", found, f"it was {_quote(read[index])} before", _CLUSTER)
+                raise _wrong(f"{source}: {key}", actual, f"it was {_quote(read[index])} before", _CLUSTER)
             host, port = parse_address(address, f"{source}: {key}")
             owner = owners.setdefault((host.lower() if port else host, port), key)
             if owner != key:
-                raise _wrong(f"{source}: {key}", found, f"{owner} has that address too", '"host1:2222"')
+                raise _wrong(f"{source}: {key}", actual, f"{owner} has that address too", '"host1:2222"')
             read[index] = address
         jobs[job] = dict(sorted(read.items()))
     return jobs
@@ -282,22 +282,22 @@ def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int
         _check_task(spec, task_type, task_id)
     for job in JOBS:
         indices = spec.task_indices(job) if job in spec.jobs else []
-        key, found = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
+        key, actual = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
         if job in ("ps", "worker") and not indices:
-            raise _wrong(key, found, f"a strategy needs at least one {job}", _CLUSTER)
+            raise _wrong(key, actual, f"a strategy needs at least one {job}", _CLUSTER)
         if job in ("chief", "evaluator") and len(indices) > 1:
             right = f'{{"cluster": {{"{job}": ["{job}0:2222"]}}}}'
-            raise _wrong(key, found, f"a cluster has at most one {job}", right)
+            raise _wrong(key, actual, f"a cluster has at most one {job}", right)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    unique: dict[str, object] = {}
     for key, value in pairs:
-        if key in found:
+        if key in unique:
             right = f"{{{_quote(key)}: ...}} once"
-            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "occurs twice", "an object has it once", right)
-        found[key] = value
-    return found
+            raise _wrong(f"{VARIABLE}: the key {_quote(key)}", "occurs twice", "each key may occur only once", right)
+        unique[key] = value
+    return unique
 
 
 def load_config(text: str) -> dict[str, object]:
@@ -306,12 +306,17 @@ def load_config(text: str) -> dict[str, object]:
         config = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as e:
         near = _quote(text[max(0, e.pos - 20) : e.pos + 20])
-        found = f"is not JSON at line {e.lineno}, column {e.colno}, near {near}"
-        raise _wrong(f"{VARIABLE}: the value", found, f"must be ({e.msg})", _BOTH) from None
+        actual = f"is not JSON at line {e.lineno}, column {e.colno}, near {near}"
+        raise _wrong(f"{VARIABLE}: the value", actual, f"must be ({e.msg})", _BOTH) from None
     except ConfigurationError:
         raise
     except (ValueError, RecursionError):  # too many digits or brackets
-        raise _wrong(f"{VARIABLE}: the value", f"is {_quote(text)}", "it can't be read to its end", _BOTH) from None
+        raise _wrong(
+            f"{VARIABLE}: the value",
+            f"is {_quote(text)}",
+            "it is nested too deeply, or has a number with too many digits",
+            _BOTH,
+        ) from None
     if not isinstance(config, dict):
         raise _wrong(f"{VARIABLE}: the value", f"is {_quote(config)}", "it must be a JSON object", _BOTH)
     return config

@@ -163,7 +163,7 @@ def _literal_of(node: ast.Assign | ast.AnnAssign) -> _Literal | None:
 
 def _bound_by(node: ast.stmt) -> Iterator[str]:
     code = compile(ast.Module([node], []), "", "exec", dont_inherit=True)
-    return (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_NAME", "STORE_GLOBAL"))
+    return (op.argval for op in dis.get_instructions(code) if op.opname in ("STORE_NAME", "STORE_GLOBAL"))
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -344,12 +344,16 @@ def _named(function: Any) -> definition_pb2.Definition:
             f"it is a method of {describe(function.__self__)}: write a function that takes the object as an argument"
         )
     if not isinstance(module_name, str) or not isinstance(qualname, str):
-        raise NotByReferenceError(f"it is {describe(function)}, not a function of a file: write one that makes it")
+        raise NotByReferenceError(
+            f"it is {describe(function)}, not a function defined in a file: pass one that creates it"
+        )
     if "<" in qualname:
         raise NotByReferenceError(_advice_to_move(function, qualname))
     module = sys.modules.get(module_name)
     if module is None or not _is_found(function, module, qualname):
-        raise NotByReferenceError(f"{qualname} is not what the module {module_name} has by that name: put it there")
+        raise NotByReferenceError(
+            f"module {module_name} has a different {qualname}, or none: define it at its top level"
+        )
     path = None if is_library(module_name) else source_of(module)
     if module_name == MAIN and (path is None or module.__spec__ is not None):
         raise NotByReferenceError(

@@ -199,8 +199,8 @@ def largest_captured(function: Any) -> tuple[str, Any, int]:
     """Find the largest thing that a function brings with it: its name as the user would write it, itself, its bytes."""
     label, culprit, size, obj = "", None, 0, function
     for _ in range(6):
-        sizes = [(_size_of(part), step, part) for step, part in _parts(obj)]
-        largest = max(sizes, key=lambda each: each[0], default=(0, "", None))
+        sizes = [(_size_of(item), step, item) for step, item in _parts(obj)]
+        largest = max(sizes, key=lambda entry: entry[0], default=(0, "", None))
         if largest[0] == 0 or 2 * largest[0] < size:  # it holds many small things
             break
         size, step, obj = largest
@@ -225,17 +225,17 @@ def _size_of(obj: Any, depth: int = 4) -> int:
     """Estimate the bytes of the arrays and texts in an object, from the first items of long containers."""
     if (own := _own_size(obj)) or not depth or isinstance(obj, types.ModuleType | Handle):
         return own
-    return sum(_size_of(part, depth - 1) for _, part in itertools.islice(_parts(obj), MAX_ITEMS))
+    return sum(_size_of(item, depth - 1) for _, item in itertools.islice(_parts(obj), MAX_ITEMS))
 
 
 def _blame(obj: Any, error: Exception, label: str = "", depth: int = 6) -> tuple[str, Any, Exception]:
     """Find the innermost part that can't be pickled: its name as the user would write it, itself, and the reason."""
     if depth and not isinstance(obj, StaysHere):
-        for step, part in _parts(obj):
+        for step, item in _parts(obj):
             try:
-                _dump(part)
+                _dump(item)
             except Exception as cause:
-                return _blame(part, cause, _joined(label, step).lstrip("."), depth - 1)
+                return _blame(item, cause, _joined(label, step).lstrip("."), depth - 1)
     return label, obj, error
 
 
@@ -251,14 +251,14 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".__func__", obj.__func__
     elif isinstance(obj, functools.partial):
         yield ".func", obj.func
-        yield from ((f".args[{number}]", argument) for number, argument in enumerate(obj.args))
+        yield from ((f".args[{index}]", argument) for index, argument in enumerate(obj.args))
         yield from ((f".keywords[{name!r}]", argument) for name, argument in obj.keywords.items())
     elif isinstance(obj, list | tuple):
-        yield from ((f"[{number}]", item) for number, item in enumerate(obj))
+        yield from ((f"[{index}]", item) for index, item in enumerate(obj))
     elif isinstance(obj, dict):
         yield from ((f"[{key!r:.40}]", item) for key, item in obj.items())
     elif isinstance(obj, type):
         if obj.__module__ == "__main__" or not is_library(obj.__module__):
-            yield from ((f".{name}", part) for name, part in vars(obj).items() if not name.startswith("__"))
+            yield from ((f".{name}", attribute) for name, attribute in vars(obj).items() if not name.startswith("__"))
     else:
-        yield from ((f".{name}", part) for name, part in attributes_of(obj).items())
+        yield from ((f".{name}", attribute) for name, attribute in attributes_of(obj).items())

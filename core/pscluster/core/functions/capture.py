@@ -126,9 +126,9 @@ class Captures:
                 function = owner()
                 if function is None or not function.__globals__.keys().isdisjoint(names):
                     return Changes(True, [])
-            for each in self._attributes:
-                cls = each.owner()
-                if cls is None or id(vars(cls).get(each.name, ABSENT)) != each.identity:
+            for attribute in self._attributes:
+                cls = attribute.owner()
+                if cls is None or id(vars(cls).get(attribute.name, ABSENT)) != attribute.identity:
                     return Changes(True, [])
             return self._changed_values()
 
@@ -139,26 +139,27 @@ class Captures:
         )
         rebound: list[str] = []
         for names, value_now in kinds:
-            for key, each in list(names.items()):
-                same = self._is_same(each, value_now(each.owner(), key, each.name))
+            for key, reference in list(names.items()):
+                same = self._is_same(reference, value_now(reference.owner(), key, reference.name))
                 if same is None:
                     return Changes(True, [])
                 if not same:
-                    rebound.append(each.name)
+                    rebound.append(reference.name)
                     del names[key]
         self._divide()
         return Changes(False, list(dict.fromkeys(rebound)))
 
-    def _is_same(self, each: _Name, now: Any) -> bool | None:
+    def _is_same(self, reference: _Name, now: Any) -> bool | None:
         """Return whether a name refers to the same value, or an equal plain one. None: it has changed, and is code."""
-        if id(now) == each.identity and (each.identity not in self._weak or self._weak[each.identity]() is now):
+        identity = reference.identity
+        if id(now) == identity and (identity not in self._weak or self._weak[identity]() is now):
             return True
         if now is ABSENT:
             return False  # capturing again would not bring back a deleted value
-        if each.is_code or _is_code(now):
+        if reference.is_code or _is_code(now):
             return None
-        if type(now) is type(each.value) and now == each.value:
-            each.identity = id(now)  # from now on
+        if type(now) is type(reference.value) and now == reference.value:
+            reference.identity = id(now)  # from now on
             self._strong.append(now)
             return True
         return False
@@ -216,13 +217,13 @@ class Captures:
 
     def _divide(self) -> None:
         spaces: dict[tuple[int, str], list[_Name]] = {}
-        for (space_id, _), each in self._globals.items():
-            spaces.setdefault((space_id, "__globals__"), []).append(each)
-        for each in self._attributes:
-            spaces.setdefault((id(each.owner()), "__dict__"), []).append(each)
+        for (space_id, _), reference in self._globals.items():
+            spaces.setdefault((space_id, "__globals__"), []).append(reference)
+        for reference in self._attributes:
+            spaces.setdefault((id(reference.owner()), "__dict__"), []).append(reference)
         closures: dict[int, list[tuple[int, _Name]]] = {}
-        for (function, index), each in self._cells.items():
-            closures.setdefault(function, []).append((index, each))
+        for (function, index), reference in self._cells.items():
+            closures.setdefault(function, []).append((index, reference))
         groups, room = [_Group()], _GROUP
 
         def group_for(count: int) -> _Group:
@@ -235,7 +236,7 @@ class Captures:
 
         for (_, space), names in spaces.items():
             for batch in _slices(names):
-                get, identities = _getter([(each.name, each) for each in batch])
+                get, identities = _getter([(reference.name, reference) for reference in batch])
                 group_for(len(batch)).names.append((batch[0].owner, space, get, identities))
         for owner, absent in self._missing.values():
             for missing in _slices(sorted(absent)):
@@ -273,7 +274,7 @@ def _getter(items: Sequence[tuple[Any, _Name]]) -> tuple[Callable[[Any], Any], t
     """Return a getter of the values under these keys, and the ids of the values that were there."""
     if len(items) == 1:  # with one key, an itemgetter returns no tuple
         items = [*items, *items]
-    return itemgetter(*(key for key, _ in items)), tuple(each.identity for _, each in items)
+    return itemgetter(*(key for key, _ in items)), tuple(reference.identity for _, reference in items)
 
 
 def _slices(items: list[Any]) -> Iterator[list[Any]]:

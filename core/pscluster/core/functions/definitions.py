@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.functions.by_reference import MAIN, NotByReferenceError, WithoutPickle, reference_to
 from pscluster.core.functions.by_value import dump, largest_captured, load, module_name_of
-from pscluster.core.functions.loading import UnresolvedReference, found_by, import_checked, loaded_scripts
+from pscluster.core.functions.loading import UnresolvedReference, import_checked, loaded_scripts, resolve_reference
 from pscluster.core.functions.policy import SerializationPolicy, chosen_policy
 from pscluster.core.functions.sources import digest_of, import_folders, is_library, reaches_edited, source_of
 from pscluster.core.handles import Handle
@@ -130,7 +130,7 @@ class FunctionHandle(Handle):
     handle_kind: ClassVar[str] = "function"
 
     def __init__(self, function: CapturedFunction) -> None:
-        """`function` is sent before anything that names this handle."""
+        """Name a function, which is sent before anything that holds this handle."""
         self.function = function
 
     @property
@@ -148,10 +148,10 @@ def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_d
         raise TypeError(f"{describe(function)} can't be scheduled: pass a function")
     captured = _captured(function, _name_of(function), policy or chosen_policy())
     if captured.nbytes > LARGE_BYTES and not holds_data:
-        label, part, size = largest_captured(function)
-        most = f", {size >> 20:,} of them its variable {label!r}, {describe(part)}" if label else ""
+        label, culprit, size = largest_captured(function)
+        most = f", {size >> 20:,} MiB of it in its variable {label!r}, {describe(culprit)}" if label else ""
         logger.warning(
-            "%s takes %s MiB with it to every worker%s: make that a Variable or a dataset, or load it in the function",
+            "%s carries %s MiB to every worker%s: make that a Variable or a dataset, or load it in the function",
             captured.name,
             f"{captured.nbytes >> 20:,}",
             most,
@@ -227,7 +227,7 @@ def resolve(
         UnresolvedReference: it, or its pickle, names something that is missing here, or of another version.
     """
     if definition.renamed:
-        new = {(each.kind, each.key): (each.new_kind, each.new_key) for each in definition.renamed}
+        new = {(entry.kind, entry.key): (entry.new_kind, entry.new_key) for entry in definition.renamed}
         of_new, resolve_handle = resolve_handle, lambda kind, key: of_new(*new.get((kind, key), (kind, key)))
     try:
         try:
@@ -254,13 +254,13 @@ def resolve(
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:
     if definition.HasField("arguments"):
-        return found_by(definition, memoryview(bulk or definition.arrays), resolve_handle)
+        return resolve_reference(definition, memoryview(bulk or definition.arrays), resolve_handle)
     if data := bulk or definition.pickle:
         chosen_policy().check_pickle()  # before anything is imported for it
         if definition.source_digest:
             import_checked(definition.module, definition.source_digest)
         return load(data, resolve_handle)
-    return found_by(definition, memoryview(b""), resolve_handle)
+    return resolve_reference(definition, memoryview(b""), resolve_handle)
 
 
 def _look_further(definition: definition_pb2.Definition) -> bool:

@@ -24,12 +24,11 @@ from pscluster.core.functions.by_reference import INNER, MAIN
 from pscluster.core.functions.nameable import names_of_ours
 from pscluster.core.functions.policy import chosen_policy, not_nameable
 from pscluster.core.functions.sources import digest_of, in_library, source_of
+from pscluster.core.limits import MAX_INNER_DEFINITIONS
 from pscluster.core.transport.frames import cut
 from pscluster.core.values import HandleResolver, decode_call
 from pscluster.core.values.records import MODULE_MARK
 from pscluster.v1 import definition_pb2
-
-_MAX_INNER = 10_000
 
 
 class UnresolvedReference(PsClusterError):  # noqa: N818  (a reply of the worker, not a fault)
@@ -39,40 +38,42 @@ class UnresolvedReference(PsClusterError):  # noqa: N818  (a reply of the worker
 # Definitions
 
 
-def found_by(definition: definition_pb2.Definition, arrays: memoryview, resolve_handle: HandleResolver) -> Any:
+def resolve_reference(definition: definition_pb2.Definition, arrays: memoryview, resolve_handle: HandleResolver) -> Any:
     """Return what a definition without a pickle names, with its arguments if it has any.
 
     Raise UnresolvedReference if that, or its file, is missing here or of another version; MisuseError if peers may not
     name it here; ProtocolError if the definition makes no sense.
     """
     if sum(definition.sizes) != len(arrays):
-        raise ProtocolError(f"a definition of {sum(definition.sizes)} bytes of arrays, but {len(arrays)} came")
-    return _found(definition, cut(arrays, definition.sizes), resolve_handle)
+        raise ProtocolError(f"a definition declares {sum(definition.sizes)} bytes of arrays, but {len(arrays)} came")
+    return _resolved(definition, cut(arrays, definition.sizes), resolve_handle)
 
 
-def _found(
+def _resolved(
     definition: definition_pb2.Definition, attachments: Sequence[memoryview], resolve_handle: HandleResolver
 ) -> Any:
     if definition.module == MAIN:
         module = load_script(definition.source_path, definition.source_digest)
     else:
         module = import_checked(definition.module, definition.source_digest)
-    found = _found_in(module, definition.qualname)
+    target = _named_in(module, definition.qualname)
     if not definition.HasField("arguments"):
-        return found
-    if len(definition.inner) > _MAX_INNER:
-        raise ProtocolError(f"a definition with {len(definition.inner):,} others in it; {_MAX_INNER:,} are the most")
-    inner = [_found(each, attachments, resolve_handle) for each in definition.inner]
+        return target
+    if len(definition.inner) > MAX_INNER_DEFINITIONS:
+        raise ProtocolError(
+            f"a definition contains {len(definition.inner):,} others; the limit is {MAX_INNER_DEFINITIONS:,}"
+        )
+    others = [_resolved(other, attachments, resolve_handle) for other in definition.inner]
 
     def named(key: str) -> Any:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(inner)):
-            raise ProtocolError(f"definition {key[:40]!r} inside of another one, of {len(inner)}")
-        return inner[int(key)]
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(others)):
+            raise ProtocolError(f"a definition refers to {key[:40]!r}, but contains {len(others)} others")
+        return others[int(key)]
 
     def record_class(key: str, _module: str, _qualname: str) -> type:
-        if not isinstance(found := named(key), type):
+        if not isinstance(cls := named(key), type):
             raise ProtocolError("a record of something that is not a class")
-        return found
+        return cls
 
     args, keywords = decode_call(
         definition.arguments,
@@ -80,26 +81,26 @@ def _found(
         resolve_handle=lambda kind, key: named(key) if kind == INNER else resolve_handle(kind, key),
         resolve_record=record_class,
     )
-    if not callable(found):
+    if not callable(target):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
-    return functools.partial(found, *args, **keywords)
+    return functools.partial(target, *args, **keywords)
 
 
-def _found_in(module: types.ModuleType, qualname: str) -> Any:
+def _named_in(module: types.ModuleType, qualname: str) -> Any:
     """Return the object of this name in a module; where pickles are off, only if the module defines it."""
     chosen_policy().check_name(module.__name__, qualname)
-    found: Any = module
+    value: Any = module
     for depth, name in enumerate(qualname.split(".")):
-        if depth and not chosen_policy().pickles and not isinstance(found, type):
+        if depth and not chosen_policy().pickles and not isinstance(value, type):
             break
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError:
             break
     else:
         homes = (module.__name__, vars(module).get(MODULE_MARK, module.__name__))
-        if chosen_policy().pickles or (callable(found) and getattr(found, "__module__", None) in homes):
-            return found
+        if chosen_policy().pickles or (callable(value) and getattr(value, "__module__", None) in homes):
+            return value
     raise UnresolvedReference(f"{module.__name__} defines no {qualname} here")
 
 
@@ -135,23 +136,23 @@ def _check_may_name(name: str) -> None:
         if not names_of_ours(name, on_worker=chosen_policy().is_worker):
             raise not_nameable(f"what is in {name[:200]}")
         return
-    place = _place_of(top)
-    if top in sys.stdlib_module_names or top == MAIN or (place is not None and in_library(str(place))):
+    location = _location_of(top)
+    if top in sys.stdlib_module_names or top == MAIN or (location is not None and in_library(str(location))):
         chosen_policy().check_module(name)
-    elif place is not None and not chosen_policy().owns(place):
+    elif location is not None and not chosen_policy().owns(location):
         folders = ", ".join(map(str, chosen_policy().folders)) or "none"
         raise MisuseError(
-            f"the module {top} lies at {place}, outside the folders whose functions peers may name here, which are "
+            f"the module {top} lies at {location}, outside the folders whose functions peers may name here, which are "
             f"{folders}: name its folder with --functions-from"
         )
 
 
-def _place_of(top: str) -> Path | None:
+def _location_of(top: str) -> Path | None:
     """Return the file or folder of a top-level module; None if there is none, which the import will report."""
     with contextlib.suppress(ImportError, ValueError):
         if (spec := importlib.util.find_spec(top)) is not None:
-            places = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or ()
-            return next(map(Path, places), None)
+            locations = [spec.origin] if spec.origin is not None else spec.submodule_search_locations or ()
+            return next(map(Path, locations), None)
     return None
 
 
@@ -186,7 +187,8 @@ def _find(source_path: str, digest: str) -> Path:
     candidates = [Path(source_path), Path.cwd() / Path(source_path).name]
     if isinstance(own, str):
         candidates.insert(1, Path(own).absolute())
-    candidates = [path for path in [*candidates, *chosen_policy().places(source_path)] if chosen_policy().owns(path)]
+    candidates += chosen_policy().candidate_paths(source_path)
+    candidates = [path for path in candidates if chosen_policy().owns(path)]
     for path in candidates:
         try:
             if digest_of(path) == digest:
@@ -196,7 +198,7 @@ def _find(source_path: str, digest: str) -> Path:
     tried = ", ".join(dict.fromkeys(map(str, candidates))) or "no path: it lies in none of this role's folders"
     raise UnresolvedReference(
         f"the script {source_path[:1000]} is missing here, or of another version; looked at {tried}. Copy it unchanged "
-        "from the coordinator's machine into a folder that the role was given with --functions-from, or is started in"
+        "from the coordinator's machine into the folder where the role was started, or one given with --functions-from"
     )
 
 

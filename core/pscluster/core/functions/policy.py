@@ -11,6 +11,7 @@ from peers that have proved that they know the token.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,9 @@ class SerializationPolicy:
         """Raise MisuseError if, without pickles, peers may not name what is in this installed module."""
         if not any(f"{module}.".startswith(f"{package}.") for package in self.packages):
             top = module.partition(".")[0]
-            raise not_nameable(
-                f"what is in {module}", f", or start the roles with --functions-from {top} (or {FUNCTIONS_VARIABLE})"
-            )
+            advice = f", or start the roles with --functions-from {top} (or {FUNCTIONS_VARIABLE})"
+            # Not for the standard library: that would let peers run any command.
+            raise not_nameable(f"what is in {module}", "" if top in sys.stdlib_module_names else advice)
 
     def check_name(self, module: str, qualname: str) -> None:
         """Raise MisuseError if pickles are off, and this is a name of pscluster's own that peers may not use here."""
@@ -72,10 +73,10 @@ class SerializationPolicy:
             raise MisuseError(f"the data file {path[:1000]!r} can't be read here: {error}") from None
         folders = (*self.folders, *self.data)
         if not any(real.is_relative_to(folder) for folder in folders):
-            places = ", ".join(map(str, folders)) or "none"
+            allowed = ", ".join(map(str, folders)) or "none"
             raise MisuseError(
                 f"the data file {path[:1000]!r} lies outside the folders whose files peers may have read here, which "
-                f"are {places}: start the workers with --data-from and its folder (or {DATA_VARIABLE})"
+                f"are {allowed}: start the workers with --data-from and its folder (or {DATA_VARIABLE})"
             )
         return real
 
@@ -91,18 +92,18 @@ class SerializationPolicy:
             return False
         return any(real.is_relative_to(folder) for folder in self.folders)
 
-    def places(self, path: str) -> Iterator[Path]:
+    def candidate_paths(self, path: str) -> Iterator[Path]:
         """Yield the paths in the folders where a file that has this path elsewhere may lie, deepest first."""
-        parts = [part for part in Path(path).parts if part != os.sep][-_DEEPEST:]
+        names = [name for name in Path(path).parts if name != os.sep][-_DEEPEST:]
         for folder in self.folders:
-            for first in range(len(parts)):
-                if self.owns(place := folder.joinpath(*parts[first:])):
-                    yield place
+            for first in range(len(names)):
+                if self.owns(candidate := folder.joinpath(*names[first:])):
+                    yield candidate
 
 
-def not_nameable(what: str, otherwise: str = "") -> MisuseError:
+def not_nameable(names: str, otherwise: str = "") -> MisuseError:
     return MisuseError(
-        f"peers may not name {what}, as pickles are off here: use it in a function of your own{otherwise}"
+        f"peers may not name {names}, as pickles are off here: use it in a function of your own{otherwise}"
     )
 
 
@@ -180,7 +181,7 @@ def _split(entries: Sequence[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     folders = [entry for entry in entries if os.path.isdir(entry)]
     packages = [entry for entry in entries if entry not in folders]
     for entry in packages:
-        if os.sep in entry or not all(part.isidentifier() for part in entry.split(".")):
+        if os.sep in entry or not all(name.isidentifier() for name in entry.split(".")):
             raise ConfigurationError(
                 f"--functions-from (or {FUNCTIONS_VARIABLE}) names {entry!r}, which is neither a folder here nor a "
                 "package name"

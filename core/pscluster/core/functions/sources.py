@@ -70,7 +70,7 @@ def _digest(path: Path, _modified: int, _size: int) -> str:
 @functools.lru_cache(maxsize=4096)
 def globals_read(code: types.CodeType) -> frozenset[str]:
     """Return the names that code, including the functions inside it, looks up as globals."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in _READS}
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _READS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= globals_read(constant)

@@ -36,7 +36,6 @@ _SECONDS = 10.0
 _CONNECTIONS = 32
 _CHECK_SECONDS = 0.5
 _HEALTH_PATHS = ("/healthz", "/readyz")
-_PATHS = ("/metrics", *_HEALTH_PATHS)
 
 
 def _leaves(value: Value, levels: int, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -61,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal is not None and not (is_open and path in _HEALTH_PATHS):
             self._answer(*refusal)
         elif path == "/healthz":
-            self._answer(HTTPStatus.OK, "the process lives\n")
+            self._answer(HTTPStatus.OK, "alive\n")
         elif path == "/readyz":
             why = self.server.telemetry.not_ready()
             # The reason names tasks, so it is not shown without a token.
@@ -71,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             body, kind = self.server.exposition(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, body, kind)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, f"there is {', '.join(_PATHS)}\n")
+            self._answer(HTTPStatus.NOT_FOUND, "not found; try /metrics, /healthz or /readyz\n")
 
     do_HEAD = do_GET  # noqa: N815  (the base looks it up by this name)
 
@@ -167,7 +166,7 @@ class MetricsServer(HTTPServer):
             for connection in self._open:
                 _cut(connection)
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Log the address. Not at construction: a role that fails to start should log only the reason."""
         logger.info("metrics on %s://%s/metrics", "http" if self._files is None else "https", self.address)
 

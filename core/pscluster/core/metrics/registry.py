@@ -87,7 +87,7 @@ _OF_ALL_ROLES = (
     Metric("cpu_seconds_total", "counter", "processor time of the process, all threads"),
     Metric("threads", "gauge", "Python threads of the process"),
     Metric("uptime_seconds", "gauge", "since the role began"),
-    Metric("refused_calls_total", "counter", "calls refused for lack of the cluster token, on either port"),
+    Metric("refused_calls_total", "counter", "calls refused for lack of a valid cluster token, on either port"),
     Metric("ready", "gauge", "1 if /readyz says so, else 0"),
 )
 

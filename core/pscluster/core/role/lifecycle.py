@@ -37,22 +37,22 @@ class StopRequest:
     def on_signals(self) -> None:
         """Stop on SIGTERM and SIGINT; a second one ends the process at once. Main thread only."""
 
-        def handle(number: int, _frame: object) -> None:
+        def handle(signal_number: int, _frame: object) -> None:
             if self.event.is_set():
-                os._exit(128 + number)
-            self.ask(signal.Signals(number).name)
+                os._exit(128 + signal_number)
+            self.ask(signal.Signals(signal_number).name)
 
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGINT, handle)
 
 
-def on_parents_death(tell: Callable[[], None]) -> None:
-    """Call `tell` from a thread once standard input, a pipe that only the parent holds, reaches its end."""
+def on_parents_death(callback: Callable[[], None]) -> None:
+    """Call `callback` from a thread once standard input, a pipe that only the parent holds, reaches its end."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        tell()
+        callback()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

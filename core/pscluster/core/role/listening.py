@@ -31,13 +31,13 @@ def listen_address(own: str | None, options: RoleOptions) -> str:
     if options.token is None and not mutual:
         raise ConfigurationError(
             f"refusing to listen on {address} without a cluster token, where anyone could use this role: set "
-            "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or give --insecure"
+            "PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), listen on 127.0.0.1, or use --insecure"
         )
     if options.tls is None:
         raise ConfigurationError(
-            f"refusing to listen on {address} in plain text, where anyone on the path could read and change all: "
-            f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), listen on "
-            "127.0.0.1, or give --insecure"
+            f"refusing to listen on {address} in plain text, where anyone on the path could read and change "
+            f"everything: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), "
+            "listen on 127.0.0.1, or use --insecure"
         )
     return address
 

@@ -43,7 +43,7 @@ class Attachment:
     role: str
     job: int = 0
     holder: str = ""
-    number: int = 0  # of the last attachment
+    attachment_id: int = 0  # of the last one
     _open: set[int] = field(default_factory=set)  # attachments of this job whose streams have not ended
 
     @property
@@ -65,17 +65,17 @@ class Attachment:
         if fresh:
             self._open.clear()
         self.job, self.holder = job, coordinator
-        self.number += 1
-        self._open.add(self.number)
+        self.attachment_id += 1
+        self._open.add(self.attachment_id)
         return fresh
 
-    def detach(self, number: int) -> None:
+    def detach(self, attachment_id: int) -> None:
         """Note that the stream of an attachment has ended."""
-        self._open.discard(number)
+        self._open.discard(attachment_id)
 
     def is_left(self, job: int, last: int | None = None) -> bool:
         """Return whether the role has this job's state, but no coordinator, and none since the attachment `last`."""
-        return bool(job) and self.job == job and not self.held and last in (None, self.number)
+        return bool(job) and self.job == job and not self.held and last in (None, self.attachment_id)
 
     def end(self, job: int) -> None:
         """End the job. Raise StaleError if the role serves another one."""
@@ -185,10 +185,10 @@ class NodeService:
         with self._lock:
             if self._attachment.held:
                 reply.holder = self._attachment.holder
-                self._tell_unlisted(request.identity, reply)
+                self._report_unlisted(request.identity, reply)
         return reply
 
-    def _tell_unlisted(self, asker: node_pb2.Identity, reply: node_pb2.HelloReply) -> None:
+    def _report_unlisted(self, asker: node_pb2.Identity, reply: node_pb2.HelloReply) -> None:
         """Tell a worker that the coordinator does not list it, and tell the coordinator. Requires the lock."""
         workers = self._workers
         if asker.role == "worker" and workers.listed and asker.index not in workers.listed:
@@ -230,15 +230,15 @@ class NodeService:
             if self._attachment.attach(request.job, request.coordinator.name, request.take_over):
                 self._role.job_began(request)
                 self._streams.wake()  # streams of a coordinator whose job is taken over
-            number = self._attachment.number
+            attachment_id = self._attachment.attachment_id
             self._workers = _Workers(frozenset(request.workers))
-            told = 0  # number of unlisted workers reported so far
+            reported = 0  # number of unlisted workers reported so far
             event = node_pb2.AttachEvent(kind=node_pb2.AttachEvent.ATTACHED, identity=self.identity)
             event.data_port, event.address = self.data_port, self.address
             try:
                 self._role.attached(request, event)
             except BaseException:
-                self._attachment.detach(number)  # a coordinator that was refused must not hold the role
+                self._attachment.detach(attachment_id)  # a coordinator that was refused must not hold the role
                 raise
             self._streams.open.add(over)
             reach("node.attach.before")
@@ -261,17 +261,17 @@ class NodeService:
                 with self._lock:
                     leaving = self._streams.leaving
                     mine = self._attachment.job == request.job
-                    unlisted = list(self._workers.unlisted.values())[told:] if mine else []
-                    told += len(unlisted)
+                    unlisted = list(self._workers.unlisted.values())[reported:] if mine else []
+                    reported += len(unlisted)
                     over.clear()
                 if not leaving and not unlisted:
                     break
         finally:
             with self._lock:
                 self._streams.open.discard(over)
-                self._attachment.detach(number)
+                self._attachment.detach(attachment_id)
                 lost = self._attachment.is_left(request.job) and not self._streams.leaving
-                last = self._attachment.number
+                last = self._attachment.attachment_id
             if lost:
                 logger.info("%s is gone; keeping its state in case it comes back", request.coordinator.name)
                 self._wait_for_coordinator(request.job, last)

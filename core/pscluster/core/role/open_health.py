@@ -1,7 +1,7 @@
 """Health checks for all callers (--open-health): for probes that can't prove a token, such as an orchestrator's.
 
 Only `Check` of gRPC's health service is open, not its `Watch`, whose calls last. An unauthenticated check gets one of a
-few places, of which a connection holds at most `_PER_CONNECTION`, and `_SECONDS` to send its request. If all places are
+few slots, of which a connection holds at most `_PER_CONNECTION`, and `_SECONDS` to send its request. If all slots are
 taken, the oldest check of the connection that holds most gives way: a probe sends its request at once, so calls that
 send nothing keep no probe out, on however many connections.
 """
@@ -23,7 +23,7 @@ PATH = "/grpc.health.v1.Health/Check"
 
 OPEN_HEALTH_VARIABLE = "PSCLUSTER_OPEN_HEALTH"
 
-_PLACES = 32
+_SLOTS = 32
 _PER_CONNECTION = 4
 _SECONDS = 3.0
 
@@ -41,7 +41,7 @@ class OpenHealth:
         check: Any = guarded(handler, PATH, lambda requests, _context: requests, self._watchdog).stream_unary
 
         def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            with self._place(context), self._watchdog.with_call(context):
+            with self._slot(context), self._watchdog.with_call(context):
                 return check(requests, context)
 
         make = grpc.stream_unary_rpc_method_handler
@@ -49,18 +49,18 @@ class OpenHealth:
         return made
 
     @contextmanager
-    def _place(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Hold a place while the call runs; refuse it (RESOURCE_EXHAUSTED) if its connection holds enough."""
+    def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Hold a slot while the call runs; refuse it (RESOURCE_EXHAUSTED) if its connection holds enough."""
         connection, ousted = context.peer(), None
         with self._lock:
             held = Counter(self._waiting.values())
-            if has_place := held[connection] < _PER_CONNECTION:
-                if len(self._waiting) >= _PLACES:
+            if has_slot := held[connection] < _PER_CONNECTION:
+                if len(self._waiting) >= _SLOTS:
                     most = max(held.values())
                     ousted = next(call for call, of in self._waiting.items() if held[of] == most)
                     del self._waiting[ousted]
                 self._waiting[context] = connection
-        if not has_place:
+        if not has_slot:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"more than {_PER_CONNECTION} health checks without a token at once on one connection",

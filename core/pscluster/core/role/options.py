@@ -71,17 +71,17 @@ METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
 DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
 
 
-def _port_or_off(text: str, what: str) -> int | None:
+def _port_or_off(text: str, noun: str) -> int | None:
     """Return the port, 0 for any free one; None for "off". Raise ConfigurationError for any other text."""
     if text == "off":
         return None
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
-        raise ConfigurationError(f"{what} is {text!r}; give one from 1 to 65535, 0 (any free one) or off")
+        raise ConfigurationError(f"{noun} is {text!r}; give one from 1 to 65535, 0 (any free port) or off")
     return int(text)
 
 
-metrics_port_of = functools.partial(_port_or_off, what="the port for metrics")
-data_port_of = functools.partial(_port_or_off, what="the data port")
+metrics_port_of = functools.partial(_port_or_off, noun="the port for metrics")
+data_port_of = functools.partial(_port_or_off, noun="the data port")
 
 
 def _port_option(
@@ -93,7 +93,7 @@ def _port_option(
         callback=lambda _context, _option, value: port_of(value),
         envvar=variable,
         default="0",
-        show_default=f"0: any free one{shown}",
+        show_default=f"0: any free port{shown}",
         help=f"{text} Or ${variable}.",
     )
 
@@ -129,7 +129,7 @@ tls_option = click.option(
 insecure_option = click.option(
     "--insecure",
     is_flag=True,
-    help=f"Allow going without a token, or in plain text, off loopback. Or ${INSECURE_VARIABLE}=1.",
+    help=f"Allow other addresses than loopback without a token, or without TLS. Or ${INSECURE_VARIABLE}=1.",
 )
 
 
@@ -154,7 +154,7 @@ def choose_serialization(address: str, options: RoleOptions, *, is_worker: bool 
     exposed = ""
     known = options.token is not None or (options.tls is not None and options.tls.is_mutual)
     if not known and not (options.insecure and is_on_this_machine(address)):
-        exposed = f"this role listens on {address} without a token, where anyone could send one"
+        exposed = f"this role listens on {address} without a token, so anyone could send it a pickle"
     asked, folders, data = options.allow_pickle, options.functions_from, options.data_from
     policy = policy_of(asked, exposed, folders, data_from=data, is_worker=is_worker)
     choose(policy)
@@ -166,8 +166,8 @@ def log_serialization() -> None:
     """Log the choice, once the role serves."""
     policy = chosen_policy()
     if not policy.pickles:
-        places = ", ".join(map(str, (*policy.folders, *policy.packages))) or "nowhere"
-        logger.info("%s; functions are taken from %s", policy.why, places)
+        sources = ", ".join(map(str, (*policy.folders, *policy.packages))) or "nowhere"
+        logger.info("%s; functions are taken from %s", policy.why, sources)
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -200,7 +200,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             "--coordinator-timeout",
             envvar="PSCLUSTER_COORDINATOR_TIMEOUT",
             default=math.inf,
-            show_default="for ever",
+            show_default="forever",
             type=click.FloatRange(0, min_open=True),
             help="Seconds to keep a job's state after its coordinator died. Or $PSCLUSTER_COORDINATOR_TIMEOUT.",
         ),
@@ -211,7 +211,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             "--metrics-port",
             METRICS_PORT_VARIABLE,
             metrics_port_of,
-            ", which the log names",
+            ", which is logged",
             "Port that serves /metrics, /healthz and /readyz, or off.",
         ),
         click.option(
@@ -219,7 +219,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             envvar=METRICS_HOST_VARIABLE,
             default=_LOOPBACK,
             show_default=True,
-            help=f"Host to serve metrics on; off loopback callers need the token. Or ${METRICS_HOST_VARIABLE}.",
+            help=f"Host to serve metrics on; callers from other machines need the token. Or ${METRICS_HOST_VARIABLE}.",
         ),
         log_options(),
     ]

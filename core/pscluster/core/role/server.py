@@ -24,7 +24,7 @@ from pscluster.core.role.process import bind_log
 from pscluster.core.security.access import RoleInterceptor
 from pscluster.core.security.authenticator import AuthenticationInterceptor, Authenticator, NoTokenInterceptor
 from pscluster.core.security.connection_reaper import ConnectionReaper
-from pscluster.core.security.http_access import CertificateFiles, check_place
+from pscluster.core.security.http_access import CertificateFiles, check_exposure
 from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.admission import Admission, AdmissionInterceptor
 from pscluster.core.transport.channels import NODE_SERVICE, SERVER_OPTIONS
@@ -50,8 +50,8 @@ def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer |
     files = None
     if options.tls is not None and not is_loopback(host):
         files = CertificateFiles("metrics", options.tls.folder / CERTIFICATE, options.tls.folder / KEY)
-    check_place(
-        "serve metrics",
+    check_exposure(
+        "metrics",
         host,
         host,
         options.token,
@@ -201,7 +201,7 @@ class RoleServer:
         """Let health checks say SERVING from now on."""
         self._serving = True
         if self._metrics is not None:
-            self._metrics.tell()
+            self._metrics.wake()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leave(self) -> None:

@@ -58,21 +58,21 @@ def roles_of(context: grpc.ServicerContext) -> list[str] | None:
     return [uri.removeprefix(ROLE_URI) for uri in uris if uri.startswith(ROLE_URI)]
 
 
-def check_coordinator(context: grpc.ServicerContext, what: str) -> None:
+def check_coordinator(context: grpc.ServicerContext, action: str) -> None:
     """Raise NotPermittedError if the caller has shown a certificate that is not a coordinator's."""
     roles = roles_of(context)
     if roles is not None and COORDINATOR not in roles:
-        raise _refusal(roles, what)
+        raise _refusal(roles, action)
 
 
-def _refusal(roles: list[str], what: str) -> NotPermittedError:
+def _refusal(roles: list[str], action: str) -> NotPermittedError:
     if not any(role in ROLES for role in roles):
         return NotPermittedError(
             f"the caller's certificate names no role: give it the URI {ROLE_URI}ROLE, where ROLE is one of "
             f"{', '.join(ROLES)}; `pscluster certs DIR` makes such certificates"
         )
     return NotPermittedError(
-        f"the caller's certificate is a {roles[0]}'s, which does not open {what}: call with one of a role that may"
+        f"a {roles[0]}'s certificate does not allow {action}: use the certificate of a role that it allows"
     )
 
 

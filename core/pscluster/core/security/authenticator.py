@@ -35,6 +35,7 @@ CALL_METADATA = "authorization"
 PROOF_METADATA = "pscluster-proof"
 SESSION_METADATA = "pscluster-session"
 UNKNOWN_SESSION = "unknown"
+NOT_ACCEPTED = "this cluster does not accept this process's token"
 
 
 class Refused(Protocol):
@@ -96,7 +97,7 @@ class Authenticator:
             with self._lock:
                 return self._table.open(secrets, request, time.monotonic())
         except AuthenticationError:
-            raise refusal() from None
+            raise refusal(has_token=True) from None
 
     def admit(self, text: str, path: str) -> tuple[ServerSession | None, CallHeader | None]:
         """Return the session of a call with this header, None if the call must be refused, and the parsed header."""
@@ -140,11 +141,11 @@ class Authenticator:
             self._open.pop(call, None)
 
 
-def refusal() -> AuthenticationError:
-    """Return the error for a caller without the token."""
+def refusal(*, has_token: bool = False) -> AuthenticationError:
+    """Return the error for a caller without the token, or with another one."""
+    why = NOT_ACCEPTED if has_token else "this cluster requires a token"
     return AuthenticationError(
-        f"this cluster asks for a token: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE} to the one its roles were "
-        "started with"
+        f"{why}: set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE} to the one its roles were started with"
     )
 
 
@@ -162,7 +163,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
         refused: Refused = lambda _peer, **_how: True,
     ) -> None:
         self._authenticator = authenticator
-        self._tell_refused = refused
+        self._report_refused = refused
         self._open_health = open_health
         self._refused = _refusing(refused)
         unknown = ((SESSION_METADATA, UNKNOWN_SESSION),)
@@ -188,7 +189,7 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
             def prove(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
                 """Send the server's proof; the client sends its requests only then."""
                 if not self._authenticator.enter(session, context):
-                    abort(context, refusal())
+                    abort(context, refusal(has_token=True))
                 if not context.add_callback(lambda: self._authenticator.leave(session, context)):
                     self._authenticator.leave(session, context)
                 context.send_initial_metadata(((PROOF_METADATA, proof),))
@@ -210,8 +211,8 @@ class AuthenticationInterceptor(grpc.ServerInterceptor):
             reply = self._authenticator.open(request).reply
         except (AuthenticationError, ProtocolError, DecodeError) as error:
             if isinstance(error, DecodeError):
-                error = ProtocolError(f"what is in {HANDSHAKE_METADATA} is no handshake")
-            if self._tell_refused(context.peer()):
+                error = ProtocolError(f"what is in {HANDSHAKE_METADATA} is not a handshake")
+            if self._report_refused(context.peer()):
                 _refuse(context, send, error)
             return
         send(reply)
@@ -224,7 +225,7 @@ class NoTokenInterceptor(grpc.ServerInterceptor):
     def __init__(self) -> None:
         why = (
             "the role there runs without a cluster token, and this process has one: start both with the same token, or "
-            "give both --insecure"
+            "use --insecure for both"
         )
         self._refused = _refusing(lambda _peer: True, error=AuthenticationError(why))
 
@@ -256,12 +257,12 @@ def _refuse(
     send(None)
 
 
-def _refusing(tell: Callable[[str], bool], more: Metadata = (), error: AuthenticationError | None = None) -> Handler:
+def _refusing(report: Callable[[str], bool], more: Metadata = (), error: AuthenticationError | None = None) -> Handler:
     """Return a handler that refuses calls of any arity: a status alone answers each."""
     said = error or refusal()
 
     def refuse(_requests: Any, context: grpc.ServicerContext, send: Callable[[Any], None]) -> None:
-        if tell(context.peer()):
+        if report(context.peer()):
             _refuse(context, send, said, more)
 
     return _without_waiting(refuse, "refusals")

@@ -32,6 +32,7 @@ from pscluster.core.security.authenticator import (
     CALL_METADATA,
     HANDSHAKE_METADATA,
     HANDSHAKE_PATH,
+    NOT_ACCEPTED,
     PROOF_METADATA,
     SESSION_METADATA,
     UNKNOWN_SESSION,
@@ -50,13 +51,13 @@ _opening = threading.local()
 
 
 @contextmanager
-def telling(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Pass each call that this thread opens in the block to `tell`, before its server has proved itself."""
-    _opening.tell = tell
+def reporting_calls(report: Callable[[Any], None]) -> Iterator[None]:
+    """Pass each call that this thread opens in the block to `report`, before its server has proved itself."""
+    _opening.report = report
     try:
         yield
     finally:
-        _opening.tell = None
+        _opening.report = None
 
 
 class SessionHolder:
@@ -95,6 +96,8 @@ class SessionHolder:
 
     def refused(self, code: grpc.StatusCode, details: str, trailing: Any) -> StreamEndedError:
         """Return the error for a handshake that failed with this status, which is unproved."""
+        if self._secret.file is not None:
+            details = details.replace(NOT_ACCEPTED, f"{NOT_ACCEPTED} (from {self._secret.file})", 1)
         if code in _OF_TRANSPORT:
             return StreamEndedError(code, details)
         if code not in _OF_REFUSALS:
@@ -184,8 +187,8 @@ class AuthenticatedChannel(grpc.Channel):
         try:
             limit = timeout if wait_for_ready else min(timeout or HANDSHAKE_SECONDS, HANDSHAKE_SECONDS)
             asking = self._shake_hands.future(iter(()), timeout=limit, metadata=metadata, wait_for_ready=wait_for_ready)
-            if (tell := getattr(_opening, "tell", None)) is not None:
-                tell(asking)
+            if (report := getattr(_opening, "report", None)) is not None:
+                report(asking)
             try:
                 reply = asking.result()
             except BaseException:
@@ -214,8 +217,8 @@ class AuthenticatedChannel(grpc.Channel):
             header, expected = session.next_call(path)
             call = start((*(metadata or ()), (CALL_METADATA, header)), seconds_left(deadline))
             opening = _Opening(call)
-            if (tell := getattr(_opening, "tell", None)) is not None:
-                tell(call)
+            if (report := getattr(_opening, "report", None)) is not None:
+                report(call)
             try:
                 with _watchdog.with_call(opening):
                     if is_proved(call.initial_metadata(), expected):

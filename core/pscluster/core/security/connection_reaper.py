@@ -37,11 +37,11 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class ConnectionReaper:
-    """Closes connections to a port that takes `places`: unauthenticated ones, and those that are refused repeatedly."""
+    """Closes connections to a port that takes `capacity`: unauthenticated and repeatedly refused ones."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.port = 0  # set once the role listens
-        self._crowd = max(1, places // 2)
+        self._crowd = max(1, capacity // 2)
         self._known: set[str] = set()
         self._unauthenticated: set[str] = set()  # at the last check
         self._closed = 0
@@ -110,7 +110,7 @@ class ConnectionReaper:
         if len(os.listdir(_DESCRIPTORS)) <= self._crowd:
             if self._closed:
                 logger.warning(
-                    "closed %d unauthenticated connections, as more than half of the places were taken", self._closed
+                    "closed %d unauthenticated connections: more than half of the capacity was taken", self._closed
                 )
                 self._closed = 0
             self._unauthenticated.clear()

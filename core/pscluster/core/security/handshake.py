@@ -26,20 +26,15 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pscluster.core.errors import AuthenticationError, ProtocolError, UnavailableError
+from pscluster.core.limits import IDLE_SECONDS, MAX_ADDRESS, MAX_PENDING, MAX_SESSIONS, PENDING_SECONDS
 from pscluster.v1 import authentication_pb2
 
 VERSION = 1
 NONCE_BYTES = 32
 SESSION_BYTES = 16
-MAX_ADDRESS = 512
-"""Maximum length, in characters, of the address that a client says it has dialled."""
-
-MAX_PENDING = 1024
-MAX_SESSIONS = 8192
-PENDING_SECONDS = 60.0
-IDLE_SECONDS = 300.0
 WINDOW = 4096
 """How far below the highest counter received another one may be."""
 
@@ -48,9 +43,9 @@ _SCHEME = "Pscluster1"
 _HEADER = re.compile(rf"{_SCHEME} ([!-~]{{{2 * SESSION_BYTES}}}) ([0-9]{{1,18}}) ([!-~]{{64}})")
 
 
-def fields(*parts: bytes) -> bytes:
+def fields(*values: bytes) -> bytes:
     """Join byte strings unambiguously: each after its length."""
-    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return b"".join(len(value).to_bytes(4, "big") + value for value in values)
 
 
 def mac(key: bytes, message: bytes) -> bytes:
@@ -71,11 +66,13 @@ class Secret:
     token: bytes = field(repr=False)
     token_id: bytes  # distinguishes the tokens of a file, and reveals nothing else about them
     request_key: bytes = field(repr=False)
+    file: Path | None = field(default=None, compare=False)  # that holds the token
 
     @classmethod
     def of(cls, token: str) -> Secret:
         known = token.encode()
-        return cls(known, mac(known, _NAME + b" token id")[:8], _derive(known, b"", b"request"))
+        token_id = mac(known, _NAME + b" token id")[:8]
+        return cls(known, token_id, _derive(known, b"", b"request"), getattr(token, "file", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +229,7 @@ class SessionTable:
     ) -> ServerSession:
         """Answer a client. AuthenticationError if it proves none of the secrets, ProtocolError if malformed."""
         if request.version != VERSION:
-            raise ProtocolError(f"a handshake of version {request.version}, this role speaks {VERSION}")
+            raise ProtocolError(f"a handshake of version {request.version}; this role speaks {VERSION}")
         if len(request.client_nonce) != NONCE_BYTES or len(request.address) > MAX_ADDRESS:
             raise ProtocolError(
                 f"a handshake with a nonce of {len(request.client_nonce)} bytes and an address of "
@@ -261,7 +258,7 @@ class SessionTable:
         if len(self._by_name) >= MAX_SESSIONS:
             idle = (session for session in self._by_name.values() if not session.open_calls)
             if (longest := min(idle, key=lambda session: session.last_use, default=None)) is None:
-                raise AuthenticationError(f"there are {MAX_SESSIONS:,} sessions with open calls, the limit")
+                raise AuthenticationError(f"there are {MAX_SESSIONS:,} sessions with open calls; more are not accepted")
             self.drop(longest)
         self._by_name[session.name] = self._by_nonce[session.client_nonce] = self._pending[session.name] = session
         return session

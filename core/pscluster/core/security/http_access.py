@@ -47,40 +47,42 @@ class Visitors:
         return self._token is not None and self._token.accepts(given.encode(errors="surrogateescape"))
 
 
-def check_place(
-    doing: str, where: str, host: str, token: str | None, *, encrypted: bool, insecure: bool, mend: str
+def check_exposure(
+    content: str, where: str, host: str, token: str | None, *, encrypted: bool, insecure: bool, mend: str
 ) -> None:
     """Check that it is safe to listen on an address; log it if it is not, but `insecure`.
 
-    `doing` is the purpose, such as "serve metrics", and `mend` the remedy, besides the token and certificates.
+    `content` is what is served, such as "metrics", and `mend` the remedy, besides the token and certificates.
     Raise ConfigurationError if it is off loopback, without a token or in plain text, and not `insecure`.
     """
     if is_loopback(host) or (token and encrypted):
         return
     if insecure:
-        how = "without a token: anyone who can reach it can read all"
+        how = "without a token: anyone who can reach it can read everything"
         if token:
-            how = "in plain text: anyone on the path can read all, and the token"
-        logger.warning("told to %s on %s %s (--insecure)", doing, where, how)
+            how = "in plain text: anyone on the path can read everything, and the token"
+        logger.warning("serving %s on %s %s (--insecure was given)", content, where, how)
     elif token:
         raise ConfigurationError(
-            f"refusing to {doing} on {where} in plain text, where anyone on the path could read the cluster token: "
-            f"give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), {mend}, or say "
-            "--insecure"
+            f"refusing to serve {content} on {where} in plain text, where anyone on the path could read the cluster "
+            f"token: give certificates with --tls DIR or {TLS_VARIABLE} (`pscluster certs DIR` makes them), {mend}, or "
+            "use --insecure"
         )
     else:
         raise ConfigurationError(
-            f"refusing to {doing} on {where} without a cluster token, where anyone could read all: set "
-            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {mend}, or give --insecure"
+            f"refusing to serve {content} on {where} without a cluster token, where anyone could read everything: set "
+            f"PSCLUSTER_TOKEN_FILE (`pscluster token --file PATH` makes one), {mend}, or use --insecure"
         )
 
 
 class CertificateFiles:
     """A certificate and its key for incoming connections, reloaded after a renewal. Thread-safe."""
 
-    def __init__(self, what: str, certificate: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
-        """Read the files, which encrypt `what`; one may hold both. Raise ConfigurationError if they can't be used."""
-        self._what = what
+    def __init__(
+        self, server_name: str, certificate: str | os.PathLike[str], key: str | os.PathLike[str] | None
+    ) -> None:
+        """Read the files, of which one may hold both. Raise ConfigurationError if they can't be used."""
+        self._server_name = server_name
         self._paths = Path(certificate), Path(certificate if key is None else key)
         self._lock = threading.Lock()
         self._changes = FileChanges(self._paths)
@@ -88,7 +90,7 @@ class CertificateFiles:
             self._context = self._load()
         except OSError as error:  # ssl's own, too
             names = " and ".join(map(str, dict.fromkeys(self._paths)))
-            raise ConfigurationError(f"the certificate of {what} can't be used: {names}: {error}") from None
+            raise ConfigurationError(f"the certificate of {server_name} can't be used: {names}: {error}") from None
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -99,11 +101,11 @@ class CertificateFiles:
     def context(self) -> ssl.SSLContext:
         """Return the context for a new connection. Unusable renewed files are logged, and the current ones kept."""
         with self._lock:
-            if self._changes.found():
+            if self._changes.have_changed():
                 try:
                     self._context = self._load()
                 except OSError as error:
-                    logger.error("keeping the current certificate of %s: %s", self._what, error)
+                    logger.error("keeping the current certificate of %s: %s", self._server_name, error)
                 else:
                     logger.info("reloaded %s", self._paths[0])
             return self._context

@@ -181,7 +181,8 @@ class Refusals:
                 return ""
             self._next_report, self._unreported = now + REPORT_SECONDS, Counter()
         named = refused.most_common(_NAMED)
-        places = ", ".join(f"{count:,} from {address}" for address, count in named)
+        origins = ", ".join(f"{count:,} from {address}" for address, count in named)
         if rest := refused.total() - sum(count for _, count in named):
-            places += f", {rest:,} from {len(refused) - len(named):,} other addresses"
-        return f"refused {refused.total():,} calls without a valid proof of the cluster token: {places}"
+            origins += f", {rest:,} from {len(refused) - len(named):,} other addresses"
+        calls = "1 call" if refused.total() == 1 else f"{refused.total():,} calls"
+        return f"refused {calls} without a valid proof of the cluster token: {origins}"

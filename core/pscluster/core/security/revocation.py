@@ -21,7 +21,7 @@ _MAX_SERIAL_DIGITS = 40  # RFC 5280: 20 bytes
 
 def parse_revoked(text: str, source: str) -> frozenset[str]:
     """Return the entries of a list. Raise ConfigurationError for an invalid line."""
-    found = set()
+    entries = set()
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].replace(":", "").strip().lower().removeprefix("serial=")
         if not entry:
@@ -33,8 +33,8 @@ def parse_revoked(text: str, source: str) -> frozenset[str]:
                 f"hexadecimal digits, nor a SHA-256 fingerprint, of {_FINGERPRINT_DIGITS}; `openssl x509 -noout "
                 "-serial -fingerprint -sha256 -in tls.crt` prints both"
             )
-        found.add(entry if len(entry) == _FINGERPRINT_DIGITS else entry.lstrip("0") or "0")
-    return frozenset(found)
+        entries.add(entry if len(entry) == _FINGERPRINT_DIGITS else entry.lstrip("0") or "0")
+    return frozenset(entries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Tls:
     def __init__(self, folder: Path, *, server_only: bool = False) -> None:
         """Read and check the files: ConfigurationError if unusable. With `server_only`, callers need no certificate."""
         self.folder = folder
-        self.generation = 0  # rises when the files were reloaded
+        self.version = 0  # rises when the files were reloaded
         self._server_only = server_only
         self._lock = threading.Lock()
         self._changes = FileChanges([folder / name for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)])
@@ -78,10 +78,10 @@ class Tls:
         return self._files.revoked
 
     def refresh(self) -> int:
-        """Load renewed files. Return the generation of the current ones."""
+        """Load renewed files. Return the version of the current ones."""
         with self._lock:
-            if not self._changes.found():
-                return self.generation
+            if not self._changes.have_changed():
+                return self.version
             try:
                 files = _read(self.folder)
                 if self.is_mutual and files.authorities is None:
@@ -92,12 +92,12 @@ class Tls:
                 logger.error("keeping the current certificates: %s", error)
             else:
                 self._files = files
-                self.generation += 1
+                self.version += 1
                 until = (
                     "" if files.ends is None else f": its certificate is valid until {files.ends:%Y-%m-%d %H:%M} UTC"
                 )
                 logger.info("reloaded %s%s", self.folder, until)
-            return self.generation
+            return self.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         self.refresh()
@@ -110,7 +110,7 @@ class Tls:
             raise ConfigurationError(
                 f"{self.folder} holds no {CERTIFICATE} and {KEY}, and this role needs them to serve; {_MEND}"
             )
-        last = self.generation
+        last = self.version
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal last
@@ -182,8 +182,8 @@ class Tls:
 
     def _why_untrusted(self, error: ssl.SSLCertVerificationError, host: str) -> str:
         if error.verify_code in (_EXPIRED, _NOT_YET):
-            what = "has expired" if error.verify_code == _EXPIRED else "is not valid yet: compare the clocks"
-            return f"its certificate (or its CA's) {what}; `pscluster certs DIR --renew` makes new ones for the same CA"
+            why = "has expired" if error.verify_code == _EXPIRED else "is not valid yet: compare the clocks"
+            return f"its certificate (or its CA's) {why}; `pscluster certs DIR --renew` makes new ones for the same CA"
         if error.verify_code in _OTHER_NAME:
             return (
                 f"its certificate does not name {host}; `pscluster certs DIR --renew --host {host}` makes one that does"
@@ -219,7 +219,7 @@ def why_not_plain(address: str) -> str | None:
             pass
     except OSError:
         return None
-    return f"it speaks TLS, but this process was given no certificates: say --tls DIR, or set {TLS_VARIABLE}"
+    return f"it speaks TLS, but this process was given no certificates: use --tls DIR, or set {TLS_VARIABLE}"
 
 
 def load_tls(
@@ -236,7 +236,7 @@ def load_tls(
     if folder is None:
         if server_only:
             raise ConfigurationError(
-                f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: say --tls DIR, or "
+                f"{SERVER_ONLY_VARIABLE} or --tls-server-only is set, but there are no certificates: use --tls DIR, or "
                 f"set {TLS_VARIABLE}; {_MEND}"
             )
         return None
@@ -276,8 +276,8 @@ def check_plain(peer: object, address: str, token: str | None, tls: Tls | None, 
     check_address(address)
     if token and tls is None and not insecure and not is_on_this_machine(address):
         raise ConfigurationError(
-            f"refusing to talk to {peer} in plain text, where anyone on the path could read and change all: give "
-            f"certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or give --insecure or {INSECURE_VARIABLE}=1"
+            f"refusing to talk to {peer} in plain text, where anyone on the path could read and change everything: "
+            f"give certificates with --tls DIR or {TLS_VARIABLE} ({_MEND}), or use --insecure or {INSECURE_VARIABLE}=1"
         )
 
 
@@ -333,8 +333,8 @@ def _read(folder: Path) -> _Files:
         there, missing = (KEY, CERTIFICATE) if certificate is None else (CERTIFICATE, KEY)
         raise ConfigurationError(f"{folder} holds {there}, but no {missing}; {_MEND}")
     if certificate is None and authorities is None:
-        what = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is not a folder"
-        raise ConfigurationError(f"the TLS folder {folder} {what}; {_MEND}")
+        why = "holds none of " + ", ".join((CERTIFICATE, KEY, AUTHORITIES)) if folder.is_dir() else "is not a folder"
+        raise ConfigurationError(f"the TLS folder {folder} {why}; {_MEND}")
     ends = None
     try:
         where = folder / AUTHORITIES

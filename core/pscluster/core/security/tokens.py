@@ -66,10 +66,11 @@ def create_token_file(path: Path) -> None:
 def strength(token: str) -> float:
     """Return an upper bound of a token's entropy in bits, as if its characters were drawn at random.
 
-    A repeated unit counts once, and an alphabet of few distinct characters for no more than these. This distinguishes
-    random tokens from lazy ones, not from invented ones.
+    A repeated unit counts once, even if the last repetition is cut short, and an alphabet of few distinct characters
+    for no more than these. This distinguishes random tokens from lazy ones, not from invented ones.
     """
-    unit = token[: (token + token).find(token, 1)] if token else ""
+    periods = (size for size in range(1, len(token) // 2 + 1) if token[size:] == token[:-size])
+    unit = token[: next(periods, len(token))]
     kinds = set(unit)
     if kinds <= set(string.hexdigits[:16]):
         alphabet = 16
@@ -84,10 +85,10 @@ def strength(token: str) -> float:
 class Token(str):
     """The token to prove, and all accepted ones."""
 
-    __slots__ = ("_changes", "_file", "accepted")
+    __slots__ = ("_changes", "accepted", "file")
 
     accepted: frozenset[str]  # as last loaded
-    _file: Path | None
+    file: Path | None
     _changes: FileChanges
 
     @staticmethod
@@ -95,7 +96,7 @@ class Token(str):
         """Make a token of several: the first is proved, all are accepted; their file is reloaded when it changes."""
         token = Token(tokens[0])
         token.accepted = frozenset(tokens)
-        token._file, token._changes = file, FileChanges([] if file is None else [file])
+        token.file, token._changes = file, FileChanges([] if file is None else [file])
         return token
 
     def accepts(self, given: bytes) -> bool:
@@ -105,15 +106,16 @@ class Token(str):
 
     def refresh(self) -> bool:
         """Reload a changed file, at most once in `CHECK_SECONDS`. Return whether the accepted tokens have changed."""
-        if self._file is None or not self._changes.found():
+        if self.file is None or not self._changes.have_changed():
             return False
         before = self.accepted
         try:
-            self.accepted = load_token(self._file).accepted  # type: ignore[union-attr]  # never None for a named file
+            self.accepted = load_token(self.file).accepted  # type: ignore[union-attr]  # never None for a named file
         except ConfigurationError as error:
             logger.error("keeping the current tokens: %s", error)
         else:
-            logger.info("reloaded %s: it holds %d tokens", self._file, len(self.accepted))
+            count = len(self.accepted)
+            logger.info("reloaded %s: it holds %d %s", self.file, count, "token" if count == 1 else "tokens")
         return self.accepted != before
 
 
@@ -121,16 +123,16 @@ class FileChanges:
     """Notices that files were rewritten, checking at most once in `CHECK_SECONDS`. Guarded by its owner's lock."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+        self.files = files
         self._stamps = list(map(_stamp, files))
         self._next_check = time.monotonic() + CHECK_SECONDS
 
-    def found(self) -> bool:
+    def have_changed(self) -> bool:
         """Return whether a file was rewritten since the last check."""
         if time.monotonic() < self._next_check:
             return False
         self._next_check = time.monotonic() + CHECK_SECONDS
-        before, self._stamps = self._stamps, list(map(_stamp, self._files))
+        before, self._stamps = self._stamps, list(map(_stamp, self.files))
         return self._stamps != before
 
 
@@ -160,8 +162,8 @@ def hide_token() -> None:
         with contextlib.suppress(AttributeError, OSError):
             library = ctypes.CDLL(None)
             library.getenv.restype = ctypes.c_void_p
-            if (place := library.getenv(os.fsencode(TOKEN_VARIABLE))) is not None:
-                ctypes.memset(place, 0, len(ctypes.string_at(place)))
+            if (address := library.getenv(os.fsencode(TOKEN_VARIABLE))) is not None:
+                ctypes.memset(address, 0, len(ctypes.string_at(address)))
     del os.environ[TOKEN_VARIABLE]
 
 
@@ -183,9 +185,11 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
         tokens, source = _hidden, TOKEN_VARIABLE
     else:
         return None
-    found = [token.strip() for token in tokens]
-    found = [token for token in found if token] or [""]
-    for token in found:
+    given = [token.strip() for token in tokens if token.strip()]
+    if not given:
+        name = source if token_file is None else f"the token file {source}"
+        raise ConfigurationError(f"{name} is empty: put a token there; `pscluster token` makes one")
+    for token in given:
         if not token.isascii() or not token.isprintable():
             raise ConfigurationError(
                 f"the cluster token in {source} is not printable ASCII text: `pscluster token` makes one"
@@ -197,7 +201,7 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
             )
     if token_file is not None:
         _warn_of_readers(token_file)
-    return Token.of(found, token_file)
+    return Token.of(given, token_file)
 
 
 def _warn_of_readers(file: Path) -> None:
@@ -209,7 +213,8 @@ def _warn_of_readers(file: Path) -> None:
     if mode & (modes.S_IRWXG | modes.S_IRWXO) and file not in _warned:
         _warned.add(file)
         logger.warning(
-            "other users can read the token file %s (mode %04o): `chmod 600` it, and change the token if they may have",
+            "other users can read the token file %s (mode %04o): `chmod 600` it, and change the token if they may have "
+            "read it",
             file,
             modes.S_IMODE(mode),
         )

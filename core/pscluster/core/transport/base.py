@@ -11,7 +11,7 @@ from pscluster.core.transport.frames import CHUNK_BYTES, Buffer
 
 Metadata = tuple[tuple[str, str], ...]
 
-Place = Callable[[bytes, int], Iterable[memoryview] | None]
+Destination = Callable[[bytes, int], Iterable[memoryview] | None]
 """Returns memory for the rest of a message, given its first bytes and its size, so that the rest is not copied.
 None if it needs the whole message, which a second call then passes."""
 
@@ -48,14 +48,14 @@ class Stream(Protocol):
 
     frame_bytes: int  # recommended maximum payload of a frame
 
-    def send(self, *parts: Buffer, last: bool = False) -> None:
+    def send(self, *buffers: Buffer, last: bool = False) -> None:
         """Send a message, waiting for room unless opened with `prompt`; `receive` raises the stream's errors."""
 
     def end(self) -> None:
         """Announce that no more messages follow."""
 
-    def receive(self, place: Place | None = None) -> bytes:
-        """Wait for a message, and return it or put it in its place. Raise grpc.RpcError at its end, even if OK."""
+    def receive(self, destination: Destination | None = None) -> bytes:
+        """Wait for a message; return it or put it into `destination`. Raise grpc.RpcError at its end, even if OK."""
 
     def cancel(self) -> None:
         """End the stream, from any thread."""
@@ -72,9 +72,9 @@ class ServerCall:
 
     frame_bytes = CHUNK_BYTES  # recommended maximum payload of a frame
 
-    def reply(self, parts: Sequence[Buffer]) -> Any:
-        """Return a message of these parts, for a handler to yield. They may change once the next one is requested."""
-        return b"".join(parts)
+    def reply(self, buffers: Sequence[Buffer]) -> Any:
+        """Return a message of these buffers, for a handler to yield. They may change once the next one is requested."""
+        return b"".join(buffers)
 
     def sender(self) -> Callable[[bytes], bool] | None:
         """Return a function that sends a message from any thread, while the handler is not producing an answer.
@@ -84,8 +84,8 @@ class ServerCall:
         """
         return None
 
-    def receive_into(self, place: Place) -> None:
-        """Put the messages that follow in their place, if the transport can: the handler reads b"" instead of each."""
+    def receive_into(self, destination: Destination) -> None:
+        """Put the messages that follow there, if the transport can: the handler reads b"" instead of each."""
 
     def has_taken_memory(self) -> None:
         """Stop counting messages for admission: the handler has reserved memory for all that follow."""

@@ -67,7 +67,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 HELLO_SECONDS = 5.0
 _REMIND_SECONDS = 10.0  # between warnings that say which peers are missing, and why
-_AT_ONCE = 32
+_MAX_PARALLEL = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def open_peer_channel(peer: PeerAddress, more: Sequence[tuple[str, int]] = ()) -
 def why_untrusted(peer: PeerAddress) -> AuthenticationError | None:
     """Return the error of certificates that keep a peer from being reached, if they are the cause."""
     why = why_not_plain(peer.address) if peer.tls is None else peer.tls.why_not(peer.address)
-    return None if why is None else AuthenticationError(f"{peer} can't be talked to: {why}")
+    return None if why is None else AuthenticationError(f"can't connect securely to {peer}: {why}")
 
 
 def say_hello(
@@ -174,15 +174,15 @@ def explain(address: str, tls: Tls | None = None) -> str:
     except socket.gaierror as error:
         return f"the host {split_address(address)[0]} does not resolve ({error.strerror})"
     except ConnectionRefusedError:
-        return "nothing listens there"
+        return "nothing is listening there"
     except OSError as error:
         return f"no connection: {error.strerror or error}"
-    return "something listens there, but it does not answer as a pscluster role"
+    return "something is listening there, but calls to it fail: check that it is a pscluster role, and not frozen"
 
 
-def _seen(peers: Iterable[PeerAddress]) -> str:
+def _why_missing(peers: Iterable[PeerAddress]) -> str:
     peers = list(peers)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
         reasons = pool.map(lambda peer: explain(peer.address, peer.tls), peers)
         return "; ".join(f"{peer}: {reason}" for peer, reason in zip(peers, reasons, strict=True))
 
@@ -211,7 +211,7 @@ def wait_for_peers(
     began = time.monotonic()
     remind_at = began + _REMIND_SECONDS
     last_said: list[PeerAddress] = []
-    last_seen = ""
+    last_reasons = ""
     prefix = f"{purpose}: " if purpose else ""
 
     def answers_hello(peer: PeerAddress) -> bool:
@@ -227,7 +227,7 @@ def wait_for_peers(
         return True
 
     def try_once() -> None:
-        nonlocal last_said, last_seen, remind_at
+        nonlocal last_said, last_reasons, remind_at
         tried = list(missing)
         for peer, answers in zip(tried, pool.map(answers_hello, tried), strict=True):
             if answers:
@@ -239,18 +239,18 @@ def wait_for_peers(
                 logger.info("%swaiting for %s", prefix, ", ".join(map(str, names)))
             if now >= remind_at and not stop.is_set():
                 remind_at = now + _REMIND_SECONDS
-                if (seen := _seen(names)) != last_seen:  # repeated only when it changes
-                    last_seen = seen
-                    logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, seen)
+                if (reasons := _why_missing(names)) != last_reasons:  # repeated only when it changes
+                    last_reasons = reasons
+                    logger.warning("%sstill waiting after %.0f s for %s", prefix, now - began, reasons)
             raise UnavailableError("not all peers answer")
 
     retrying = tenacity.Retrying(**until(seconds=timeout, over=stop.is_set), sleep=tenacity.sleep_using_event(stop))
     try:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hello") as pool:  # a peer that hangs delays no other
+        with ThreadPoolExecutor(_MAX_PARALLEL, thread_name_prefix="hello") as pool:  # a peer that hangs delays no other
             retrying(try_once)
     except tenacity.RetryError:
         why = "stopped while waiting" if stop.is_set() else f"gave up after {timeout:g} s"
-        raise UnavailableError(f"{why}: {len(missing)} of {total} tasks are missing: {_seen(missing)}") from None
+        raise UnavailableError(f"{why}: {len(missing)} of {total} tasks are missing: {_why_missing(missing)}") from None
     finally:
         for channel in missing.values():
             channel.close()

@@ -109,7 +109,7 @@ def unpack(data: bytes, message_class: type[M], limit: int = MAX_HEADER_BYTES) -
         while at < end:
             start = at
             if start > limit:  # no payload yet: no need to walk the remaining fields
-                raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload, the limit is {limit:,}")
+                raise ProtocolError(f"a frame with {start:,} bytes or more beside its payload; the limit is {limit:,}")
             # Most numbers take one byte, and a function call takes longer than reading it.
             tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
             wire_type = tag & 7
@@ -165,7 +165,7 @@ def head_of(start: bytes, size: int, message_class: type[M]) -> tuple[M, int] | 
 
 def _check_header(size: int, limit: int) -> None:
     if size > limit:
-        raise ProtocolError(f"a frame with {size:,} bytes beside its payload, the limit is {limit:,}")
+        raise ProtocolError(f"a frame with {size:,} bytes beside its payload; the limit is {limit:,}")
 
 
 def _unpack_any_order(data: bytes, message_class: type[M]) -> tuple[M, memoryview]:
@@ -218,7 +218,7 @@ class Assembler:
         if self._declared is None:
             self._declared = frame.total_bytes
             if self._declared > self._limit:
-                raise ProtocolError(f"a payload of {self._declared} bytes is declared, the limit is {self._limit}")
+                raise ProtocolError(f"a payload of {self._declared} bytes is declared; the limit is {self._limit}")
         self._received += len(payload)
         if self._received > self._declared:
             raise ProtocolError(f"received {self._received} bytes where {self._declared} were declared")

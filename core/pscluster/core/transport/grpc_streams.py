@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.core.transport.base import Metadata, Place, StreamEndedError
+from pscluster.core.transport.base import Destination, Metadata, StreamEndedError
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer
 
 _QUEUED = 4  # messages queued for grpc's thread before `send` waits
@@ -41,26 +41,26 @@ class GrpcStream:
         self._room.release()
         self.end()
 
-    def send(self, *parts: Buffer, last: bool = False) -> None:
+    def send(self, *buffers: Buffer, last: bool = False) -> None:
         self._room.acquire()
         if self._over:
             self._room.release()  # for the next one
             return
-        self._outbox.put(b"".join(parts))
+        self._outbox.put(b"".join(buffers))
         if last:
             self.end()
 
     def end(self) -> None:
         self._outbox.put(None)
 
-    def receive(self, place: Place | None = None) -> bytes:
+    def receive(self, destination: Destination | None = None) -> bytes:
         try:
             data: bytes = next(self._call)
         except StopIteration:
             raise StreamEndedError(grpc.StatusCode.OK, "") from None
-        if place is None:
+        if destination is None:
             return data
-        place(data, len(data))
+        destination(data, len(data))
         return b""
 
     def cancel(self) -> None:

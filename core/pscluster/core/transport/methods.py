@@ -94,7 +94,7 @@ def _parsed(method: Method, behaviour: Behaviour) -> Behaviour:
 
     def message(data: bytes) -> Any:
         if len(data) > limit:
-            raise ProtocolError(f"{len(data):,} bytes in one request to {method.path}, the limit is {limit:,}")
+            raise ProtocolError(f"{len(data):,} bytes in one request to {method.path}; the limit is {limit:,}")
         try:
             return parse(data)
         except DecodeError as error:
@@ -122,7 +122,7 @@ def _accepted(context: grpc.ServicerContext, on_accepted: OnAccepted) -> Iterato
     except PsClusterError as error:
         abort(context, error)
     except _UNSEEN as error:
-        abort(context, MisuseError(f"what ran here for a user raised {error!r}"))
+        abort(context, MisuseError(f"user code that ran here raised {error!r}"))
 
 
 def _unary(behaviour: Behaviour, on_accepted: OnAccepted) -> Behaviour:

@@ -124,7 +124,7 @@ def check_address(address: str) -> None:
         )
 
 
-def places() -> Iterator[str]:
+def candidate_folders() -> Iterator[str]:
     """Yield folders in which a folder for sockets may be created, best first.
 
     TMPDIR comes last: in a long one no path fits. A runtime directory comes second: it is removed when its user logs
@@ -132,11 +132,11 @@ def places() -> Iterator[str]:
     """
     seen = set[str]()
     own = os.environ.get("XDG_RUNTIME_DIR", "")
-    for place in ("/tmp", own, f"/run/user/{os.geteuid()}", "/var/tmp", "/dev/shm", tempfile.gettempdir()):  # noqa: S108  # nosec B108
-        if place.startswith("/") and place not in seen and len(place) < MAX_PATH_BYTES // 2:
-            seen.add(place)
-            if os.path.isdir(place) and not why_unsafe(f"{place}/x") and os.access(place, os.W_OK | os.X_OK):
-                yield place
+    for folder in ("/tmp", own, f"/run/user/{os.geteuid()}", "/var/tmp", "/dev/shm", tempfile.gettempdir()):  # noqa: S108  # nosec B108
+        if folder.startswith("/") and folder not in seen and len(folder) < MAX_PATH_BYTES // 2:
+            seen.add(folder)
+            if os.path.isdir(folder) and not why_unsafe(f"{folder}/x") and os.access(folder, os.W_OK | os.X_OK):
+                yield folder
 
 
 # Listening

@@ -20,9 +20,10 @@ from contextlib import suppress
 from typing import Any
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values.arrays import Buffer
 from pscluster.core.values.decoding import HandleResolver, decode, decode_call
-from pscluster.core.values.encoding import MAX_DEPTH, ClassDefiner, children, describe, encode, encode_call, nesting
+from pscluster.core.values.encoding import ClassDefiner, children, describe, encode, encode_call, nesting
 from pscluster.core.values.records import UnsendableRecordError, imported_class, is_record_class, layout_of
 from pscluster.v1 import value_pb2
 
@@ -49,20 +50,20 @@ def splice(
     offset = 0 if into is None else len(into)
     todo = [spliced]
     while todo:
-        part = todo.pop()
-        kind = part.WhichOneof("kind")
-        if kind == "array" and part.array.attachment:
-            array, number = part.array, part.array.attachment
-            if number > len(attachments):
-                raise ProtocolError(f"an array is in attachment {number} of {len(attachments)}")
+        item = todo.pop()
+        kind = item.WhichOneof("kind")
+        if kind == "array" and item.array.attachment:
+            array, position = item.array, item.array.attachment
+            if position > len(attachments):
+                raise ProtocolError(f"an array refers to attachment {position}, but there are {len(attachments)}")
             if into is None:
-                array.data, array.attachment = bytes(attachments[number - 1]), 0
+                array.data, array.attachment = bytes(attachments[position - 1]), 0
             else:
-                array.attachment = offset + number
-        elif kind == "record" and define is not None and not part.record.definition:
+                array.attachment = offset + position
+        elif kind == "record" and define is not None and not item.record.definition:
             with suppress(ProtocolError):  # a class that is unknown here may be known there
-                part.record.definition = define(imported_class("", part.record.module, part.record.qualname))
-        todo.extend(children(part, kind))
+                item.record.definition = define(imported_class("", item.record.module, item.record.qualname))
+        todo.extend(children(item, kind))
     if into is not None:
         into.extend(memoryview(attachment) for attachment in attachments)
     return spliced

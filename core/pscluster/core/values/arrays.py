@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from pscluster.core.dtypes import dtype_named, is_variable_dtype
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.limits import MAX_NAME, MAX_RANK
+from pscluster.core.limits import MAX_ELEMENT_BYTES, MAX_NAME, MAX_RANK
 
 Buffer = bytes | bytearray | memoryview
 
-_MAX_ELEMENT = 1 << 20
 _NATIVE = "<" if sys.byteorder == "little" else ">"
 _NAMED = re.compile(
     r"<U(?P<characters>\d{1,9})|S(?P<bytes>\d{1,9})"
@@ -62,7 +61,7 @@ def wire_form(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 def _name_of(dtype: np.dtype[Any]) -> str:
     if is_variable_dtype(dtype):
         return dtype.name
-    if dtype.kind in "SUMm" and dtype.itemsize <= _MAX_ELEMENT:
+    if dtype.kind in "SUMm" and dtype.itemsize <= MAX_ELEMENT_BYTES:
         if dtype.kind == "U":
             return f"<U{dtype.itemsize // 4}"
         return f"S{dtype.itemsize}" if dtype.kind == "S" else dtype.name
@@ -103,7 +102,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     Raise ProtocolError if there is none, or it needs the library ml_dtypes, which is not installed here.
     """
     if len(name) > MAX_NAME:
-        raise ProtocolError(f"there is no element type {name[:40]!r}...")
+        raise ProtocolError(f"unknown element type {name[:40]!r}...")
     return _dtype_of(name)
 
 
@@ -114,14 +113,14 @@ def _dtype_of(name: str) -> np.dtype[Any]:
         return dtype_named(name)
     for group in ("characters", "bytes"):
         if (size := match[group]) is not None:
-            if not 0 < int(size) <= _MAX_ELEMENT:
+            if not 0 < int(size) <= MAX_ELEMENT_BYTES:
                 raise ProtocolError(f"elements of type {name!r} are empty or too long")
             return np.dtype(name).newbyteorder("=")
     if not match["extension"]:
         try:
             return np.dtype(name)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"there is no element type {name!r}: {error}") from None
+            raise ProtocolError(f"unknown element type {name!r}: {error}") from None
     return _extension_dtype(name)
 
 
@@ -135,7 +134,7 @@ def _extension_dtype(name: str) -> np.dtype[Any]:
             f"elements of type {name} need the library ml_dtypes, which is not installed here"
         ) from None
     if not (isinstance(scalar, type) and issubclass(scalar, np.generic)):
-        raise ProtocolError(f"there is no element type {name!r}")
+        raise ProtocolError(f"unknown element type {name!r}")
     return np.dtype(scalar)
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values.arrays import Buffer, array_from, scalar_from
-from pscluster.core.values.encoding import MAX_DEPTH
 from pscluster.core.values.records import imported_class, layout_for
 from pscluster.v1 import value_pb2
 
@@ -26,7 +26,7 @@ RecordResolver = Callable[[str, str, str], type]
 
 
 def _no_handles(kind: str, key: str) -> Handle:
-    raise ProtocolError(f"the {kind[:40]} {key[:80]!r} came where no handle can be")
+    raise ProtocolError(f"the {kind[:40]} {key[:80]!r} came where a handle is not allowed")
 
 
 class _Decoder:
@@ -44,15 +44,15 @@ class _Decoder:
 
     def data_of(self, array: value_pb2.Array) -> tuple[Buffer, bool]:
         """Return an array's bytes, and whether it may keep their memory."""
-        number = array.attachment
-        if number == 0:
+        attachment = array.attachment
+        if attachment == 0:
             return array.data, False
-        if self.unused is None or number not in self.unused:
+        if self.unused is None or attachment not in self.unused:
             raise ProtocolError(
-                f"an array is in attachment {number} of {len(self.attachments)}, or shares it with another one"
+                f"an array refers to attachment {attachment} of {len(self.attachments)}, missing or used before"
             )
-        self.unused.discard(number)
-        return self.attachments[number - 1], True
+        self.unused.discard(attachment)
+        return self.attachments[attachment - 1], True
 
 
 def decode(

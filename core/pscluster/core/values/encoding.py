@@ -11,11 +11,11 @@ import numpy as np
 
 from pscluster.core.dtypes import array_of
 from pscluster.core.handles import Handle, StaysHere
+from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values.arrays import UnsendableArrayError, plain_name, scalar_form, wire_bytes, wire_form
 from pscluster.core.values.records import UnsendableRecordError, is_record_class, layout_of
 from pscluster.v1 import value_pb2
 
-MAX_DEPTH = 44  # containers inside each other. Each is two messages, and protobuf's parsers stop at 100
 INLINE_LIMIT = 64 << 10  # bytes above which an array travels as an attachment, if attachments are collected
 _INLINE_TOTAL = 1 << 20
 _CROWDED_LIMIT = 1 << 10
@@ -172,6 +172,8 @@ def children(value: value_pb2.Value, kind: str | None) -> list[value_pb2.Value]:
 
 def describe(obj: Any) -> str:
     """Return the type of an object, with its article, for messages: "a threading.Event"."""
+    if obj is None:
+        return "None"
     cls = type(obj)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -124,14 +124,14 @@ def module_of(cls: type) -> str:
 
 def imported_class(definition: str, module: str, qualname: str) -> type:  # noqa: ARG001  (a RecordResolver)
     """Return the class of that name in an already imported module, or raise ProtocolError. No code is run."""
-    found: Any = sys.modules.get(module)
-    if found is None:
+    cls: Any = sys.modules.get(module)
+    if cls is None:
         raise ProtocolError(f"a record of class {module}.{qualname}, whose module is not imported here"[:500])
     for name in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    if not isinstance(found, type):
+        cls = getattr(cls, "__dict__", {}).get(name)
+    if not isinstance(cls, type):
         raise ProtocolError(f"a record of class {module}.{qualname}, but there is no such class here"[:500])
-    return found
+    return cls
 
 
 def layout_for(cls: type) -> Layout:

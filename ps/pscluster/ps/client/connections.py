@@ -17,8 +17,8 @@ import grpc
 from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
 from pscluster.core.ids import fresh_id
 from pscluster.core.metrics.trace import SESSION_HEADER
-from pscluster.core.security.channel import OPEN_SECONDS, telling
-from pscluster.core.transport.base import Metadata, Place, Stream, StreamEndedError
+from pscluster.core.security.channel import OPEN_SECONDS, reporting_calls
+from pscluster.core.transport.base import Destination, Metadata, Stream, StreamEndedError
 from pscluster.core.transport.channels import HELLO_SECONDS, NODE_SERVICE, PeerAddress, open_peer_channel, say_hello
 from pscluster.core.transport.frames import Buffer, parts_of, unpack
 from pscluster.core.transport.methods import Stub
@@ -80,11 +80,11 @@ def _frames(parts: Sequence[Buffer], most: int) -> Iterator[Sequence[Buffer]]:
         yield parts_of(ps_pb2.Request(last=end >= len(payload)), [payload[at:end]])
 
 
-def _replies(stream: Stream, place: Place | None = None) -> Iterator[bytes]:
+def _replies(stream: Stream, destination: Destination | None = None) -> Iterator[bytes]:
     """Yield the server's replies until the call ends, without the bytes that were received in place."""
     try:
         while True:
-            yield stream.receive(place)
+            yield stream.receive(destination)
     except StreamEndedError as error:
         if error.code() is not grpc.StatusCode.OK:
             raise
@@ -126,7 +126,7 @@ class Server:
             raise self.lost.with_traceback(None)
 
     def _open(self) -> None:
-        self._generation = 0 if self.peer.tls is None else self.peer.tls.refresh()
+        self._version = 0 if self.peer.tls is None else self.peer.tls.refresh()
         self._control = open_peer_channel(self.peer)
         self._bulk = open_peer_channel(self.peer)
         self.control = Stub(self._control, SERVICE)
@@ -159,11 +159,11 @@ class Server:
             finally:
                 stream.release()
 
-    def pull(self, question: bytes, metadata: Metadata, timeout: float, place: Place) -> None:
-        """Make a large read, whose reply's frames go to `place`. Raise grpc.RpcError or PsClusterError if it fails."""
+    def pull(self, question: bytes, metadata: Metadata, timeout: float, destination: Destination) -> None:
+        """Make a large read into `destination`. Raise grpc.RpcError or PsClusterError on failure."""
         with self._transfer(_PULL, metadata, timeout) as (stream, progress):
             stream.send(question, last=True)
-            for _ in _replies(stream, place):
+            for _ in _replies(stream, destination):
                 progress()
 
     def push(self, frames: Callable[[int], Iterator[Sequence[Buffer]]], metadata: Metadata, timeout: float) -> bytes:
@@ -195,7 +195,7 @@ class Server:
         exchange = watch(WatchedCall(cancel, self.liveness.max_silence, self.liveness))
         exchange.begin(timeout)
         try:
-            with telling(calls.append):
+            with reporting_calls(calls.append):
                 yield exchange, calls.append
         except (grpc.RpcError, grpc.FutureCancelledError):
             exchange.raise_if_cancelled()
@@ -225,10 +225,10 @@ class Server:
 
     def hello(self, timeout: float = HELLO_SECONDS) -> node_pb2.HelloReply:
         """Shake hands. UnavailableError if the server does not answer."""
-        generation = 0 if self.peer.tls is None else self.peer.tls.refresh()  # reads files: not under the lock
+        version = 0 if self.peer.tls is None else self.peer.tls.refresh()  # reads files: not under the lock
         outdated: Sequence[grpc.Channel] = ()
         with self._lock:
-            if generation > self._generation:
+            if version > self._version:
                 # Calls on the old channels end normally: these are closed at the next renewal.
                 outdated, self._retired = self._retired, (self._control, self._bulk)
                 self._open()

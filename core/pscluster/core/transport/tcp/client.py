@@ -18,7 +18,7 @@ from pscluster.core.cluster.spec import split_address
 from pscluster.core.errors import ProtocolError, UnavailableError
 from pscluster.core.security.handshake import UNPROVEN, Secret, accept_reply, make_request
 from pscluster.core.security.tls import Tls
-from pscluster.core.transport.base import CODES, Metadata, Place, StreamEndedError
+from pscluster.core.transport.base import CODES, Destination, Metadata, StreamEndedError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import DATA_FRAME_BYTES, Buffer
 from pscluster.core.transport.tcp.encryption import TlsConnection
@@ -55,7 +55,7 @@ ASK_SECONDS = 1.0
 Where = tuple[str, int] | str
 """Address of a data plane: a host and a port, or the path of a Unix socket."""
 
-_Place = tuple[Where, int]
+_Endpoint = tuple[Where, int]
 """That, and the boot id of the process there; 0: unknown."""
 
 
@@ -69,17 +69,17 @@ class DataStream:
     frame_bytes = DATA_FRAME_BYTES
 
     def __init__(
-        self, port: DataPort, place: _Place | None, connection: Connection, path: str, metadata: Metadata
+        self, port: DataPort, endpoint: _Endpoint | None, connection: Connection, path: str, metadata: Metadata
     ) -> None:
         pairs = [data_plane_pb2.DataMetadata(key=key, value=value) for key, value in metadata]
         self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
-        self._port, self._place, self._connection = port, place, connection
+        self._port, self._endpoint, self._connection = port, endpoint, connection
         self._shut = False  # by this side
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
-    def send(self, *parts: Buffer, last: bool = False) -> None:
-        packets: list[Packet] = [(Kind.MESSAGE, parts)]
+    def send(self, *buffers: Buffer, last: bool = False) -> None:
+        packets: list[Packet] = [(Kind.MESSAGE, buffers)]
         if last:
             packets.append((Kind.END, ()))
             self._ended = True
@@ -101,9 +101,9 @@ class DataStream:
     def _put(self, packets: Sequence[Packet]) -> None:
         self._connection.send(*packets)
 
-    def receive(self, place: Place | None = None) -> bytes:
+    def receive(self, destination: Destination | None = None) -> bytes:
         try:
-            kind, body = self._connection.receive(place)
+            kind, body = self._connection.receive(destination)
         except ClosedError:
             self._broke()
             raise StreamEndedError(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
@@ -126,7 +126,7 @@ class DataStream:
             self.reusable = self._connection
         code = CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.trailing:  # not an error of the method
-            self._port.avoid(status.details, self._place, ask_again=False)
+            self._port.avoid(status.details, self._endpoint, ask_again=False)
             code = grpc.StatusCode.UNAVAILABLE
         elif code in _FROM_OTHER_SERVERS:
             raise self._met_other_server(status.details)
@@ -134,12 +134,12 @@ class DataStream:
 
     def _broke(self) -> None:
         if not self._shut:
-            self._port.broke(self._place)
+            self._port.broke(self._endpoint)
 
     def _met_other_server(self, why: str) -> StreamEndedError:
         """Avoid the port, which another process has taken: the role has died, and will report its new one over gRPC."""
         self.reusable = None
-        self._port.avoid(why, self._place, ask_again=False)
+        self._port.avoid(why, self._endpoint, ask_again=False)
         return StreamEndedError(grpc.StatusCode.UNAVAILABLE, why)
 
     def cancel(self) -> None:
@@ -210,8 +210,8 @@ class DataPort:
         self._name, self._tls = name, tls
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
-        self._place: _Place | None = None
-        self._failed: _Place | None = None  # the address at the last failure
+        self._endpoint: _Endpoint | None = None
+        self._failed: _Endpoint | None = None  # the address at the last failure
         self._forgotten = True  # unknown, but the role can be asked
         self._idle: list[Connection] = []
         self._avoid_until, self._avoid_seconds = 0.0, AVOID_SECONDS
@@ -233,14 +233,14 @@ class DataPort:
 
         The caller has just reached the role. So a port that was reachable before is worth another try.
         """
-        place = (where, boot_id) if where is not None and supported() else None
+        endpoint = (where, boot_id) if where is not None and supported() else None
         with self._lock:
-            moved = place != (self._place or self._failed)
+            moved = endpoint != (self._endpoint or self._failed)
             if moved or self._reached:
                 self._avoid_until = 0.0
             if moved:
                 self._reached, self._avoid_seconds, self._failed = False, AVOID_SECONDS, None
-            self._place, self._forgotten = place, False
+            self._endpoint, self._forgotten = endpoint, False
         if moved:
             self.drop()
 
@@ -255,31 +255,31 @@ class DataPort:
 
     def usable(self) -> bool:
         """Return whether a connection is worth trying."""
-        return self._place is not None and time.monotonic() >= self._avoid_until
+        return self._endpoint is not None and time.monotonic() >= self._avoid_until
 
     def connect(self, path: str, metadata: Metadata, *, prompt: bool = False) -> DataStream | None:
         """Return a stream for a call, on an idle or a new connection; None if the call must use gRPC."""
         connection: Connection | None = None
         with self._lock:
-            place = self._place
+            endpoint = self._endpoint
             while connection is None and self._idle:
                 if (connection := self._idle.pop()).worn:
                     connection.close()
                     connection = None
         if connection is None:
-            connection = self._dialled(place)
+            connection = self._dialled(endpoint)
         if connection is None:
             return None
-        return (PromptStream if prompt else DataStream)(self, place, connection, path, metadata)
+        return (PromptStream if prompt else DataStream)(self, endpoint, connection, path, metadata)
 
-    def _dialled(self, place: _Place | None) -> Connection | None:
-        if place is None or not self.usable():
+    def _dialled(self, endpoint: _Endpoint | None) -> Connection | None:
+        if endpoint is None or not self.usable():
             return None
-        where, boot_id = place
+        where, boot_id = endpoint
         try:
             connected = tuned(_connected(where))
         except OSError as error:
-            self.avoid(str(error), place)
+            self.avoid(str(error), endpoint)
             return None
         connection = Connection(connected)
         try:
@@ -290,10 +290,10 @@ class DataPort:
                 self._shake_hands(connection, self._secret, where, boot_id)
         except (OSError, ProtocolError, DecodeError, UnavailableError) as error:
             connection.break_off()
-            self.avoid(str(error), place, ask_again=False)
+            self.avoid(str(error), endpoint, ask_again=False)
             return None
         with self._lock:
-            if place == self._place:
+            if endpoint == self._endpoint:
                 self._avoid_seconds, self._reached = AVOID_SECONDS, True
         return connection
 
@@ -311,23 +311,23 @@ class DataPort:
             raise UnavailableError(UNPROVEN)
         connection.send((Kind.PROOF, (session.keys.data_proof(),)))
 
-    def avoid(self, why: str, failed: _Place | None, *, ask_again: bool = True) -> None:
+    def avoid(self, why: str, failed: _Endpoint | None, *, ask_again: bool = True) -> None:
         """Use gRPC for a while, or until the role reports the address if `ask_again`, unless that has changed."""
         with self._lock:
-            if failed is None or failed != self._place:
+            if failed is None or failed != self._endpoint:
                 return
             self._forget(self._avoid_seconds)
             self._reached = self._reached and ask_again
             self._avoid_seconds = min(2 * self._avoid_seconds, AVOID_MOST_SECONDS)
         self.drop()
         where, _ = failed
-        what = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
-        logger.info("%s: its data %s can't be used (%s): using gRPC for now", self._name, what, why)
+        target = f"socket {where}" if isinstance(where, str) else f"port {where[1]}"
+        logger.info("%s: its data %s can't be used (%s): using gRPC for now", self._name, target, why)
 
-    def broke(self, failed: _Place | None) -> None:
+    def broke(self, failed: _Endpoint | None) -> None:
         """Forget the address after a connection to the role has ended."""
         with self._lock:
-            if failed is None or failed != self._place:
+            if failed is None or failed != self._endpoint:
                 return
             self._forget(ASK_SECONDS)
             self._reached = True
@@ -335,7 +335,7 @@ class DataPort:
 
     def _forget(self, seconds: float) -> None:
         """Forget the address; requires the lock."""
-        self._failed, self._place, self._forgotten = self._place, None, True
+        self._failed, self._endpoint, self._forgotten = self._endpoint, None, True
         self._avoid_until = time.monotonic() + seconds
 
     def give_back(self, stream: DataStream) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from pscluster.core.transport.base import Place, ServerCall
+from pscluster.core.transport.base import Destination, ServerCall
 from pscluster.core.transport.frames import DATA_FRAME_BYTES, Buffer
 from pscluster.core.transport.tcp.packets import Connection, Kind
 from pscluster.v1 import data_plane_pb2
@@ -26,7 +26,7 @@ class DataContext(ServerCall, grpc.ServicerContext):
     """The context of one call."""
 
     frame_bytes = DATA_FRAME_BYTES
-    place: Place | None = None  # for the next messages, if not for the handler
+    destination: Destination | None = None  # for the next messages, if not for the handler
     has_room = False  # for all messages that follow: they are not counted for admission
 
     def __init__(
@@ -47,12 +47,12 @@ class DataContext(ServerCall, grpc.ServicerContext):
         self._details = ""
         self._trailing: tuple[tuple[str, str], ...] = ()
 
-    def reply(self, parts: Sequence[Buffer]) -> Sequence[Buffer]:
-        """Return the parts; the socket joins them."""
-        return parts
+    def reply(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return the buffers; the socket joins them."""
+        return buffers
 
-    def receive_into(self, place: Place) -> None:
-        self.place = place
+    def receive_into(self, destination: Destination) -> None:
+        self.destination = destination
 
     def has_taken_memory(self) -> None:
         self.has_room = True

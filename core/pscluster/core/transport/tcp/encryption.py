@@ -32,7 +32,7 @@ class TlsConnection(Connection):
     def __init__(self, connected: socket.socket, tls: Tls, host: str | None = None) -> None:
         super().__init__(connected)
         self._owner = tls
-        self._generation = tls.refresh()  # before the context, which may be newer
+        self._version = tls.refresh()  # before the context, which may be newer
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = tls.context(server=host is None).wrap_bio(
             self._incoming, self._outgoing, server_side=host is None, server_hostname=host
@@ -43,7 +43,7 @@ class TlsConnection(Connection):
     @property
     def worn(self) -> bool:
         """Return whether its certificates were renewed, or its keys are at their limit."""
-        return self._carried > _WORN_BYTES or self._owner.refresh() != self._generation
+        return self._carried > _WORN_BYTES or self._owner.refresh() != self._version
 
     def shake_hands(self) -> None:
         """Run the TLS handshake. Raise OSError if this side does not trust the other."""

@@ -11,10 +11,10 @@ from enum import IntEnum
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import MAX_MESSAGE_BYTES
-from pscluster.core.transport.base import Place
+from pscluster.core.transport.base import Destination
 from pscluster.core.transport.frames import Buffer
 
-_AT_ONCE = struct.pack("ii", 1, 0)
+_LINGER_ZERO = struct.pack("ii", 1, 0)
 _HEAD = struct.Struct("<IBBH")
 _MARK = 0xD5
 _START_BYTES = 128  # more than the header of a frame takes, nearly always
@@ -141,30 +141,32 @@ class Connection:
         """Send the rest. Waits for room; raises OSError if the connection is broken."""
         self._socket.sendall(rest)
 
-    def receive(self, place: Place | None = None, announce: Callable[[int], None] | None = None) -> tuple[Kind, bytes]:
-        """Wait for a packet; the body of a message that `place` has taken is empty.
+    def receive(
+        self, destination: Destination | None = None, announce: Callable[[int], None] | None = None
+    ) -> tuple[Kind, bytes]:
+        """Wait for a packet; the body of a message that `destination` has taken is empty.
 
         `announce` is called with a packet's size before memory is allocated for it. Raises OSError if the connection is
         closed or broken, and ProtocolError if the packet is too large, or none.
         """
-        size, number, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
-        kind = _KINDS.get(number)
+        size, code, mark, zeros = _HEAD.unpack(self._exactly(_HEAD.size))
+        kind = _KINDS.get(code)
         if kind is None or mark != _MARK or zeros:
             raise UnknownProtocolError("received no packet of the data plane")
         if size > self.limit:
-            raise ProtocolError(f"a message of {size:,} bytes, the limit is {self.limit:,}")
+            raise ProtocolError(f"a message of {size:,} bytes; the limit is {self.limit:,}")
         if announce is not None:
             announce(size)
-        if place is None or kind is not Kind.MESSAGE:
+        if destination is None or kind is not Kind.MESSAGE:
             return kind, self._exactly(size) if size else b""
-        self._put(place, size)
+        self._put(destination, size)
         return kind, b""
 
-    def _put(self, place: Place, size: int) -> None:
+    def _put(self, destination: Destination, size: int) -> None:
         start = self._exactly(min(size, _START_BYTES)) if size else b""
-        rest = place(start, size)
+        rest = destination(start, size)
         if rest is None:
-            rest = place(start + self._exactly(size - len(start)), size) or ()
+            rest = destination(start + self._exactly(size - len(start)), size) or ()
         for view in rest:
             self._fill(view)
 
@@ -200,5 +202,5 @@ class Connection:
     def break_off(self) -> None:
         """Close the socket and discard unsent data, so that the peer learns of the end without reading it."""
         with self._lock, contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
         self.close()

@@ -24,7 +24,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pscluster.core.errors import KIND_METADATA, AuthenticationError, ProtocolError, kind_of
-from pscluster.core.limits import HANDSHAKE_SECONDS, MAX_CALL_BYTES, MAX_MESSAGE_BYTES, MAX_METADATA, data_connections
+from pscluster.core.limits import (
+    HANDSHAKE_SECONDS,
+    MAX_CALL_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA,
+    MAX_UNAUTHENTICATED,
+    data_connections,
+)
 from pscluster.core.security.authenticator import Authenticator, Refused, refusal
 from pscluster.core.security.handshake import ServerSession
 from pscluster.core.security.refusals import HOLD_SECONDS, OTHER_USER
@@ -41,13 +48,10 @@ from pscluster.v1 import authentication_pb2, data_plane_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_UNAUTHENTICATED = 64
-"""Maximum number of connections on which no call was accepted yet."""
-
 _CHECK_SECONDS = 1.0
 _SMALL_BYTES = 4 << 10  # of an arriving message, uncounted; every connection may hold this much
 
-Parts = bytes | Sequence[Buffer]
+Buffers = bytes | Sequence[Buffer]
 """An answer; see `ServerCall.reply`."""
 
 
@@ -146,7 +150,7 @@ class DataServer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # a call has ended
         self._peers: set[_Peer] = set()
-        self._by_number: dict[int, _Peer] = {}
+        self._by_descriptor: dict[int, _Peer] = {}
         self._epoll = select.epoll()
         self._over = False
         self._listener = listener
@@ -209,11 +213,11 @@ class DataServer:
             full = self._over or len(self._peers) >= data_connections()
             if not full:
                 self._peers.add(peer)
-                self._by_number[peer.connection.fileno()] = peer
+                self._by_descriptor[peer.connection.fileno()] = peer
                 self._epoll.register(peer.connection.fileno(), select.EPOLLRDHUP)
-            unauthenticated = [each for each in self._peers if each.is_unauthenticated]
+            unauthenticated = [peer for peer in self._peers if peer.is_unauthenticated]
         if len(unauthenticated) > MAX_UNAUTHENTICATED:
-            min(unauthenticated, key=lambda each: each.since).turn_out()
+            min(unauthenticated, key=lambda peer: peer.since).turn_out()
         if full:
             with contextlib.suppress(CallBrokenError):
                 self._answer(peer, _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many connections"))
@@ -224,9 +228,9 @@ class DataServer:
     def _drop(self, peer: _Peer) -> None:
         peer.connection.shut()  # for a handler's thread that still reads
         with self._lock:
-            number = peer.connection.fileno()
-            if self._by_number.pop(number, None) is not None:
-                self._epoll.unregister(number)
+            descriptor = peer.connection.fileno()
+            if self._by_descriptor.pop(descriptor, None) is not None:
+                self._epoll.unregister(descriptor)
             self._peers.discard(peer)
             self._changed.notify_all()
             peer.connection.close()  # under the lock: the descriptor may be reused at once
@@ -236,9 +240,9 @@ class DataServer:
         while not self._over:
             events = self._epoll.poll(_CHECK_SECONDS)
             with self._lock:
-                gone = [peer for number, _ in events if (peer := self._gone(number)) is not None]
+                gone = [peer for descriptor, _ in events if (peer := self._gone(descriptor)) is not None]
                 late = time.monotonic() - HANDSHAKE_SECONDS
-                silent = [each for each in self._peers if each.is_unauthenticated and each.since < late]
+                silent = [peer for peer in self._peers if peer.is_unauthenticated and peer.since < late]
             for peer in gone:
                 peer.gone()
             for peer in silent:
@@ -257,17 +261,17 @@ class DataServer:
         for peer in ended:
             peer.cancel()
 
-    def _gone(self, number: int) -> _Peer | None:
+    def _gone(self, descriptor: int) -> _Peer | None:
         """Return the peer that disconnected; requires the lock. Polls again, as the descriptor may have been reused."""
-        peer = self._by_number.get(number)
+        peer = self._by_descriptor.get(descriptor)
         if peer is None:
             return None
         now = select.poll()
-        now.register(number, select.POLLRDHUP)
+        now.register(descriptor, select.POLLRDHUP)
         if not now.poll(0):
             return None
-        del self._by_number[number]
-        self._epoll.unregister(number)  # else it would be reported again and again
+        del self._by_descriptor[descriptor]
+        self._epoll.unregister(descriptor)  # else it would be reported again and again
         return peer
 
     # Calls
@@ -339,7 +343,7 @@ class DataServer:
             raise ProtocolError(f"expected a call, but received {kind.name} of {len(body)} bytes")
         call = data_plane_pb2.DataCall.FromString(body)
         if len(call.metadata) > MAX_METADATA:
-            raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata, the limit is {MAX_METADATA}")
+            raise ProtocolError(f"a call with {len(call.metadata):,} pairs of metadata; the limit is {MAX_METADATA}")
         context = DataContext(peer.connection, peer.name, call, peer.shown)
         with self._lock:
             if self._over:
@@ -376,7 +380,7 @@ class DataServer:
         self._send(peer, Kind.STATUS, status.SerializeToString())
 
     @staticmethod
-    def _send(peer: _Peer, kind: Kind, body: Parts) -> None:
+    def _send(peer: _Peer, kind: Kind, body: Buffers) -> None:
         try:
             peer.connection.send((kind, (body,) if isinstance(body, bytes) else body))
         except OSError as error:
@@ -421,7 +425,7 @@ class _Requests:
         if self._ended:
             raise StopIteration
         try:
-            kind, body = self._connection.receive(self._context.place, self._announce)
+            kind, body = self._connection.receive(self._context.destination, self._announce)
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise CallBrokenError(str(error)) from None
@@ -430,7 +434,7 @@ class _Requests:
                 self._admission.leave(self._waiting)
                 self._waiting = None
         if kind is Kind.END:
-            self._ended, self._context.place = True, None
+            self._ended, self._context.destination = True, None
             raise StopIteration
         if kind is not Kind.MESSAGE:
             self.broken = True
@@ -444,12 +448,12 @@ class _Requests:
 
     def drop_rest(self) -> None:
         """Drop the messages that the client still sends after the end of its call."""
-        self._context.place = None
+        self._context.destination = None
         for _ in self:
             pass
 
 
-def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[Parts]:
+def _answers(handler: Any, requests: Iterator[bytes], context: DataContext) -> Iterator[Buffers]:
     """Yield the handler's answers, whatever its arity."""
     parse, serialize = handler.request_deserializer, handler.response_serializer
     given: Any = requests if parse is None else map(parse, requests)
