@@ -117,7 +117,7 @@ def test_what_optimizers_keep(held: Store, client: Client) -> None:
         ({"dtype": "float32"}, InvalidUpdateError, "can't be a copy of 'v1'"),
         ({"owners": (0, 1)}, InvalidUpdateError, "can't be a copy of 'v1'"),
         ({"trainable": True}, InvalidUpdateError, "can't be a copy of 'v1'"),
-        ({"name": "v1"}, InvalidUpdateError, "there is a variable 'v1' already"),
+        ({"name": "v1"}, InvalidUpdateError, "there is already a variable 'v1'"),
     ],
 )
 def test_another_cut(held: Store, changes: dict[str, Any], error: type[Exception], said: str) -> None:
