@@ -15,6 +15,9 @@ receiving a large one. While nothing comes, the client probes, on another connec
 Where there is nothing to probe, a silent call is cancelled after the time that is allowed. `WatchedCall.check` decides;
 one thread checks all calls of the process and acts. Time is counted in checks, not by the clock: a process that was
 stopped itself has not been waiting.
+
+A worker's lease is another matter: it is no call that ends, but the coordinator's hold on the worker; see
+`WorkerConnection.until_silent`.
 """
 
 from __future__ import annotations
