@@ -146,11 +146,11 @@ class Client(ABC):
         """Read random rows of the table, in the order of the ids."""
         self._rows_of(self._split(ids))
 
-    def gather_update(self, ids: int, what: bytes = UPDATE) -> None:
+    def gather_update(self, ids: int, opcode: bytes = UPDATE) -> None:
         """Do the same, and send as many rows back, which are subtracted."""
         shares = self._split(ids)
         changed = self._rows_of(shares) * 2 + 1
-        self._exchanges([(what, len(local), local, changed[place]) for place, local in shares])
+        self._exchanges([(opcode, len(local), local, changed[place]) for place, local in shares])
 
     def gather_adagrad(self, ids: int) -> None:
         """Do the same, but first divide them by the roots of the sums of their squares, which are kept."""

@@ -167,14 +167,14 @@ def end_orphans(grace: float = 3.0) -> list[str]:
 
 def _children() -> list[tuple[int, str]]:
     """Our children's ids and command lines."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
                     words = (entry / "cmdline").read_text().split("\0")
-                    found.append((int(entry.name), " ".join(Path(word).name for word in words[:4])))
-    return found
+                    processes.append((int(entry.name), " ".join(Path(word).name for word in words[:4])))
+    return processes
 
 
 def machine() -> str:

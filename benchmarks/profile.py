@@ -39,10 +39,10 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def room(frame: str) -> str:
     """The component that this line belongs to."""
-    for part, name in (("grpc", "gRPC"), ("numpy", "NumPy"), ("asyncio", "asyncio"), ("model.py", "the model")):
-        if part in frame:
+    for fragment, name in (("grpc", "gRPC"), ("numpy", "NumPy"), ("asyncio", "asyncio"), ("model.py", "the model")):
+        if fragment in frame:
             return name
-    if any(part in frame for part in ("ps/", "core/", "worker/", "coordinator/")):
+    if any(fragment in frame for fragment in ("ps/", "core/", "worker/", "coordinator/")):
         return "pscluster"
     return "other"
 

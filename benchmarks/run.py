@@ -327,8 +327,8 @@ def _listed(answers: dict[str, float], unit: str, scale: float = 1.0, digits: in
     return ", ".join(f"{label}: {value * scale:,.{digits}f}" for label, value in answers.items()) + f" {unit}"
 
 
-def _ratio(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.3f} ± {found['error']:.3f} x"
+def _ratio(measured: dict[str, float]) -> str:
+    return f"{measured['ratio']:.3f} ± {measured['error']:.3f} x"
 
 
 def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:

@@ -121,11 +121,11 @@ class Load:
         self._examples, self._train, self._sparse, self._big = examples, train, sparse, big
         self._total, self._temporary, self._fail = total, temporary, fail
 
-    def turn(self, number: int) -> None:
+    def turn(self, turn: int) -> None:
         """Do everything once."""
         parts = [self._steps, self._rows, self._arrays, self._functions, self._streams]
         for at in self._rng.permutation(len(parts)):
-            parts[at](number)
+            parts[at](turn)
         self._join()
         for every, part in (
             (4, self._error),
@@ -135,8 +135,8 @@ class Load:
             (8, self._save),
             (30, self._restore),
         ):
-            if number % every == every - 1:
-                part(number)
+            if turn % every == every - 1:
+                part(turn)
         self.done["turns"] += 1
 
     def _join(self) -> None:
@@ -146,24 +146,24 @@ class Load:
         self.done["functions"] += 1
         return self._coordinator.schedule(function, args, kwargs)
 
-    def _steps(self, number: int) -> None:
+    def _steps(self, turn: int) -> None:
         kept = [self._schedule(self._train, self._data, i) for i in range(STEPS)]
         del kept[::3]  # these are never fetched
         results = self._coordinator.fetch(kept[: STEPS // 3], TIMEOUT)
         assert all(np.isfinite(result["loss"]) for result in results)
 
-    def _rows(self, number: int) -> None:
+    def _rows(self, turn: int) -> None:
         for _ in range(10):
             self._schedule(self._sparse, self._rng.integers(ROWS, size=int(self._rng.integers(8, 2000))))
 
-    def _arrays(self, number: int) -> None:
+    def _arrays(self, turn: int) -> None:
         value = self._schedule(self._total, np.ones(int(self._rng.integers(1, 1 << 18)), np.float32), scale=2.0)
         for _ in range(3):
             value = self._schedule(self._total, value, scale=0.5)
-        if number % 2:
+        if turn % 2:
             assert float(value.fetch(TIMEOUT)[0]) == 0.25
 
-    def _functions(self, number: int) -> None:
+    def _functions(self, turn: int) -> None:
         """Use functions, classes and captured values that no worker has seen before.
 
         A worker keeps up to 256 of them: enough are used per turn that it reaches that number, and drops some, within
@@ -185,57 +185,57 @@ class Load:
         assert np.allclose(self._coordinator.fetch(values, TIMEOUT), captured.sum() * np.arange(NEW))
         self.done["new functions"] += NEW
 
-    def _variables(self, number: int) -> None:
+    def _variables(self, turn: int) -> None:
         """Create a variable and delete it.
 
         A worker keeps the handle of each, some hundred bytes: so not at every turn.
         """
         with self._strategy.scope():
-            variable = Variable(np.zeros((100, 50), np.float32), name=f"temporary-{number}")
+            variable = Variable(np.zeros((100, 50), np.float32), name=f"temporary-{turn}")
         assert self._schedule(self._temporary, variable).fetch(TIMEOUT).shape == (100, 50)
         self._strategy.delete_variable(variable)
         self.done["variables"] += 1
 
-    def _streams(self, number: int) -> None:
+    def _streams(self, turn: int) -> None:
         self._schedule(self._big, 1.0)
         self._strategy.read([self._still, *self._dense])
-        if number % 4 == 0:
+        if turn % 4 == 0:
             self._large.assign(np.zeros(LARGE, np.float32))
         self.done["large updates"] += 1
 
-    def _error(self, number: int) -> None:
+    def _error(self, turn: int) -> None:
         """Check that the first error is raised once and cancels what waits; with `retries` the function first runs
         again."""
         waiting = [self._schedule(self._train, self._data, i) for i in range(5)]
-        waiting.append(self._coordinator.schedule(self._fail, (number,), retries=number % 3))
+        waiting.append(self._coordinator.schedule(self._fail, (turn,), retries=turn % 3))
         try:
             waiting += [self._schedule(self._train, self._data, i) for i in range(5)]
             self._join()
         except errors.FunctionError as error:
-            self.done["errors" if f"number {number}" in str(error) else "errors of others"] += 1
+            self.done["errors" if f"number {turn}" in str(error) else "errors of others"] += 1
         for value in waiting:
             try:
                 value.fetch(TIMEOUT)
             except (errors.FunctionError, errors.CancelledError):
                 self.done["failed or cancelled"] += 1
 
-    def _datasets(self, number: int) -> None:
+    def _datasets(self, turn: int) -> None:
         """Make a new dataset; the previous one is dropped on all workers."""
         self._data = iter(self._coordinator.create_per_worker_dataset(self._examples))
         fixed = iter(self._coordinator.create_per_worker_dataset([np.ones(1000)] * 3))
         self._schedule(lambda data: next(data), fixed).fetch(TIMEOUT)
         self.done["datasets"] += 1
 
-    def _look(self, number: int) -> None:
+    def _look(self, turn: int) -> None:
         self._loss.result()
         self._loss.reset_states()
-        self._strategy.save_progress(turn=number)
+        self._strategy.save_progress(turn=turn)
         self._strategy.lost_updates()
         self._coordinator.explain()
         for address in self._addresses:  # one connection each; a role that is being restarted does not answer
             self.done["health checks"] += is_healthy(address, self._token)[0]
 
-    def _save(self, number: int) -> None:
+    def _save(self, turn: int) -> None:
         self._settle()
         try:
             self._saving = self._manager.save(wait=False)
@@ -251,7 +251,7 @@ class Load:
                 self._failed("writing", error)
             self._saving = None
 
-    def _restore(self, number: int) -> None:
+    def _restore(self, turn: int) -> None:
         self._settle()
         if self._manager.latest_checkpoint is not None:
             try:
@@ -260,10 +260,10 @@ class Load:
             except errors.PsClusterError as error:
                 self._failed("restoring", error)
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def _failed(self, action: str, error: Exception) -> None:
         """Record a failed checkpoint: the job continues."""
         self.done["checkpoints failed"] += 1
-        print(f"{what} a checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"{action} a checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Wait until nothing is being written."""

@@ -99,13 +99,13 @@ class _Client(bare.Client):
     def add(self, size: int) -> None:
         self._give(_ADD, size)
 
-    def _give(self, what: int, size: int) -> None:
-        part = size // self._servers
+    def _give(self, opcode: int, size: int) -> None:
+        share = size // self._servers
 
         def give(server: int) -> None:
             connection = self._connections[server]
-            connection.sendall(_HEAD.pack(what, part))
-            connection.sendall(self.warm(part, server))
+            connection.sendall(_HEAD.pack(opcode, share))
+            connection.sendall(self.warm(share, server))
             assert connection.recv(1) == b"!"
 
         self.on_each(give)

@@ -245,10 +245,10 @@ def unit(rows: Array) -> Array:
     return scaled
 
 
-def neighbours(table: Variable, number: int, asked: Sequence[int], count: int = 6) -> Array:
+def neighbours(table: Variable, words: int, asked: Sequence[int], count: int = 6) -> Array:
     """For each given id, all words by the angle between their rows, nearest first."""
     of_asked = unit(embedding_lookup(table, row_of(asked, len(table))))
-    blocks = [row_of(np.arange(start, min(start + BLOCK, number)), len(table)) for start in range(0, number, BLOCK)]
+    blocks = [row_of(np.arange(start, min(start + BLOCK, words)), len(table)) for start in range(0, words, BLOCK)]
     cosines = np.concatenate([of_asked @ unit(embedding_lookup(table, block)).T for block in blocks], axis=1)
     cosines[np.arange(len(asked)), asked] = -np.inf
     return np.argsort(-cosines, axis=1)[:, :count]

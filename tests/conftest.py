@@ -83,7 +83,7 @@ _LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that no process runs one alone at the end while the others idle."""
-    order = {Path(__file__).parent / file: place for place, file in enumerate(_LONGEST)}
+    order = {Path(__file__).parent / file: position for position, file in enumerate(_LONGEST)}
     assert all(map(Path.exists, order)), "_LONGEST names a file that is not there"
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
@@ -259,8 +259,8 @@ def everywhere(tmp_path: Path) -> Iterator[Everywhere]:
         values = [coordinator.schedule(held, args=(args, gate.path)) for _ in range(NUM_WORKERS)]
         until(lambda: coordinator.done() or len(marks(gate)) == NUM_WORKERS, "every worker has had one")
         gate.open()
-        found = dict(coordinator.fetch(values, TIMEOUT))
-        return [found[worker] for worker in range(NUM_WORKERS)]
+        by_worker = dict(coordinator.fetch(values, TIMEOUT))
+        return [by_worker[worker] for worker in range(NUM_WORKERS)]
 
     yield run
     for gate in gates:

@@ -10,11 +10,11 @@ TIMEOUT = 90.0
 
 
 def until(
-    predicate: Callable[[], object], what: str, state: Callable[[], object] = lambda: "", timeout: float = TIMEOUT
+    predicate: Callable[[], object], condition: str, state: Callable[[], object] = lambda: "", timeout: float = TIMEOUT
 ) -> None:
     """Wait until the predicate holds; fail after `timeout` seconds, showing the state."""
     begin = time.monotonic()
     while not predicate():
         waited = time.monotonic() - begin
-        assert waited < timeout, f"waited in vain until {what}: {state()}"
+        assert waited < timeout, f"waited in vain until {condition}: {state()}"
         time.sleep(min(0.002 + waited / 50, 0.5))  # poll less often as the wait gets longer

@@ -34,17 +34,17 @@ class Counting:
 
     def counts(self) -> dict[str, list[int]]:
         """By variable, what each shard has counted: the same on all of its elements."""
-        found: dict[str, list[int]] = {}
+        by_variable: dict[str, list[int]] = {}
         for variable in self.all:
             for shard in variable.variables:
                 values = set(shard.numpy().reshape(-1).tolist())
                 assert len(values) == 1, f"{shard.name} holds a torn update: {values}"
-                found.setdefault(variable.name, []).append(int(values.pop()))
-        return found
+                by_variable.setdefault(variable.name, []).append(int(values.pop()))
+        return by_variable
 
     def one_count(self) -> int:
         """What all shards of all variables have counted; they agree."""
         counts = self.counts()
-        found = {count for shards in counts.values() for count in shards}
-        assert len(found) == 1, counts
-        return found.pop()
+        distinct = {count for shards in counts.values() for count in shards}
+        assert len(distinct) == 1, counts
+        return distinct.pop()

@@ -55,10 +55,10 @@ def far_cluster(folder: Path, num_ps: int, num_workers: int) -> Iterator[FarClus
         cluster = FarCluster(network, addresses, {}, new_token())
         env = {"PSCLUSTER_TOKEN": cluster.token, "PSCLUSTER_STATE_DIR": str(folder / "state"), **PLAIN}
         for role, index in tasks:
-            place = f"{role}{index}"
-            cluster.processes[place] = stack.enter_context(
+            host = f"{role}{index}"
+            cluster.processes[host] = stack.enter_context(
                 Process(
-                    [*network.command(place), sys.executable, "-m", f"pscluster.{role}", "--exit-with-parent"],
+                    [*network.command(host), sys.executable, "-m", f"pscluster.{role}", "--exit-with-parent"],
                     environ(tf_config(addresses, role, index), **env),
                     folder,
                     stdin=subprocess.PIPE,

@@ -87,24 +87,24 @@ def missing() -> str:
 
 
 class Network:
-    """Places, each in a separate namespace except for the coordinator's; a context manager."""
+    """Hosts, each in a separate namespace except for the coordinator's; a context manager."""
 
-    def __init__(self, places: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str]) -> None:
         """Nothing is created before `with`."""
         self._key = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
         self._router = f"{self._key}-router"
         self._outer = f"psc{self._key.removeprefix(_PREFIX)}"  # of at most 15 characters
-        self._number = {name: number for number, name in enumerate([COORDINATOR, *places])}
+        self._subnet = {name: number for number, name in enumerate([COORDINATOR, *hosts])}
         self._slow: set[str] = set()
         self._net = 0
 
-    def address(self, place: str) -> str:
-        """The host at that place."""
-        return f"10.{self._net}.{self._number[place]}.2"
+    def address(self, host: str) -> str:
+        """The address of that host."""
+        return f"10.{self._net}.{self._subnet[host]}.2"
 
-    def command(self, place: str) -> list[str]:
+    def command(self, host: str) -> list[str]:
         """The prefix for a command that is to run there."""
-        return [] if place == COORDINATOR else ["ip", "netns", "exec", self._name(place)]
+        return [] if host == COORDINATOR else ["ip", "netns", "exec", self._name(host)]
 
     def cut(self, one: str, other: str) -> None:
         """From now on nothing gets through between the two, in either direction."""
@@ -120,21 +120,21 @@ class Network:
         for sender, receiver in ((one, other), (other, one)):
             self._forward(sender, receiver, "-m", "statistic", "--mode", "random", "--probability", f"{share:.3f}")
 
-    def slow(self, place: str, kbit: int) -> None:
+    def slow(self, host: str, kbit: int) -> None:
         """From now on traffic to and from that place is limited to this many kbit/s each way."""
-        number = self._number[place]
-        self._slow.add(place)
+        number = self._subnet[host]
+        self._slow.add(host)
         limit = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "200ms")
         _run(*self._in(self._router), "tc", "qdisc", "replace", "dev", f"to{number}", *limit)
-        _run(*self.command(place), "tc", "qdisc", "replace", "dev", "eth0", *limit)
+        _run(*self.command(host), "tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def heal(self) -> None:
         """Restore everything as it was at the beginning."""
         _run(*self._in(self._router), "iptables", "-w", "-F", "FORWARD")
-        for place in list(self._slow):
-            _run(*self._in(self._router), "tc", "qdisc", "delete", "dev", f"to{self._number[place]}", "root")
-            _run(*self.command(place), "tc", "qdisc", "delete", "dev", "eth0", "root")
-            self._slow.discard(place)
+        for host in list(self._slow):
+            _run(*self._in(self._router), "tc", "qdisc", "delete", "dev", f"to{self._subnet[host]}", "root")
+            _run(*self.command(host), "tc", "qdisc", "delete", "dev", "eth0", "root")
+            self._slow.discard(host)
 
     def dropped(self) -> int:
         """The number of packets lost since it was last healed."""
@@ -145,8 +145,8 @@ class Network:
         rule = ("-s", self.address(sender), "-d", self.address(receiver), *which, "-j", "DROP")
         _run(*self._in(self._router), "iptables", "-w", "-A", "FORWARD", *rule)
 
-    def _name(self, place: str) -> str:
-        return f"{self._key}-{place}"
+    def _name(self, host: str) -> str:
+        return f"{self._key}-{host}"
 
     @staticmethod
     def _in(namespace: str) -> list[str]:
@@ -175,23 +175,23 @@ class Network:
     def _make(self) -> None:
         _run("ip", "netns", "add", self._router)
         _run(*self._in(self._router), "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        for place, number in self._number.items():
+        for host, number in self._subnet.items():
             router = f"10.{self._net}.{number}.1"
             link = ("ip", "-n", self._router, "link", "add", f"to{number}", "type", "veth", "peer", "name")
-            if place == COORDINATOR:
+            if host == COORDINATOR:
                 # Into this process's namespace, which has no name, by a process in it.
                 _run(*link, self._outer)
                 _run("ip", "-n", self._router, "link", "set", self._outer, "netns", str(os.getpid()))
                 inner, device = ["ip"], self._outer
             else:
-                name = self._name(place)
+                name = self._name(host)
                 _run("ip", "netns", "add", name)
                 _run(*link, "eth0", "netns", name)
                 inner, device = ["ip", "-n", name], "eth0"
                 _run(*inner, "link", "set", "lo", "up")
             _run("ip", "-n", self._router, "address", "add", f"{router}/24", "dev", f"to{number}")
             _run("ip", "-n", self._router, "link", "set", f"to{number}", "up")
-            _run(*inner, "address", "add", f"{self.address(place)}/24", "dev", device)
+            _run(*inner, "address", "add", f"{self.address(host)}/24", "dev", device)
             _run(*inner, "link", "set", device, "up")
             _run(*inner, "route", "add", f"10.{self._net}.0.0/16", "via", router)
 
@@ -208,7 +208,7 @@ def _free_net() -> int:
 
 
 @contextmanager
-def network(*places: str) -> Iterator[Network]:
+def network(*hosts: str) -> Iterator[Network]:
     """A network of these places and the coordinator's, removed after the block."""
-    with Network(places) as made:
+    with Network(hosts) as made:
         yield made

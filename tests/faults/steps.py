@@ -59,17 +59,17 @@ class Deadly:
     dtype = np.dtype(np.int64)
     shape = (2,)
 
-    def __init__(self, folder: str, number: int) -> None:
-        self.folder, self.number = folder, number
+    def __init__(self, folder: str, index: int) -> None:
+        self.folder, self.index = folder, index
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.int64]:
-        die_once(self.folder, f"result-{self.number}")
-        return np.array([self.number, -1])
+        die_once(self.folder, f"result-{self.index}")
+        return np.array([self.index, -1])
 
 
-def where(number: int) -> tuple[int, int, int]:
+def where(index: int) -> tuple[int, int, int]:
     """Return the argument, the worker that got it, and its process."""
-    return number, experimental_get_current_worker_index(), os.getpid()
+    return index, experimental_get_current_worker_index(), os.getpid()
 
 
 def deadly() -> None:
@@ -118,6 +118,6 @@ class Bomb:
 
 
 def _loaded(folder: str, times: int) -> Bomb:
-    for number in range(times):
-        die_once(folder, f"bomb-{number}")
+    for index in range(times):
+        die_once(folder, f"bomb-{index}")
     return Bomb(folder, times)

@@ -106,17 +106,17 @@ def test_all_are_killed(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_is_asked_to_end(script: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_it_is_asked_to_end(script: Path, tmp_path: Path, signum: signal.Signals) -> None:
     """Running functions end, a checkpoint is made, and the process ends as by the signal; the next one resumes."""
     with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
         errors = tmp_path / "errors"
         with started(cluster, script, tmp_path, 30, 0, errors=errors) as first:
             wait_for(str(tmp_path), "enough")
-            first.send_signal(number)
-            until(lambda: f"{number.name}: training stops" in errors.read_text(), "it has heard")
+            first.send_signal(signum)
+            until(lambda: f"{signum.name}: training stops" in errors.read_text(), "it has heard")
             (tmp_path / "go on").touch()
-            assert first.wait(TIMEOUT) == 128 + number
+            assert first.wait(TIMEOUT) == 128 + signum
         assert not (tmp_path / "result").exists()
         with started(cluster, script, tmp_path, 0, 0) as second:
             assert second.wait(TIMEOUT) == 0

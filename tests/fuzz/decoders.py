@@ -195,9 +195,9 @@ class Server:
         self.service.push(iter([pack(request, [payload])]), _context())
 
 
-def creation(number: int, dtype: str, shape: tuple[int, ...]) -> tuple[ps_pb2.Request, bytes]:
+def creation(variable: int, dtype: str, shape: tuple[int, ...]) -> tuple[ps_pb2.Request, bytes]:
     """A request that makes a variable of ones, and its payload."""
-    spec = ps_pb2.VariableSpec(id=number, name=f"v{number}", dtype=dtype, shape=shape, owners=[0])
+    spec = ps_pb2.VariableSpec(id=variable, name=f"v{variable}", dtype=dtype, shape=shape, owners=[0])
     for length in shape:
         spec.splits.add(ends=[length])
     data = np.ones(shape, dtype).tobytes()

@@ -16,13 +16,13 @@ _TEXTS = (
 _MOST = 1 << 16
 
 
-def varint(number: int) -> bytes:
+def varint(value: int) -> bytes:
     """Encode as protobuf does."""
     out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*out, number))
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
 
 
 def mutated(source: random.Random, examples: Sequence[bytes]) -> bytes:
@@ -37,29 +37,29 @@ def mutated(source: random.Random, examples: Sequence[bytes]) -> bytes:
 
 def _once(source: random.Random, data: bytearray, examples: Sequence[bytes]) -> bytearray:
     at = source.randrange(len(data) + 1)
-    what = source.randrange(11)
-    if what <= 1 and data:
+    mutation = source.randrange(11)
+    if mutation <= 1 and data:
         data[at % len(data)] ^= 1 << source.randrange(8)
-    elif what == 2 and data:
+    elif mutation == 2 and data:
         data[at % len(data)] = source.randrange(256)
-    elif what == 3:
+    elif mutation == 3:
         del data[at:]
-    elif what == 4:
+    elif mutation == 4:
         del data[at : at + source.choice((1, 1, 2, 4, 16, 64))]
-    elif what == 5:
+    elif mutation == 5:
         data[at:at] = source.randbytes(source.choice((1, 1, 2, 4, 16)))
-    elif what == 6:  # a number that may declare a length or a count
+    elif mutation == 6:  # a number that may declare a length or a count
         data[at : at + 1] = varint(source.choice(_VARINTS + _VARINTS_LARGE))
-    elif what == 7:
+    elif mutation == 7:
         data[at : at + source.choice((0, 0, 4))] = source.choice(_TEXTS)
-    elif what == 8:  # a part of another example, or of this one again
+    elif mutation == 8:  # a part of another example, or of this one again
         other = source.choice(examples)
         start = source.randrange(len(other) + 1)
-        part = other[start : start + source.choice((1, 4, 16, 64, 4096))]
-        data[at : at + source.choice((0, len(part)))] = part
-    elif what == 9:
-        part = bytes(data[at : at + source.choice((2, 8, 32))])
-        data[at:at] = part * source.choice((2, 10, 200))
+        piece = other[start : start + source.choice((1, 4, 16, 64, 4096))]
+        data[at : at + source.choice((0, len(piece)))] = piece
+    elif mutation == 9:
+        piece = bytes(data[at : at + source.choice((2, 8, 32))])
+        data[at:at] = piece * source.choice((2, 10, 200))
     else:
         data[at : at + 8] = source.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
     return data

@@ -88,13 +88,13 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype in FLOATS and dtype.itemsize == 2 else dtype
 
 
-def assert_same(got: Any, expected: Any, what: str = "") -> None:
+def assert_same(got: Any, expected: Any, context: str = "") -> None:
     """Check for the same type, shape and values; NaN equals NaN."""
-    assert np.shape(got) == np.shape(expected), what
-    assert np.asarray(got).dtype == np.asarray(expected).dtype, what
+    assert np.shape(got) == np.shape(expected), context
+    assert np.asarray(got).dtype == np.asarray(expected).dtype, context
     if np.asarray(got).dtype.kind == "V":  # bfloat16
         got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
-    np.testing.assert_array_equal(got, expected, err_msg=what)
+    np.testing.assert_array_equal(got, expected, err_msg=context)
 
 
 SEED = st.integers(0, 1 << 30)

@@ -79,7 +79,7 @@ def rubbish(address: str, generator: random.Random) -> None:
         frame(_SETTINGS, 0, 0) + b"".join(head("/pscluster.v1.Node/Attach", 2 * n + 1) for n in range(2000)),
     )
     noise = [generator.randbytes(generator.choice((1, 30, 3000))) for _ in range(10)]
-    for data in (*PROBES, *(PREFACE + each for each in broken), *noise, *(PREFACE + each for each in noise)):
+    for data in (*PROBES, *(PREFACE + frames for frames in broken), *noise, *(PREFACE + frames for frames in noise)):
         with contextlib.suppress(OSError), opened(address) as connection:
             connection.sendall(data)
             connection.settimeout(0.02)
@@ -152,15 +152,15 @@ def crowd(address: str, count: int) -> Iterator[list[socket.socket]]:
     """Open many connections: one third is silent, one speaks HTTP/2, one calls and never ends its message."""
     said = (b"", PREFACE + frame(_SETTINGS, 0, 0))
     says = (*said, said[1] + head("/pscluster.v1.Node/Status") + frame(_DATA, 0, 1, struct.pack(">BI", 0, 900)))
-    found: list[socket.socket] = []
+    connections: list[socket.socket] = []
     try:
-        for number in range(count):
+        for index in range(count):
             with contextlib.suppress(OSError):  # refused, or closed immediately: as it should be
-                found.append(opened(address))
-                found[-1].sendall(says[number % 3])
-        yield found
+                connections.append(opened(address))
+                connections[-1].sendall(says[index % 3])
+        yield connections
     finally:
-        for connection in found:
+        for connection in connections:
             connection.close()
 
 

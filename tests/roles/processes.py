@@ -109,8 +109,8 @@ def free_addresses(count: int) -> list[str]:
     Their ports are below those from which connections are made: among those, a connection to a port at which nothing
     listens yet may connect to itself.
     """
-    found: list[str] = []
-    while len(found) < count:
+    addresses: list[str] = []
+    while len(addresses) < count:
         address = f"127.0.0.1:{random.randrange(12_000, 32_000)}"
         host, port = address.split(":")
         with socket.socket() as probe:
@@ -118,9 +118,9 @@ def free_addresses(count: int) -> list[str]:
                 probe.bind((host, int(port)))
             except OSError:
                 continue
-        if address not in found:
-            found.append(address)
-    return found
+        if address not in addresses:
+            addresses.append(address)
+    return addresses
 
 
 def make_cluster(ps: int = 1, workers: int = 1, chief: bool = True) -> dict[str, list[str]]:
@@ -201,9 +201,9 @@ class Process:
                     raise AssertionError(f"no {pattern!r} from {self.command}: {why}\n{''.join(self._lines)}")
                 self._changed.wait(left)
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, signum: signal.Signals) -> None:
         """Send a signal."""
-        self._popen.send_signal(number)
+        self._popen.send_signal(signum)
 
     def wait(self) -> int:
         """Wait for it to end; return the exit code, or -n for signal n."""

@@ -89,9 +89,9 @@ row_ids = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, -1, 2**31, 2**62, -(2**63)])
 
 
 @st.composite
-def rows(draw: st.DrawFn, number: int) -> ps_pb2.Rows:
+def rows(draw: st.DrawFn, variable: int) -> ps_pb2.Rows:
     """Some rows of a variable: often ones that it has."""
-    shape = SHAPES.get(number, ("", ()))[1]
+    shape = SHAPES.get(variable, ("", ()))[1]
     kind = draw(st.sampled_from(["all", "slices", "slices", "ids", "ids", "ids", "none"]))
     chosen = ps_pb2.Rows()
     if kind == "all":
@@ -111,9 +111,9 @@ def rows(draw: st.DrawFn, number: int) -> ps_pb2.Rows:
     return chosen
 
 
-def row_size(number: int, chosen: ps_pb2.Rows) -> int:
+def row_size(variable: int, chosen: ps_pb2.Rows) -> int:
     """The size in bytes of the values that the rows select, if there are such."""
-    dtype, shape = SHAPES.get(number, ("float32", (4, 4)))
+    dtype, shape = SHAPES.get(variable, ("float32", (4, 4)))
     itemsize = np.dtype(dtype).itemsize
     if chosen.WhichOneof("kind") == "all":
         return math.prod(shape) * itemsize

@@ -27,24 +27,24 @@ def ends_in_order(process: Process, reason: str) -> None:
     assert "Traceback" not in process.output
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_idle_roles(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_idle_roles(signum: signal.Signals, tmp_path: Path) -> None:
     """A worker that waits for its server, a server, and an idle worker end cleanly."""
     with Roles(make_cluster(), tmp_path) as roles:
         waiting = roles.worker()
         waiting.wait_for("waiting for ps 0")
-        waiting.send(number)
-        ends_in_order(waiting, number.name)
+        waiting.send(signum)
+        ends_in_order(waiting, signum.name)
         ps, worker = roles.ps(), roles.worker()
         ps.wait_for("serving on")
         worker.wait_for("serving on")
         for process in (worker, ps):
-            process.send(number)
-            ends_in_order(process, number.name)
+            process.send(signum)
+            ends_in_order(process, signum.name)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_worker_that_runs_a_function(signum: signal.Signals, tmp_path: Path) -> None:
     """The running function ends and counts, those not started go to the other worker, and nothing counts twice."""
     gate = tmp_path / "gate"
     with Roles(make_cluster(workers=2), tmp_path) as roles:
@@ -53,30 +53,30 @@ def test_worker_that_runs_a_function(number: signal.Signals, tmp_path: Path) -> 
         coordinator = roles.coordinator(HELD, str(gate))
         for worker in workers:
             worker.wait_for("running on worker")
-        workers[0].send(number)
-        workers[0].wait_for(f"stopping: {number.name}")
+        workers[0].send(signum)
+        workers[0].wait_for(f"stopping: {signum.name}")
         assert workers[0].is_running, "its function has not ended"
         gate.touch()
-        ends_in_order(workers[0], number.name)
+        ends_in_order(workers[0], signum.name)
         assert coordinator.wait_for("w is").strip() == "w is [20.0, 20.0, 20.0, 20.0]"
         assert coordinator.wait() == 0
         assert workers[0].output.count("running on worker") + workers[1].output.count("running on worker") == 20
         assert "is gone; keeping its state" not in workers[0].output, "it is the worker that goes"
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_coordinator_that_waits(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_coordinator_that_waits(signum: signal.Signals, tmp_path: Path) -> None:
     """A coordinator that waits for tasks ends as by a signal, and says that its script had not ended."""
     with Roles(make_cluster(), tmp_path) as roles:
         coordinator = roles.coordinator(JOB)
         coordinator.wait_for("waiting for")
-        coordinator.send(number)
-        assert coordinator.wait() == 128 + number
-        assert coordinator.output.splitlines()[-1].endswith(f"stopped by {number.name} before the script had ended")
+        coordinator.send(signum)
+        assert coordinator.wait() == 128 + signum
+        assert coordinator.output.splitlines()[-1].endswith(f"stopped by {signum.name} before the script had ended")
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_coordinator_in_join(signum: signal.Signals, tmp_path: Path) -> None:
     """A coordinator in join() ends the job cleanly: the roles are told, and serve the next coordinator."""
     gate = tmp_path / "gate"
     with Roles(make_cluster(), tmp_path) as roles:
@@ -84,12 +84,12 @@ def test_coordinator_in_join(number: signal.Signals, tmp_path: Path) -> None:
         coordinator = roles.coordinator(HELD, str(gate))
         coordinator.wait_for("joining")
         worker.wait_for("running on worker 0")
-        coordinator.send(number)
-        assert coordinator.wait() == 128 + number
-        assert f"stopped by {number.name} before the script had ended" in coordinator.output
+        coordinator.send(signum)
+        assert coordinator.wait() == 128 + signum
+        assert f"stopped by {signum.name} before the script had ended" in coordinator.output
         assert "Traceback" not in coordinator.output
         for process in (ps, worker):
-            process.wait_for(f"the job is over: the coordinator was stopped by {number.name}")
+            process.wait_for(f"the job is over: the coordinator was stopped by {signum.name}")
         gate.touch()  # for the old job's function, which holds the worker
         after = roles.coordinator(JOB)
         after.wait_for(DONE)
@@ -288,8 +288,8 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_run(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_run(signum: signal.Signals, tmp_path: Path) -> None:
     """`pscluster run` ends the script and the roles on a signal, leaves nothing, and exits with 128 + n."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(HELD)
@@ -297,22 +297,22 @@ def test_run(number: signal.Signals, tmp_path: Path) -> None:
     with Process(command, environ(MARK=mark)) as process:
         process.wait_for("running on worker")
         assert len(left_over(mark)) == 7, "run, the script, and the five roles"
-        process.send(number)
-        assert process.wait() == 128 + number
+        process.send(signum)
+        assert process.wait() == 128 + signum
         assert left_over(mark) == []
-        assert f"stopped by {number.name} before the script had ended" in process.output
+        assert f"stopped by {signum.name} before the script had ended" in process.output
         assert "Traceback" not in process.output
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_run_before_the_script_has_a_cluster(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_run_before_the_script_has_a_cluster(signum: signal.Signals, tmp_path: Path) -> None:
     """A signal before the script has begun a job ends `pscluster run` as well."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text("import time\nprint('imports', flush=True)\nwhile True:\n    time.sleep(0.05)\n")
     with Process([*PSCLUSTER, "run", str(script)], environ(MARK=mark)) as process:
         process.wait_for("imports")
-        process.send(number)
-        assert process.wait() == 128 + number
+        process.send(signum)
+        assert process.wait() == 128 + signum
         assert left_over(mark) == []
 
 

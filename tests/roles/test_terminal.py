@@ -86,7 +86,7 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "number", "code"),
+    ("command", "signum", "code"),
     [
         (["status", "--watch"], signal.SIGINT, 0),
         (["status", "--watch"], signal.SIGTERM, -signal.SIGTERM),
@@ -94,7 +94,7 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
         (["top"], signal.SIGTERM, -signal.SIGTERM),
     ],
 )
-def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_live_in_a_terminal(command: list[str], signum: signal.Signals, code: int, tmp_path: Path) -> None:
     """In a terminal the picture is redrawn in place; however it ends, the cursor is restored."""
     cluster = make_cluster(chief=False)
     with Roles(cluster, tmp_path) as roles:
@@ -107,7 +107,7 @@ def test_live_in_a_terminal(command: list[str], number: signal.Signals, code: in
             shown = b""
             while shown.count(b"ps 0") < 3:
                 shown += os.read(terminal, 4096)
-            process.send_signal(number)
+            process.send_signal(signum)
             with contextlib.suppress(OSError):  # the terminal has ended, on Linux
                 while more := os.read(terminal, 4096):
                     shown += more

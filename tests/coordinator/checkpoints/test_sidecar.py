@@ -342,12 +342,12 @@ def test_what_is_no_number(job: Job, given: Any) -> None:
     assert Path(job.directory, "evaluations", RESULTS).read_text() == ""
 
 
-def events(place: str) -> dict[tuple[str, int], list[float]]:
+def events(folder: str) -> dict[tuple[str, int], list[float]]:
     """The scalars of all event files there, by name and step; their checksums are compared."""
     masked = pytest.importorskip("tensorboardX.record_writer").masked_crc32c
     event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
-    fs, where = fsspec.core.url_to_fs(place)
-    found: dict[tuple[str, int], list[float]] = {}
+    fs, where = fsspec.core.url_to_fs(folder)
+    scalars: dict[tuple[str, int], list[float]] = {}
     for name in fs.ls(where, detail=False):
         if "events.out.tfevents." not in name:
             continue
@@ -360,8 +360,8 @@ def events(place: str) -> dict[tuple[str, int], list[float]]:
             at += 16 + size
             read = event.FromString(body)
             for value in read.summary.value:
-                found.setdefault((value.tag, read.step), []).append(value.simple_value)
-    return found
+                scalars.setdefault((value.tag, read.step), []).append(value.simple_value)
+    return scalars
 
 
 @pytest.mark.parametrize("url", [False, True], ids=["local", "url"])

@@ -61,5 +61,5 @@ def save_picture(driver: webdriver.Chrome, path: Path, most: int = 10_000) -> No
     """All of the page, or its upper part of at most `most` pixels, as PNG."""
     width, height = driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, most), "scale": 1}
-    found = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
-    path.write_bytes(base64.b64decode(found["data"]))
+    screenshot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+    path.write_bytes(base64.b64decode(screenshot["data"]))

@@ -57,9 +57,9 @@ def row(driver: Any, table: str, first: str) -> str:
     return next((" ".join(each.split()) for each in rows if each.startswith(first)), "")
 
 
-def shows(driver: Any, what: Callable[[], object], words: str) -> None:
+def shows(driver: Any, predicate: Callable[[], object], words: str) -> None:
     """Wait until the page does."""
-    until(what, f"the page shows {words}", lambda: text_of(driver, "main"))
+    until(predicate, f"the page shows {words}", lambda: text_of(driver, "main"))
 
 
 def test_a_job(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ VARIABLE = 1
 class Surviving(StateManager):
     """A manager whose server finds all that the process before had, as after a generation with nothing logged since."""
 
-    def __init__(self, found: Restored | None) -> None:
+    def __init__(self, restored: Restored | None) -> None:
         super().__init__(DurabilityOptions())
-        self._found = found
+        self._restored = restored
 
     def restore(self) -> Restored | None:
         """What there was."""
-        return self._found
+        return self._restored
 
 
 class Server:
@@ -54,9 +54,9 @@ class Server:
         self.index = index
         self.start(None)
 
-    def start(self, found: Restored | None) -> None:
+    def start(self, restored: Restored | None) -> None:
         """A process."""
-        self.role = ParameterServerRole(self.index, Surviving(found))
+        self.role = ParameterServerRole(self.index, Surviving(restored))
         self.service = ParameterServerService(self.role)
         self.node = NodeService(make_identity("ps", self.index), self.role, lambda: None)
 

@@ -712,14 +712,14 @@ def children_of(parent: int, name: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_run_sends_signals_on(house: House, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_run_sends_signals_on(house: House, signum: signal.Signals) -> None:
     """Away from a terminal, a signal to the command is the script's, which decides on the exit code."""
-    handler = f"import signal, sys; signal.signal({int(number)}, lambda *_: sys.exit(40))"
+    handler = f"import signal, sys; signal.signal({int(signum)}, lambda *_: sys.exit(40))"
     command = house.program(f"sys.exit(house.run({handler + textwrap.dedent(_WAITS)!r}))")
     with running(command) as process:
         house.wait_for("script waits")
-        process.send_signal(number)
+        process.send_signal(signum)
         assert process.wait(TIMEOUT) == 40
     assert house.diary().count("script ends") == 1
 
@@ -736,8 +736,8 @@ def test_run_killed_takes_all_along(house: House) -> None:
             until(lambda pid=pid: gone(pid), f"{pid} is gone")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_stops_while_nothing_but_roles_run(house: House, number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_run_stops_while_nothing_but_roles_run(house: House, signum: signal.Signals) -> None:
     """A signal that comes when the script has ended, and a role is still waited for, ends the wait."""
     command = house.program(
         """
@@ -748,7 +748,7 @@ def test_run_stops_while_nothing_but_roles_run(house: House, number: signal.Sign
     with running(command) as process:
         until(lambda: "worker 0 serves" in house.diary() and "ps 0 serves" in house.diary(), "the roles serve")
         house.wait_for("worker 0 asked to stop")
-        process.send_signal(number)
+        process.send_signal(signum)
         assert process.wait(TIMEOUT) == 6
 
 

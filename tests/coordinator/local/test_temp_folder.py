@@ -66,16 +66,16 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temp_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
-def left_folder(place: Path) -> Path:
+def left_folder(temp_root: Path) -> Path:
     """Of a server, in what an owner has left."""
-    server = place / "pscluster-local-abcd1237.tmp" / "state" / "ps-0"
+    server = temp_root / "pscluster-local-abcd1237.tmp" / "state" / "ps-0"
     server.mkdir(parents=True)
     (server.parents[1] / ".tls.0123abcd").mkdir()  # it died while it made certificates
     return server
@@ -97,29 +97,29 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @pytest.mark.timeout(60)
-def test_what_is_left_by_who_was_killed_goes(place: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_what_is_left_by_who_was_killed_goes(temp_root: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, theirs = owner
     process.kill()
     process.wait()
     assert (theirs / "state" / "0" / "data").read_text() == "mine"
     mine = OwnFolder()
-    assert list(place.iterdir()) == [mine.path]
+    assert list(temp_root.iterdir()) == [mine.path]
     mine.remove()
-    assert not list(place.iterdir())
+    assert not list(temp_root.iterdir())
 
 
 @pytest.mark.timeout(60)
-def test_what_is_used_stays(place: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_what_is_used_stays(temp_root: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, theirs = owner
     mine = OwnFolder()
     assert (theirs / "state" / "0" / "data").read_text() == "mine"
     mine.remove()
     process.communicate("remove\n")
-    assert not list(place.iterdir())
+    assert not list(temp_root.iterdir())
 
 
 @pytest.mark.timeout(60)
-def test_a_server_that_still_saves_is_waited_for(place: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_server_that_still_saves_is_waited_for(temp_root: Path, owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, theirs = owner
     lock = f"import fcntl; f = open({str(theirs / 'state/0/lock')!r}); fcntl.flock(f, fcntl.LOCK_EX); print(); input()"
     with started(lock) as server:
@@ -131,13 +131,13 @@ def test_a_server_that_still_saves_is_waited_for(place: Path, owner: tuple[subpr
         assert (theirs / "state" / "0" / "data").read_text() == "mine"
         server.communicate("\n")
     OwnFolder().remove()
-    assert not list(place.iterdir())
+    assert not list(temp_root.iterdir())
 
 
 @pytest.mark.timeout(60)
-def test_a_server_that_begins_during_a_sweep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_begins_during_a_sweep(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner starts it, and dies, just before the sweep has the owner's lock."""
-    server = left_folder(place)
+    server = left_folder(temp_root)
     taken, others = temp_folder._taken, list[int]()
 
     def late(lock: int) -> bool:
@@ -147,109 +147,109 @@ def test_a_server_that_begins_during_a_sweep(place: Path, monkeypatch: pytest.Mo
         return taken(lock)
 
     monkeypatch.setattr(temp_folder, "_taken", late)
-    temp_folder._sweep(place)
+    temp_folder._sweep(temp_root)
     assert (server / "lock").exists()
     os.close(others[0])
-    temp_folder._sweep(place)
-    assert not list(place.iterdir())
+    temp_folder._sweep(temp_root)
+    assert not list(temp_root.iterdir())
 
 
-def test_a_sweep_that_comes_before_the_owner_has_the_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_that_comes_before_the_owner_has_the_lock(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, seen = temp_folder._taken, list[Path]()
 
     def late(lock: int) -> bool:
         if not seen:
-            seen.extend(place.iterdir())
-            temp_folder._sweep(place)
+            seen.extend(temp_root.iterdir())
+            temp_folder._sweep(temp_root)
         return taken(lock)
 
     monkeypatch.setattr(temp_folder, "_taken", late)
     mine = OwnFolder()
-    assert list(place.iterdir()) == [mine.path] != seen
-    temp_folder._sweep(place)
-    assert list(place.iterdir()) == [mine.path]
+    assert list(temp_root.iterdir()) == [mine.path] != seen
+    temp_folder._sweep(temp_root)
+    assert list(temp_root.iterdir()) == [mine.path]
     mine.remove()
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EBADF])
-def test_where_there_are_no_locks(place: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_where_there_are_no_locks(temp_root: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(_lock: int, _how: int) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("fcntl.flock", fail)
     mine, other = OwnFolder(), OwnFolder()
-    assert sorted(place.iterdir()) == sorted([mine.path, other.path])
+    assert sorted(temp_root.iterdir()) == sorted([mine.path, other.path])
     mine.remove()
     other.remove()
-    assert not list(place.iterdir())
+    assert not list(temp_root.iterdir())
 
 
-def test_what_is_not_ours_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = place / "elsewhere"
+def test_what_is_not_ours_stays(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = temp_root / "elsewhere"
     (elsewhere / "state").mkdir(parents=True)
-    (place / "pscluster-local-abcd1234.tmp").symlink_to(elsewhere)
-    (place / "pscluster-local-abcd1235.tmp").touch()
-    (place / "pscluster-local-mine" / "state").mkdir(parents=True)
-    (place / "pscluster-local-abcd1236.tmp" / "state").mkdir(parents=True)
-    (place / "pscluster-local-abcd1236.tmp" / "thesis.txt").touch()
-    before = sorted(place.rglob("*"))
-    temp_folder._sweep(place)
-    assert sorted(place.rglob("*")) == before
+    (temp_root / "pscluster-local-abcd1234.tmp").symlink_to(elsewhere)
+    (temp_root / "pscluster-local-abcd1235.tmp").touch()
+    (temp_root / "pscluster-local-mine" / "state").mkdir(parents=True)
+    (temp_root / "pscluster-local-abcd1236.tmp" / "state").mkdir(parents=True)
+    (temp_root / "pscluster-local-abcd1236.tmp" / "thesis.txt").touch()
+    before = sorted(temp_root.rglob("*"))
+    temp_folder._sweep(temp_root)
+    assert sorted(temp_root.rglob("*")) == before
 
-    theirs, me = left_folder(place), os.getuid()
+    theirs, me = left_folder(temp_root), os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    temp_folder._sweep(place)
+    temp_folder._sweep(temp_root)
     assert theirs.exists()
 
 
-def test_links_in_what_is_left_are_not_followed(place: Path) -> None:
-    (place / "precious").mkdir()
-    (place / "precious" / "data").touch()
-    (left_folder(place) / "link").symlink_to(place / "precious")
-    temp_folder._sweep(place)
-    assert sorted(place.rglob("*")) == [place / "precious", place / "precious" / "data"]
+def test_links_in_what_is_left_are_not_followed(temp_root: Path) -> None:
+    (temp_root / "precious").mkdir()
+    (temp_root / "precious" / "data").touch()
+    (left_folder(temp_root) / "link").symlink_to(temp_root / "precious")
+    temp_folder._sweep(temp_root)
+    assert sorted(temp_root.rglob("*")) == [temp_root / "precious", temp_root / "precious" / "data"]
 
 
-def test_what_could_not_be_removed_is_removed_later(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_removed_is_removed_later(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = OwnFolder()
-    left_folder(place)
+    left_folder(temp_root)
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda _path, ignore_errors: None)
         mine.remove()
-        temp_folder._sweep(place)
-        assert len(list(place.iterdir())) == 2
-    temp_folder._sweep(place)
-    assert not list(place.iterdir())
+        temp_folder._sweep(temp_root)
+        assert len(list(temp_root.iterdir())) == 2
+    temp_folder._sweep(temp_root)
+    assert not list(temp_root.iterdir())
 
 
 @pytest.mark.timeout(120)
-def test_many_at_once(place: Path) -> None:
+def test_many_at_once(temp_root: Path) -> None:
     processes = [started(ONE_OF_MANY) for _ in range(4)]
     assert [process.wait() for process in processes] == [0] * 4
     for process in processes:
         process.communicate()
-    temp_folder._sweep(place)
-    assert not list(place.iterdir())
+    temp_folder._sweep(temp_root)
+    assert not list(temp_root.iterdir())
 
 
-def test_no_place_for_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
+def test_no_place_for_it(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temp_root / "nowhere"))
     with pytest.raises(ConfigurationError, match=r"No such file.*nowhere.*set TMPDIR to a directory where"):
         LocalCluster(1, 1).start()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", str(temp_root))
     with LocalCluster(1, 1, log_level="ERROR"):
-        assert list(place.glob("pscluster-local-*"))
-    assert not list(place.iterdir())
+        assert list(temp_root.glob("pscluster-local-*"))
+    assert not list(temp_root.iterdir())
 
 
 @pytest.mark.timeout(120)
-def test_a_cluster_that_was_killed(place: Path) -> None:
+def test_a_cluster_that_was_killed(temp_root: Path) -> None:
     """Its servers make a last save when their parent has died; the next cluster removes it, and the keys."""
     with started(CLUSTER) as process:
         try:
             assert process.stdout is not None
             pids = [int(pid) for pid in process.stdout.readline().split()]
-            (left,) = place.glob("pscluster-local-*")
+            (left,) = temp_root.glob("pscluster-local-*")
             assert list(left.rglob("*.safetensors"))
             assert list(left.rglob("*.key"))
         finally:
@@ -257,6 +257,6 @@ def test_a_cluster_that_was_killed(place: Path) -> None:
     for pid in pids:
         until(lambda pid=pid: gone(pid), f"{pid} is gone")  # type: ignore[misc]
     with LocalCluster(1, 1, log_level="ERROR"):
-        (mine,) = place.glob("pscluster-local-*")
+        (mine,) = temp_root.glob("pscluster-local-*")
         assert mine != left
-    assert not list(place.glob("pscluster-local-*"))
+    assert not list(temp_root.glob("pscluster-local-*"))

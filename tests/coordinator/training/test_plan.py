@@ -58,9 +58,9 @@ class Data:
         plan.begin((self.first, self.begun), 0)
         return plan
 
-    def element(self, epoch: int, place: int) -> int:
+    def element(self, epoch: int, item: int) -> int:
         """Its number, from the one at which the training began."""
-        return (epoch - self.first) * self.elements + place // self.items_per_element - self.begun
+        return (epoch - self.first) * self.elements + item // self.items_per_element - self.begun
 
     def take(self, plan: Plan, training_epoch: int) -> Part | None:
         """What the next function gets."""

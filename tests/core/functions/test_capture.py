@@ -54,9 +54,9 @@ class Token:
     """An object that can be deleted."""
 
 
-def changed(found: Captures) -> Changes | None:
+def changed(captures: Captures) -> Changes | None:
     """The changes that a check reports; None if there are none."""
-    return None if found.are_same() else found.changes()
+    return None if captures.are_same() else captures.changes()
 
 
 SAME, CODE = None, Changes(True, [])

@@ -44,11 +44,11 @@ class Scraped:
 
     def total(self, name: str) -> float:
         """The sum of all samples of that name."""
-        return sum(value for (found, _), value in self._samples.items() if found == name)
+        return sum(value for (sample, _), value in self._samples.items() if sample == name)
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a label."""
-        return {dict(labels)[label] for found, labels in self._samples if found == name}
+        return {dict(labels)[label] for sample, labels in self._samples if sample == name}
 
 
 def scrape(address: str) -> Scraped:
@@ -60,9 +60,9 @@ def scrape(address: str) -> Scraped:
 
 def addresses(strategy: ParameterServerStrategy) -> dict[str, str]:
     """The address at which each role of a strategy's cluster serves its metrics, by its name such as "ps 0"."""
-    found = {"coordinator": strategy.metrics_address}
+    by_role = {"coordinator": strategy.metrics_address}
     with contextlib.closing(Asker(strategy.tasks)) as asker:
         for peer, reply in asker.ask(explained=True).items():
             assert not isinstance(reply, str), reply
-            found[peer.task] = reply.metrics_address
-    return found
+            by_role[peer.task] = reply.metrics_address
+    return by_role

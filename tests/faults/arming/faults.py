@@ -102,12 +102,12 @@ class Fault:
 
 def parse(text: str, source: str = VARIABLE) -> list[Fault]:
     """Parse the faults in a text. ConfigurationError if it holds anything else."""
-    found = []
-    for part in filter(None, map(str.strip, text.split(";"))):
-        match = _FAULT.fullmatch(part)
+    faults = []
+    for entry in filter(None, map(str.strip, text.split(";"))):
+        match = _FAULT.fullmatch(entry)
         if match is None:
             raise ConfigurationError(
-                f"{source} has {part!r}, which is no fault; write [ROLE/]TARGET=ACTION[:SECONDS][@N], such as "
+                f"{source} has {entry!r}, which is no fault; write [ROLE/]TARGET=ACTION[:SECONDS][@N], such as "
                 "ps.log.after=kill@3, or take the variable away"
             )
         role, target, action, seconds, nth = match.groups()
@@ -129,9 +129,9 @@ def parse(text: str, source: str = VARIABLE) -> list[Fault]:
         try:
             wait = float(seconds or _SECONDS)
         except ValueError:
-            raise ConfigurationError(f"{source} has {seconds!r} where seconds belong, in {part!r}") from None
-        found.append(Fault(part, role or "", target, action, wait, int(nth or 0)))
-    return found
+            raise ConfigurationError(f"{source} has {seconds!r} where seconds belong, in {entry!r}") from None
+        faults.append(Fault(entry, role or "", target, action, wait, int(nth or 0)))
+    return faults
 
 
 class Faults:
@@ -166,16 +166,16 @@ class Faults:
     def due(self, target: str) -> Fault | None:
         """Return the fault that strikes here and now; the call is counted."""
         with self._lock:
-            found = None
+            striking = None
             for fault in self._all():
                 if fault.target != target or fault.role not in ("", self._role):
                     continue
                 self._counts[fault] += 1
-                if found is None and (not fault.nth or (fault.nth <= self._counts[fault] and self._is_first(fault))):
-                    found = fault
-            if found is not None:
-                logger.warning("FAULT: %s", found.text)
-            return found
+                if striking is None and (not fault.nth or (fault.nth <= self._counts[fault] and self._is_first(fault))):
+                    striking = fault
+            if striking is not None:
+                logger.warning("FAULT: %s", striking.text)
+            return striking
 
     def _is_first(self, fault: Fault) -> bool:
         """Whether no process has claimed it before; call under the lock."""
@@ -187,11 +187,11 @@ class Faults:
     def _leave(self, name: str, text: str) -> bool:
         assert self._folder is not None
         try:
-            number = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            descriptor = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError:  # it exists; or the directory was removed with its test
             return False
-        os.write(number, text.encode())
-        os.close(number)
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
         return True
 
     def ended(self, fault: Fault, how: str) -> None:

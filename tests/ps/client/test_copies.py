@@ -39,11 +39,11 @@ from pscluster.v1 import ps_pb2
 both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG])
 
 
-def copying(held: Store, source: int, number: int, *optimizers: int, **changes: Any) -> ps_pb2.CreateRequest:
+def copying(held: Store, source: int, copy_id: int, *optimizers: int, **changes: Any) -> ps_pb2.CreateRequest:
     """The request for a copy."""
     spec = next(each.spec for each in held.held()[0] if each.spec.id == source)
     request = ps_pb2.CreateRequest(job=held.job, variable=spec)
-    request.variable.id, request.variable.name, request.variable.evaluation = number, f"copies/{number}", 1
+    request.variable.id, request.variable.name, request.variable.evaluation = copy_id, f"copies/{copy_id}", 1
     for name, value in changes.items():
         if name == "ends":
             request.variable.splits[0].ClearField("ends")

@@ -26,10 +26,10 @@ from pscluster.v1 import ps_pb2
 CONTEXT = cast(grpc.ServicerContext, FakeCall())
 
 
-def spec_of(name: str, number: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2.VariableSpec:
+def spec_of(name: str, variable_id: int = 1, shape: tuple[int, ...] = (1,)) -> ps_pb2.VariableSpec:
     """An int64 variable in one shard."""
     splits = [ps_pb2.AxisSplit(ends=[length]) for length in shape]
-    return ps_pb2.VariableSpec(id=number, name=name, shape=shape, dtype="int64", owners=[0], splits=splits)
+    return ps_pb2.VariableSpec(id=variable_id, name=name, shape=shape, dtype="int64", owners=[0], splits=splits)
 
 
 def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
@@ -40,10 +40,10 @@ def create(store: Store, spec: ps_pb2.VariableSpec, value: int = 0) -> None:
     creation.create(store, request, Payload([memoryview(value.to_bytes(8, "little") + bytes(8))[:size]]))
 
 
-def read_request(job: int = 1, rows: ps_pb2.Rows | None = None, number: int = 0) -> ps_pb2.Request:
+def read_request(job: int = 1, rows: ps_pb2.Rows | None = None, request_id: int = 0) -> ps_pb2.Request:
     """A read of all of variable 1."""
     item = ps_pb2.ReadItem(variable=1, shard=0, rows=rows or ps_pb2.Rows(all=True))
-    return ps_pb2.Request(id=number, read=ps_pb2.ReadRequest(job=job, items=[item]), last=True)
+    return ps_pb2.Request(id=request_id, read=ps_pb2.ReadRequest(job=job, items=[item]), last=True)
 
 
 @pytest.fixture

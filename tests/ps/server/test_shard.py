@@ -246,19 +246,19 @@ class Client:
             self.held, request, updates.check_update(self.held, request, total), payload or padded(*segments)
         )
 
-    def dense(self, number: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:
+    def dense(self, shard: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:
         """Update a whole shard."""
-        item = ps_pb2.UpdateItem(shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True))
+        item = ps_pb2.UpdateItem(shard=shard, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True))
         self.update(item, values)
 
-    def replace(self, number: int, values: Values) -> None:
+    def replace(self, shard: int, values: Values) -> None:
         """Assign a whole shard in an array of its own."""
-        item = ps_pb2.UpdateItem(shard=number, kind=ps_pb2.ASSIGN, rows=ps_pb2.Rows(all=True))
+        item = ps_pb2.UpdateItem(shard=shard, kind=ps_pb2.ASSIGN, rows=ps_pb2.Rows(all=True))
         self.update(item, values, payload=Payload([view(values)], arrays={0: values}))
 
-    def rows(self, number: int, kind: ps_pb2.UpdateKind, ids: list[int], values: Values, optimizer: int = 0) -> None:
+    def rows(self, shard: int, kind: ps_pb2.UpdateKind, ids: list[int], values: Values, optimizer: int = 0) -> None:
         """Update rows of a shard."""
-        item = ps_pb2.UpdateItem(shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(ids=len(ids)))
+        item = ps_pb2.UpdateItem(shard=shard, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(ids=len(ids)))
         self.update(item, np.array(ids, np.int64), values)
 
 
@@ -316,43 +316,43 @@ class StoreMachine(RuleBasedStateMachine):
             pieces_of.close()  # type: ignore[attr-defined]  # a generator; gRPC closes it so
 
     @rule(
-        number=st.integers(0, 1), seed=st.integers(0, 99), how=st.sampled_from(["assign", "replace", "add", "gradient"])
+        shard=st.integers(0, 1), seed=st.integers(0, 99), how=st.sampled_from(["assign", "replace", "add", "gradient"])
     )
-    def dense_update(self, number: int, seed: int, how: str) -> None:
+    def dense_update(self, shard: int, seed: int, how: str) -> None:
         """Change all of a shard."""
-        twin = self.twin[number]
+        twin = self.twin[shard]
         values = np.random.default_rng(seed).integers(-9, 9, twin.shape).astype(np.float32)
         if how == "assign":
-            self.client.dense(number, ps_pb2.ASSIGN, values)
+            self.client.dense(shard, ps_pb2.ASSIGN, values)
             twin[...] = values
         elif how == "replace":
-            self.client.replace(number, values)
+            self.client.replace(shard, values)
             twin[...] = values
         elif how == "add":
-            self.client.dense(number, ps_pb2.ADD, values)
+            self.client.dense(shard, ps_pb2.ADD, values)
             twin += values
         else:
-            self.client.dense(number, ps_pb2.APPLY_GRADIENT, values, OPTIMIZER)
+            self.client.dense(shard, ps_pb2.APPLY_GRADIENT, values, OPTIMIZER)
             twin -= values
 
     @rule(
-        number=st.integers(0, 1),
+        shard=st.integers(0, 1),
         ids=st.lists(st.integers(0, 3), max_size=5),
         seed=st.integers(0, 99),
         how=st.sampled_from(["add", "max", "gradient"]),
     )
-    def sparse_update(self, number: int, ids: list[int], seed: int, how: str) -> None:
+    def sparse_update(self, shard: int, ids: list[int], seed: int, how: str) -> None:
         """Change rows of a shard; of duplicates the sum, or the largest, counts."""
-        twin = self.twin[number]
+        twin = self.twin[shard]
         values = np.random.default_rng(seed).integers(-9, 9, (len(ids), 5)).astype(np.float32)
         if how == "add":
-            self.client.rows(number, ps_pb2.ADD, ids, values)
+            self.client.rows(shard, ps_pb2.ADD, ids, values)
             np.add.at(twin, ids, values)
         elif how == "max":
-            self.client.rows(number, ps_pb2.MAX, ids, values)
+            self.client.rows(shard, ps_pb2.MAX, ids, values)
             np.maximum.at(twin, ids, values)
         else:
-            self.client.rows(number, ps_pb2.APPLY_GRADIENT, ids, values, OPTIMIZER)
+            self.client.rows(shard, ps_pb2.APPLY_GRADIENT, ids, values, OPTIMIZER)
             np.subtract.at(twin, ids, values)
 
     def teardown(self) -> None:

@@ -41,9 +41,9 @@ def build_shim(folder: Path) -> Path:
     return shim
 
 
-def acknowledgement(what: str, count: int) -> bytes:
+def acknowledgement(name: str, count: int) -> bytes:
     """Return an acknowledgement's record, to be appended to the journal in one write."""
-    return _HEAD.pack(ACKNOWLEDGED, 0, count, len(what), 0, 0) + what.encode()
+    return _HEAD.pack(ACKNOWLEDGED, 0, count, len(name), 0, 0) + name.encode()
 
 
 def read_journal(path: Path) -> list[Record]:
@@ -85,21 +85,21 @@ class Machine:
         self._files: list[_File] = []
         self._names: dict[str, _Names] = {}
         now: dict[int, int] = {}  # our file by inode: a number is reused once its file is removed
-        for each in records:
-            match each.kind:
+        for record in records:
+            match record.kind:
                 case b"C":
-                    now[each.inode] = len(self._files)
+                    now[record.inode] = len(self._files)
                     self._files.append(_File())
-                    self._named(each, now)
+                    self._named(record, now)
                 case b"L" | b"R" | b"U":
-                    self._named(each, now)
+                    self._named(record, now)
                 case b"W" | b"T":
-                    self._files[now[each.inode]].calls.append(each)
+                    self._files[now[record.inode]].calls.append(record)
                 case b"S":
-                    file = self._files[now[each.inode]]
+                    file = self._files[now[record.inode]]
                     file.synced = len(file.calls)
                 case b"D":
-                    names = self._names.setdefault(each.path, _Names())
+                    names = self._names.setdefault(record.path, _Names())
                     names.synced = len(names.calls)
 
     def _named(self, record: Record, now: dict[int, int]) -> None:

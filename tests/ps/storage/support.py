@@ -61,12 +61,12 @@ def padded(*arrays: Array) -> Payload:
     return Payload([memoryview(b"".join(pieces))])
 
 
-def declare(held: Store, number: int, values: Array, *ends: tuple[int, ...], name: str = "") -> None:
+def declare(held: Store, variable: int, values: Array, *ends: tuple[int, ...], name: str = "") -> None:
     """Create a variable with these values, cut only along its first axis, with all shards here."""
     cuts = ends[0] if ends else values.shape[:1]
     splits = [{"ends": cuts if axis == 0 else [length]} for axis, length in enumerate(values.shape)]
     spec = ps_pb2.VariableSpec(
-        id=number, name=name or f"v{number}", dtype=values.dtype.name, shape=values.shape, splits=splits
+        id=variable, name=name or f"v{variable}", dtype=values.dtype.name, shape=values.shape, splits=splits
     )
     spec.owners.extend([held.index] * (len(cuts) if values.ndim else 1))
     parts = np.split(values, cuts[:-1]) if values.ndim else [values]
@@ -74,59 +74,57 @@ def declare(held: Store, number: int, values: Array, *ends: tuple[int, ...], nam
 
 
 def declare_rule(
-    held: Store, number: int, rule: str, *, schedule: str = "", ema: float = 0.0, **hyperparameters: float
+    held: Store, optimizer: int, rule: str, *, schedule: str = "", ema: float = 0.0, **hyperparameters: float
 ) -> None:
     """Create an optimizer."""
     numbers, flags = RULES[rule](**hyperparameters).to_spec()
     spec = ps_pb2.OptimizerSpec(
-        id=number, name=f"o{number}", rule=rule, numbers=numbers, flags=flags, schedule=schedule, ema_momentum=ema
+        id=optimizer, name=f"o{optimizer}", rule=rule, numbers=numbers, flags=flags, schedule=schedule, ema_momentum=ema
     )
     creation.create(held, ps_pb2.CreateRequest(job=held.job, optimizer=spec), Payload([]))
 
 
-def values_of(held: Store, variable: int, number: int = 0) -> Array:
+def values_of(held: Store, variable: int, shard: int = 0) -> Array:
     """Return a copy of a shard's values."""
-    found = {each.spec.id: each for each in held.held()[0]}[variable].shards[number]
-    with found.lock:
-        return found.array.copy()
+    held_shard = {known.spec.id: known for known in held.held()[0]}[variable].shards[shard]
+    with held_shard.lock:
+        return held_shard.array.copy()
 
 
 def facts(held: Store, *, ledger: bool = True) -> Facts:
     """Return all that a store holds, for comparison."""
-    found: Facts = {}
+    contents: Facts = {}
     variables, optimizers, awaited = held.held()
-    for each in variables:
-        found["variable", each.spec.id] = each.spec.SerializeToString(deterministic=True)
-        for number, part in each.shards.items():
-            with part.lock:
-                for name, array in part.arrays().items():
-                    found[each.spec.id, number, name] = array.dtype.name, array.shape, array.tobytes()
-                found[each.spec.id, number, "counts"] = part.updates, dict(part.steps)
+    for variable in variables:
+        contents["variable", variable.spec.id] = variable.spec.SerializeToString(deterministic=True)
+        for index, held_shard in variable.shards.items():
+            with held_shard.lock:
+                for name, array in held_shard.arrays().items():
+                    contents[variable.spec.id, index, name] = array.dtype.name, array.shape, array.tobytes()
+                contents[variable.spec.id, index, "counts"] = held_shard.updates, dict(held_shard.steps)
                 with held.ledger() as memory:
-                    keys = [(origin, sorted(nths)) for origin, nths in memory.keys_of(each.spec.id, number)]
-            found[each.spec.id, number, "keys"] = sorted(keys, key=repr)
+                    keys = [(origin, sorted(nths)) for origin, nths in memory.keys_of(variable.spec.id, index)]
+            contents[variable.spec.id, index, "keys"] = sorted(keys, key=repr)
     for known in optimizers:
-        found["optimizer", known.spec.id] = known.spec.SerializeToString(deterministic=True), known.by_value
+        contents["optimizer", known.spec.id] = known.spec.SerializeToString(deterministic=True), known.by_value
     metadata = held.directory.metadata
     with metadata.lock, held.ledger() as memory:
         keys = [(origin, sorted(nths)) for origin, nths in memory.keys_of(*METADATA)]
-        found["metadata"], found["metadata", "keys"] = (metadata.texts, metadata.updates), sorted(keys, key=repr)
-    found["awaited"], found["job"], found["index"] = awaited, held.job, held.index
+        contents["metadata"], contents["metadata", "keys"] = (metadata.texts, metadata.updates), sorted(keys, key=repr)
+    contents["awaited"], contents["job"], contents["index"] = awaited, held.job, held.index
     if ledger:
         with held.ledger() as memory:
-            found["closed"], found["finished"] = sorted(memory.closed), list(memory.finished)
-            found["settled"] = {number: client.settled for number, client in memory.clients.items() if client.settled}
-    return found
+            contents["closed"], contents["finished"] = sorted(memory.closed), list(memory.finished)
+            contents["settled"] = {key: client.settled for key, client in memory.clients.items() if client.settled}
+    return contents
 
 
 # Updates
 
 
-def dense(kind: ps_pb2.UpdateKind, values: Array, variable: int = 1, number: int = 0, optimizer: int = 0) -> Part:
+def dense(kind: ps_pb2.UpdateKind, values: Array, variable: int = 1, shard: int = 0, optimizer: int = 0) -> Part:
     """Update a whole shard."""
-    item = ps_pb2.UpdateItem(
-        variable=variable, shard=number, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True)
-    )
+    item = ps_pb2.UpdateItem(variable=variable, shard=shard, kind=kind, optimizer=optimizer, rows=ps_pb2.Rows(all=True))
     return item, (values,)
 
 
@@ -135,14 +133,14 @@ def rows(
     ids: list[int],
     values: Array,
     variable: int = 1,
-    number: int = 0,
+    shard: int = 0,
     optimizer: int = 0,
     leading: int = 0,
 ) -> Part:
     """Update rows of a shard."""
     item = ps_pb2.UpdateItem(
         variable=variable,
-        shard=number,
+        shard=shard,
         kind=kind,
         optimizer=optimizer,
         rows=ps_pb2.Rows(ids=len(ids), leading=leading),
@@ -151,25 +149,25 @@ def rows(
 
 
 def box(
-    kind: ps_pb2.UpdateKind, axes: list[tuple[int, int, int]], values: Array, variable: int = 1, number: int = 0
+    kind: ps_pb2.UpdateKind, axes: list[tuple[int, int, int]], values: Array, variable: int = 1, shard: int = 0
 ) -> Part:
     """Update a box, given as start, step and count of each axis; a scalar is for all of it."""
     slices = ps_pb2.Slices(axes=[{"start": start, "step": step, "count": count} for start, step, count in axes])
-    item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=kind, rows=ps_pb2.Rows(slices=slices))
+    item = ps_pb2.UpdateItem(variable=variable, shard=shard, kind=kind, rows=ps_pb2.Rows(slices=slices))
     item.scalar = values.ndim == 0 and bool(axes)
     return item, (values,)
 
 
-def scalar(kind: ps_pb2.UpdateKind, value: Array, variable: int = 1, number: int = 0) -> Part:
+def scalar(kind: ps_pb2.UpdateKind, value: Array, variable: int = 1, shard: int = 0) -> Part:
     """Update all of a shard with one value."""
-    item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=kind, rows=ps_pb2.Rows(all=True), scalar=True)
+    item = ps_pb2.UpdateItem(variable=variable, shard=shard, kind=kind, rows=ps_pb2.Rows(all=True), scalar=True)
     return item, (value,)
 
 
 def put(name: str, text: str) -> Part:
     """Of the job's metadata."""
-    variable, number = METADATA
-    item = ps_pb2.UpdateItem(variable=variable, shard=number, kind=ps_pb2.PUT, name=name, text=text)
+    variable, shard = METADATA
+    item = ps_pb2.UpdateItem(variable=variable, shard=shard, kind=ps_pb2.PUT, name=name, text=text)
     return item, (np.empty(0, np.uint8),)
 
 
@@ -285,11 +283,11 @@ class Trouble:
         self.raised = 0
         patch.setattr(os, call, self)
 
-    def __call__(self, number: int, *rest: Any) -> Any:
-        if self.armed and self._files_with in os.readlink(f"/proc/self/fd/{number}"):
+    def __call__(self, descriptor: int, *rest: Any) -> Any:
+        if self.armed and self._files_with in os.readlink(f"/proc/self/fd/{descriptor}"):
             self.raised += 1
             self.fail()
-        return self._real(number, *rest)
+        return self._real(descriptor, *rest)
 
     def fail(self) -> None:
         """Raise the error."""

@@ -83,28 +83,28 @@ class Disk:
             patch.setattr(os, call, self._patched(call))
 
     def _patched(self, call: str) -> Any:
-        def called(what: Any, *rest: Any, **more: Any) -> Any:
+        def called(target: Any, *rest: Any, **more: Any) -> Any:
             with self._lock:
-                if self.folder is None or not self._mine(call, what, rest):
-                    return self._real[call](what, *rest, **more)
-                return self._called(call, what, *rest, **more)
+                if self.folder is None or not self._mine(call, target, rest):
+                    return self._real[call](target, *rest, **more)
+                return self._called(call, target, *rest, **more)
 
         return called
 
-    def _mine(self, call: str, what: Any, rest: tuple[Any, ...]) -> bool:
+    def _mine(self, call: str, target: Any, rest: tuple[Any, ...]) -> bool:
         if call == "open" and not rest[0] & os.O_CREAT:
             return False
-        path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+        path = Path(os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target)
         return path.parent == self.folder and path.name.startswith(("log", "state-", "losses"))
 
     @staticmethod
-    def _is_of_a_generation(call: str, what: Any) -> bool:
-        path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+    def _is_of_a_generation(call: str, target: Any) -> bool:
+        path = Path(os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target)
         return path.name.startswith("state-") and call != "unlink"
 
-    def _called(self, call: str, what: Any, *rest: Any, **more: Any) -> Any:
+    def _called(self, call: str, target: Any, *rest: Any, **more: Any) -> Any:
         assert self.folder is not None
-        if self.meanwhile is not None and self._is_of_a_generation(call, what):
+        if self.meanwhile is not None and self._is_of_a_generation(call, target):
             self.happens_in -= 1
             if self.happens_in == 0:
                 happens, self.meanwhile = self.meanwhile, None
@@ -115,7 +115,7 @@ class Disk:
             if self.torn and call == "pwritev":
                 buffers, offset = rest
                 whole = b"".join(bytes(buffer) for buffer in buffers)
-                os.pwrite(what, whole[: len(whole) // 2], offset)
+                os.pwrite(target, whole[: len(whole) // 2], offset)
             self.copy = killed(folder)
             self.folder = folder
         self.fails_in -= 1
@@ -126,7 +126,7 @@ class Disk:
             raise OSError(self.code, os.strerror(self.code))
         if call in ("fsync", "fdatasync"):
             return None  # a real disk takes time
-        return self._real[call](what, *rest, **more)
+        return self._real[call](target, *rest, **more)
 
     def killed(self) -> Path:
         """Return what a process that dies now leaves behind."""

@@ -105,7 +105,7 @@ def test_optimizers_with_all_they_remember(tmp_path: Path, name: str, dtype: str
                 whole = random.normal(size=(4, 5)).astype(kind)
                 client.update(dense(ps_pb2.APPLY_GRADIENT, whole, optimizer=optimizer))
                 some = random.normal(size=(3, 5)).astype(kind)
-                client.update(rows(ps_pb2.APPLY_GRADIENT, [1, 0, 1], some, number=1, optimizer=optimizer))
+                client.update(rows(ps_pb2.APPLY_GRADIENT, [1, 0, 1], some, shard=1, optimizer=optimizer))
 
         train(first)
         manager.save()
@@ -125,8 +125,8 @@ def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
         one, other, closed = Client(manager, held, 9), Client(manager, held, (1 << 64) - 1), Client(manager, held, 11)
         twos = np.full(2, 2, np.float32)
         made = [
-            one.made(dense(ps_pb2.ADD, twos), dense(ps_pb2.ADD, twos, number=1)),
-            other.made(dense(ps_pb2.ADD, twos, number=1)),
+            one.made(dense(ps_pb2.ADD, twos), dense(ps_pb2.ADD, twos, shard=1)),
+            other.made(dense(ps_pb2.ADD, twos, shard=1)),
             one.made(dense(ps_pb2.ADD, twos), function=5),
         ]
         for each in made:
@@ -328,7 +328,7 @@ class Saved:
             for number in range(2):
                 ones = np.full((3, 5), number + 1, np.float32)
                 client.update(dense(ps_pb2.APPLY_GRADIENT, ones, optimizer=4))
-                client.update(rows(ps_pb2.ADD, [1, 4], ones[:2], number=1))
+                client.update(rows(ps_pb2.ADD, [1, 4], ones[:2], shard=1))
                 client.update(dense(ps_pb2.ADD, np.array(0.25), variable=2), function=100 + number)
                 held.close_incarnation(number + 50)
                 manager.save()

@@ -97,22 +97,22 @@ def fill(manager: StateManager, held: Store) -> None:
 
 def some_part(random: np.random.Generator) -> Part:
     """Return an item of any kind."""
-    number = int(random.integers(0, 2))
-    height = (5, 3)[number]
+    shard = int(random.integers(0, 2))
+    height = (5, 3)[shard]
     gradient = random.normal(size=(height, 3)).astype(np.float32)
     ids = random.integers(0, height, 4).tolist()
     optimizer = int(random.integers(6, 8))
     kinds = (ps_pb2.ASSIGN, ps_pb2.ADD, ps_pb2.SUB, ps_pb2.MUL, ps_pb2.DIV, ps_pb2.MIN, ps_pb2.MAX)
     kind = kinds[int(random.integers(0, len(kinds)))]
     makers: list[Callable[[], Part]] = [
-        lambda: dense(kind, gradient, number=number),
-        lambda: rows(kind, ids, random.normal(size=(4, 3)).astype(np.float32), number=number),
-        lambda: dense(ps_pb2.APPLY_GRADIENT, gradient, number=number, optimizer=optimizer),
+        lambda: dense(kind, gradient, shard=shard),
+        lambda: rows(kind, ids, random.normal(size=(4, 3)).astype(np.float32), shard=shard),
+        lambda: dense(ps_pb2.APPLY_GRADIENT, gradient, shard=shard, optimizer=optimizer),
         lambda: rows(
             ps_pb2.APPLY_GRADIENT,
             ids,
             random.normal(size=(4, 3)).astype(np.float32),
-            number=number,
+            shard=shard,
             optimizer=optimizer,
         ),
         lambda: rows(ps_pb2.ASSIGN, random.integers(0, 12, 3).tolist(), random.normal(size=(3, 2)), 2, leading=2),
@@ -150,9 +150,9 @@ def test_every_kind_of_update_comes_back(tmp_path: Path, fsync: bool) -> None:
     assert _values(again) == _values(last)
 
 
-def _values(found: dict[object, object]) -> dict[object, object]:
+def _values(contents: dict[object, object]) -> dict[object, object]:
     """Return the facts without keys: a log also remembers those that clients have settled since."""
-    return {key: value for key, value in found.items() if not (isinstance(key, tuple) and key[-1] == "keys")}
+    return {key: value for key, value in contents.items() if not (isinstance(key, tuple) and key[-1] == "keys")}
 
 
 def _with_all_keys(held: Store, folder: Path) -> dict[object, object]:
@@ -1033,13 +1033,13 @@ class Deaths:
         for call in self.CALLS:
             patch.setattr(os, call, functools.partial(self._called, call))
 
-    def _called(self, call: str, what: Any, *rest: Any, **more: Any) -> Any:
-        path = Path(os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what)
+    def _called(self, call: str, target: Any, *rest: Any, **more: Any) -> Any:
+        path = Path(os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target)
         if self.armed and path.parent == self._folder and path.name.startswith(("log", "state-")):
             self.armed = False
             self.copies[f"{len(self.copies)}, before {call} of {path.name}"] = killed(self._folder)
             self.armed = True
-        return self._real[call](what, *rest, **more)
+        return self._real[call](target, *rest, **more)
 
 
 def outcomes(copies: dict[str, Path], expected: list[float]) -> list[str]:

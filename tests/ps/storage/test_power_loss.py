@@ -90,7 +90,7 @@ def test_the_power_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     records = read_journal(journal)
     folders = Counter(str(Path(each.path).parent) for each in records if each.kind == b"W")
     folder = Path(folders.most_common(1)[0][0])
-    monkeypatch.setattr(log_module, "boot_id", lambda: bytes(16))
+    monkeypatch.setattr(log_module, "machine_boot_id", lambda: bytes(16))
     first = next(at for at, each in enumerate(records) if each.kind == ACKNOWLEDGED)
     last = max(at for at, each in enumerate(records) if each.kind == ACKNOWLEDGED) + 1
     for trial in range(round(TRIALS * SEARCH)):
