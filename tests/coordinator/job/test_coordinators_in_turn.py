@@ -186,7 +186,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             assert mine.request.take_over, "two coordinators at once"
         assert mine.job not in self.shut_out[server], "let in again behind the next one"
         self.shut_out[server] |= {each.job for each in self.coordinators if server in each.ever_attached} - {mine.job}
-        mine.streams[server], mine.store_id[server] = (call, events), event.incarnation
+        mine.streams[server], mine.store_id[server] = (call, events), event.store_id
         mine.ever_attached.add(server)
         if held != mine.request.job_id:
             assert mine.request.coordinator_number == 1, "it goes on with a job of which this server has lost its part"

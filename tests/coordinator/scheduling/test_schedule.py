@@ -657,7 +657,7 @@ def test_a_structure_that_contains_itself(coordinator: ClusterCoordinator) -> No
 @pytest.mark.parametrize("function", [None, 3, "echo", [echo]])
 def test_what_is_no_function(coordinator: ClusterCoordinator, function: Any) -> None:
     """It raises TypeError on the caller's line (row 37)."""
-    with pytest.raises(TypeError, match="schedule takes a function, not (a |an |None)"):
+    with pytest.raises(TypeError, match=r"schedule takes a function, not (a |an |None)"):
         coordinator.schedule(function)
 
 
@@ -1132,7 +1132,7 @@ def test_one_coordinator_a_strategy(strategy: ParameterServerStrategy) -> None:
 @pytest.mark.parametrize("wrong", [None, "strategy", LocalCluster, 3])
 def test_a_coordinator_of_something_else(wrong: Any) -> None:
     """Any other strategy is refused with ValueError, as by TensorFlow (row 20)."""
-    with pytest.raises(ValueError, match="a ClusterCoordinator needs a ParameterServerStrategy, not (a |an |None)"):
+    with pytest.raises(ValueError, match=r"a ClusterCoordinator needs a ParameterServerStrategy, not (a |an |None)"):
         ClusterCoordinator(wrong)
 
 
