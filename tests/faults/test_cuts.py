@@ -537,7 +537,7 @@ def test_the_next_coordinator_of_a_restore_that_was_broken_off(tmp_path: Path) -
             with strategy.scope():
                 count = Variable(np.ones(4), name="count")
             mine = CheckpointManager(manager.directory, strategy=strategy)
-            with pytest.raises(CheckpointError, match="the coordinator that died has restored a checkpoint on some"):
+            with pytest.raises(CheckpointError, match="the coordinator that died has restored a checkpoint on only"):
                 mine.save()
             assert mine.restore_or_initialize() is RestoredFrom.CHECKPOINT
             assert count.numpy().tolist() == [0] * 4

@@ -128,7 +128,7 @@ def test_a_key_names_one_piece_of_work(tmp_path: Path) -> None:
         note(folder, "go")
         held.fetch(TIMEOUT)
         job.coordinator.schedule(wait_for, args=(folder, "go"), key="held").fetch(TIMEOUT)
-        with pytest.raises(TypeError, match="a key is a string, not a int"):
+        with pytest.raises(TypeError, match="a key is a string, not an int"):
             job.coordinator.schedule(wait_for, args=(folder, "go"), key=3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"write forget_keys\(\[key\]\)"):
             job.coordinator.forget_keys("held")

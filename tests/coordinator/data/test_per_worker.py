@@ -276,7 +276,7 @@ def test_a_dataset_is_not_begun_in_the_script(coordinator: ClusterCoordinator) -
 @pytest.mark.parametrize("wrong", [None, 3, 2.5, threading.Lock()])
 def test_what_is_no_dataset(coordinator: ClusterCoordinator, wrong: Any) -> None:
     """Anything else raises ValueError on the caller's line (row 55)."""
-    with pytest.raises(ValueError, match="takes a function or an iterable, not a"):
+    with pytest.raises(ValueError, match="takes a function or an iterable, not "):
         coordinator.create_per_worker_dataset(wrong)
 
 

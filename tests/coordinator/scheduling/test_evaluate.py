@@ -20,6 +20,7 @@ from pscluster.coordinator import (
     errors,
     metrics,
 )
+from pscluster.coordinator.arguments import type_of
 
 EXAMPLES = 1003
 
@@ -194,7 +195,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         with pytest.raises(errors.MisuseError, match=r"the metrics are .*: give a list, such as \[metrics.Accuracy"):
             evaluate(len, data, several)  # type: ignore[arg-type]
     for wrong in ((np.arange(3),), [1], coordinator.create_per_worker_dataset([1]), None):
-        with pytest.raises(TypeError, match=f"not a {type(wrong).__name__}: give coordinator.distribute_dataset"):
+        with pytest.raises(TypeError, match=f"not {type_of(wrong)}: give coordinator.distribute_dataset"):
             evaluate(len, wrong, [metrics.Sum()])  # type: ignore[arg-type]
 
 
