@@ -102,7 +102,7 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an element type": (
         lambda: decode(value_pb2.Value(array=value_pb2.Array(dtype=LONG, data=b"x"))),
-        "no element type 'xxx",
+        "unknown element type 'xxx",
     ),
     "a part of a dataset": (lambda: Part("3/1/-5/9", cast("Any", None), cast("Any", None)), "'3/1/-5/9' is not a part"),
 }
@@ -135,7 +135,7 @@ def test_a_request_that_is_no_frame() -> None:
         method = "/pscluster.v1.Node/Status"
 
     behaviour = handler.service(Details).unary_unary
-    with pytest.raises(PsClusterError, match=r"INVALID_ARGUMENT: 16,777,217 bytes in one request to .*Status, the"):
+    with pytest.raises(PsClusterError, match=r"INVALID_ARGUMENT: 16,777,217 bytes in one request to .*Status; the"):
         behaviour(bytes(limits.MAX_CONTROL_BYTES + 1), Call())
     assert behaviour(b"", Call()).state == "waiting for a coordinator"
     assert seen == ["ipv4:127.0.0.1:1"] * 2

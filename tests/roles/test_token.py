@@ -38,7 +38,7 @@ from pscluster.core.errors import KIND_METADATA
 from pscluster.core.limits import MAX_METADATA
 from pscluster.core.role.open_health import PATH
 from pscluster.core.role.options import RoleOptions
-from pscluster.core.security.tokens import MIN_BITS, strength
+from pscluster.core.security.tokens import MIN_BITS, strength, user_token_file
 from pscluster.core.transport.methods import Method, methods
 
 TOKEN = "correct-horse-battery-staple"
@@ -206,7 +206,8 @@ def test_role_with_another_token(role: str, token: str | None, guarded: Guarded,
     code, output = run(*arguments, config=tf_config(cluster, role), **env)
     assert code == 1
     last = output.splitlines()[-1]
-    why = "requires a token" if token is None else "does not accept this process's token"
+    source = f" (from {user_token_file()})" if token is None else ""
+    why = f"does not accept this process's token{source}"
     assert last.startswith(f"pscluster: this cluster {why}: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE")
     assert "Traceback" not in output
     assert token is None or token not in output
@@ -335,7 +336,7 @@ def test_unusable_tokens(command: str, tmp_path: Path) -> None:
             ),
             (
                 {"PSCLUSTER_TOKEN_FILE": str(tmp_path / "empty")},
-                f"the cluster token in {tmp_path}/empty {guessed}",
+                f"the token file {tmp_path}/empty is empty: put a token there",
             ),
             ({"PSCLUSTER_TOKEN_FILE": str(tmp_path / "latin")}, f"can't read the token file {tmp_path}/latin: it is"),
             ({"PSCLUSTER_TOKEN_FILE": str(tmp_path)}, f"can't read the token file {tmp_path}: Is a directory"),
