@@ -104,7 +104,7 @@ def test_a_worker_cut_off_from_a_server(cluster: FarCluster, way: str) -> None:
 @pytest.mark.parametrize(
     ("connected", "words"),
     [
-        (True, r"ps 0 at .* is unreachable, retried for 1 s: no con"),
+        (True, r"ps 0 at .* is still unreachable after 1 s of retries: no con"),
         (False, r"gave up after 1 s: .* missing: ps 0 at "),
     ],
 )

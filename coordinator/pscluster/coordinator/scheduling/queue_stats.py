@@ -157,7 +157,7 @@ class QueueStatus:
                         f"{handle.peer}: {name} has ended but is still running there; nothing else runs until it stops"
                     )
                 if not tasks and not handle.up and not self._state.closed:
-                    lines.append(f"{handle.peer}: not there: {handle.why}")
+                    lines.append(f"{handle.peer}: not connected: {handle.why}")
             if self._scheduler.barriers:
                 what = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
                 unended = self.unended()

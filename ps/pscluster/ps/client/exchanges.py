@@ -135,7 +135,7 @@ class Exchanges:
                 raise failure
             if why := server.peer.why_gone():
                 lost = PSUnavailableError(f"{server.peer} is lost, and with it its shards of all variables: {why}")
-                self._tell_lost(server, lost)
+                self._report_lost(server, lost)
                 raise lost
             function = current_function()
             if function is not None:
@@ -170,19 +170,19 @@ class Exchanges:
         why = explain(server.peer.address, server.peer.tls)
         failure = str(last).removeprefix(f"{server.peer} can't be reached: ")
         error = PSUnavailableError(
-            f"{server.peer} is unreachable, retried for {self._retry_seconds:g} s: {why} ({failure})"
+            f"{server.peer} is still unreachable after {self._retry_seconds:g} s of retries: {why} ({failure})"
         )
-        self._tell_lost(server, error)
+        self._report_lost(server, error)
         return error
 
     def _check_store_id(self, server: Server, timeout: float = HELLO_SECONDS) -> None:
         try:
             server.check_store_id(timeout)
         except PSUnavailableError as error:
-            self._tell_lost(server, error)
+            self._report_lost(server, error)
             raise
 
-    def _tell_lost(self, server: Server, error: PSUnavailableError) -> None:
+    def _report_lost(self, server: Server, error: PSUnavailableError) -> None:
         if self.on_lost is not None and not self.closed:
             server.give_up(error)
             self.on_lost(error)
