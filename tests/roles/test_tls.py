@@ -318,7 +318,7 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=1), rule={"module": "os", "qualname": "system"}),
         ps_pb2.CreateRequest(optimizer=ps_pb2.OptimizerSpec(id=2, name="another", rule="sgd")),
     ]
-    refused = "does not open the creation of variables"
+    refused = "does not allow the creation of variables"
     channel = with_token(guarded.channel("ps", guarded.certificates / "worker"), TOKEN)
     session: Any = channel.stream_stream(f"/{PS_SERVICE.full_name}/Session")
     push: Any = channel.stream_unary(f"/{PS_SERVICE.full_name}/Push")
@@ -331,7 +331,7 @@ def test_workers_create_nothing(guarded: Guarded) -> None:
             push(iter([data]), timeout=SECONDS)
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         assert refused in (caught.value.details() or "")
-    with pytest.raises(grpc.RpcError, match="does not open methods that write to the disk"):
+    with pytest.raises(grpc.RpcError, match="does not allow methods that write to the disk"):
         Stub(channel, PS_SERVICE).describe(ps_pb2.DescribeRequest(saved=True), timeout=SECONDS)
 
 
@@ -351,7 +351,7 @@ def test_workers_set_rates_and_no_rules() -> None:
     create(FakeCall())
     create(WorkersCall(), numbers={"learning_rate": 0.5})
     for changed in ({"id": 2}, {"name": "p"}, {"rule": "adam"}):
-        with pytest.raises(NotPermittedError, match="does not open the creation of variables and optimizers"):
+        with pytest.raises(NotPermittedError, match="does not allow the creation of variables and optimizers"):
             create(WorkersCall(), **changed)
     (held,) = role.store.describe([], ["o"]).optimizers
     assert (held.rule, held.numbers["learning_rate"]) == ("sgd", 0.5)
@@ -361,7 +361,7 @@ def test_workers_put_no_metadata() -> None:
     """Neither on a session nor as a large request: only coordinators have progress."""
     role = ParameterServerRole(0)
     role.job_began(node_pb2.AttachRequest(job=7))
-    service, refused = ParameterServerService(role), "does not open a job's metadata"
+    service, refused = ParameterServerService(role), "does not allow a job's metadata"
 
     def put(sequence: int) -> bytes:
         item = ps_pb2.UpdateItem(shard=1, kind=ps_pb2.PUT, nth=1, name="progress", text=f"{sequence}")

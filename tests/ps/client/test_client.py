@@ -53,6 +53,13 @@ class FakeServer:
         self.asked = 0
         self.hello: Callable[[], None] = lambda: None
 
+    def check(self) -> None:
+        """It is never given up by the coordinator."""
+
+    def give_up(self, error: PSUnavailableError) -> None:
+        """Record the error with which it is given up."""
+        self.lost = error
+
     def check_store_id(self, timeout: float = 0.0) -> None:
         """Answer as the test says."""
         self.asked += 1
@@ -107,7 +114,7 @@ def test_patience_with_a_failing_server_ends(client: PsClient, clock: Clock) -> 
         clock.now += 0.6 * RETRY_SECONDS
         raise UnavailableError("broken off")
 
-    with pytest.raises(PSUnavailableError, match=r"tried for 10 s: .*broken off"):
+    with pytest.raises(PSUnavailableError, match=r"after 10 s of retries: .*broken off"):
         retry(client, FakeServer(), attempt)
     assert len(attempts) == 3
 

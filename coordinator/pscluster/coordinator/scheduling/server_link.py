@@ -183,11 +183,11 @@ class ServerAttachment:
             await asyncio.sleep(_CHECK_SECONDS)
 
     def _lost(self, why: PsClusterError) -> PSUnavailableError:
-        """End all waits for the server, and return the error that says it is lost."""
-        lost = why if isinstance(why, PSUnavailableError) else None
-        if lost is None:
-            cause = self.peer.why_gone() or self._diagnosis.why or why
-            lost = PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {cause}")
+        """Return the error that says the server is lost. Unless the server says why itself, end all waits for it."""
+        if isinstance(why, PSUnavailableError):
+            return why
+        cause = self.peer.why_gone() or self._diagnosis.why or why
+        lost = PSUnavailableError(f"{self.peer} is lost, and with it its shards of all variables: {cause}")
         if self.on_lost is not None:
             self.on_lost(self.peer.index, lost)
         return lost
