@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pscluster.coordinator import Checkpoint, CheckpointManager, LocalCluster, ParameterServerStrategy, SidecarEvaluator
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.variables.placement import ShardPlacer
+from pscluster.core.checks import type_of
 from pscluster.core.errors import ConfigurationError
 
 NUMBERS: dict[str, tuple[Callable[..., object], list[object]]] = {

@@ -271,7 +271,7 @@ def nothing_until(over: Event) -> Iterator[bytes]:
 
 
 def test_a_request_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for as long as the limit says, and no longer: a server with one thread answers the next call."""
+    """The server waits for it as long as the limit says, and no longer: one with one thread answers the next call."""
     make_certificates(tmp_path / "certificates")
     tool, over = tmp_path / "certificates" / "tool", Event()
     monkeypatch.setattr("pscluster.core.transport.methods._watchdog", StallWatchdog(0.3))

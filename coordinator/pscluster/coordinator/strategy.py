@@ -9,13 +9,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
+from pscluster.core.checks import type_of
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle

@@ -1,6 +1,6 @@
-"""Checks of the numbers and flags that users give.
+"""Checks of the numbers and flags that users give, and what errors about arguments have in common.
 
-Each returns the value as a built-in type, or raises an error with its name, the value, the limits and what to do:
+Each check returns the value as a built-in type, or raises an error with its name, the value, the limits and what to do:
 "adam: beta_1 is 1.5; it must be a number, at least 0 and below 1: the default is 0.9".
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
@@ -59,14 +59,28 @@ def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number
     raise _refusal(name, value, f"a {kind}", limits, mend)
 
 
+@contextlib.contextmanager
+def configuration_errors() -> Iterator[None]:
+    """Raise a ValueError of the block, such as one of these checks, as a ConfigurationError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def mib_of_environ(variable: str, default: int, at_least: int) -> int:
     """Return a whole number of MiB from the environment. ConfigurationError if it is none, or below the limit."""
     text = os.environ.get(variable) or str(default)
-    try:
+    with configuration_errors():
         number = int(text) if text.isascii() and text.isdecimal() else text
         return whole(variable, number, kind="whole number of MiB", at_least=at_least)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+
+
+def type_of(value: object) -> str:
+    """Return a value's type as an error names it: "a list", "an int", "None"."""
+    name = type(value).__name__
+    article = "an" if name[0] in "aeiouAEIO" or name == "ndarray" else "a"
+    return "None" if value is None else f"{article} {name}"
 
 
 def flag(name: str, value: object) -> bool:

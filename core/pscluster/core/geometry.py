@@ -371,9 +371,8 @@ class Selection:
     axes: tuple[AxisSlice, ...]  # of the whole array
     dropped: tuple[int, ...]  # axes of the whole that the result lacks, rising
     added: tuple[int, ...]  # axes of the result that the whole lacks, rising
-    shards: tuple[
-        ShardSelection, ...
-    ]  # of the shards that hold any, by number; disjoint, they fill `counts` completely
+    # Of the shards that hold any, by number; disjoint, they fill `counts` completely.
+    shards: tuple[ShardSelection, ...]
 
     @property
     def counts(self) -> tuple[int, ...]:

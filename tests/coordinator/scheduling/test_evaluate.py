@@ -20,7 +20,7 @@ from pscluster.coordinator import (
     errors,
     metrics,
 )
-from pscluster.coordinator.arguments import type_of
+from pscluster.core.checks import type_of
 
 EXAMPLES = 1003
 

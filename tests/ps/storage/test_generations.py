@@ -522,7 +522,7 @@ def test_a_disk_that_can_not_be_read(saved: Saved, monkeypatch: pytest.MonkeyPat
 
 
 def test_manifests_that_are_whole_but_make_no_sense(saved: Saved) -> None:
-    """With a correct CRC, but with arrays elsewhere, or that do not fit their variables: not used."""
+    """The CRC is correct, but arrays are elsewhere, or do not fit their variables: it is not used."""
     directory = StateDirectory(saved.folder)
     good = directory.manifest(directory.generations()[0])
     directory.close()

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
@@ -32,6 +31,7 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.observability.events import Saved
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere

@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import fsspec
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS, Checkpoint, MarkedCheckpoint
 from pscluster.coordinator.checkpoints.folder import INDEX, reason, there
 from pscluster.coordinator.job.context import HasJob, open_jobs
 from pscluster.coordinator.scheduling.waiting import result_of, wait_for
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import CheckpointError, CheckpointMisfitError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere

@@ -22,11 +22,11 @@ from typing import Any
 
 import fsspec
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.checkpoints import folder
 from pscluster.coordinator.checkpoints.saved import SavedVariables
 from pscluster.coordinator.training.events import EventWriter, appended_file
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import CheckpointError, ConfigurationError, MisuseError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

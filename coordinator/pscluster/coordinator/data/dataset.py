@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset_progress import (
     ChooseStop,
     DatasetProgress,
@@ -23,6 +22,7 @@ from pscluster.coordinator.data.dataset_progress import (
     Position,
 )
 from pscluster.core import checks
+from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable

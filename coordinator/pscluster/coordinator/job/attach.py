@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.dashboard.server import Dashboard
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
@@ -21,6 +20,7 @@ from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, PsClusterError

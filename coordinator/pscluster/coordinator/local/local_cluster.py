@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.local.addresses import Addresses, choose_transport
 from pscluster.coordinator.local.environment import child_environ, role_environ
 from pscluster.coordinator.local.launcher import Report, Reports
@@ -59,6 +58,7 @@ from pscluster.coordinator.local.supervisor import (
 )
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError

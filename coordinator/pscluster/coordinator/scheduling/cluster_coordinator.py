@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
@@ -15,6 +14,7 @@ from pscluster.coordinator.training.callbacks import Callback
 from pscluster.coordinator.training.fit import Fit, validation_of
 from pscluster.coordinator.training.history import History
 from pscluster.core import checks
+from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike

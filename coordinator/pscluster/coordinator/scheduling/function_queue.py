@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.dataset_progress import DatasetProgress, DatasetResource
@@ -28,6 +27,7 @@ from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
+from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.handles import Handle, StaysHere

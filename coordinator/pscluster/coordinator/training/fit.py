@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
@@ -37,6 +36,7 @@ from pscluster.coordinator.training.history import History
 from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
+from pscluster.core.checks import type_of
 from pscluster.core.errors import CancelledError, FunctionError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.sanitize import shown

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Partition
 

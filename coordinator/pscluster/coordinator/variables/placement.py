@@ -15,9 +15,9 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from pscluster.coordinator.arguments import configuration_errors
 from pscluster.coordinator.cli.tables import rendered
 from pscluster.core import checks
+from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Block, Partition
 from pscluster.core.sanitize import shown

@@ -87,8 +87,9 @@ class Admission:
                 first.is_cut_off = True
                 self._ending += first.size
                 ended.append(first)
-            self.cut_off += len(ended)
-            self._changed.notify_all()  # one of them may itself be waiting
+            if ended:
+                self.cut_off += len(ended)
+                self._changed.notify_all()  # one of them may itself be waiting
         for waiting in ended:
             waiting.call.cancel()
 

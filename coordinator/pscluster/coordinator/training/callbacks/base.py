@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
+from pscluster.core.checks import type_of
 
 logger = logging.getLogger(__name__)
 

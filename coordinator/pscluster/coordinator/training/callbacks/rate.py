@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pscluster.coordinator.arguments import type_of
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
 from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
 from pscluster.core import checks
+from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.optim.schedules import LearningRateSchedule
