@@ -77,6 +77,8 @@ def strength(token: str) -> float:
     else:
         classes = (string.ascii_lowercase, string.ascii_uppercase, string.digits, string.punctuation + " ")
         alphabet = sum(len(characters) for characters in classes if kinds & set(characters))
+        if kinds & set(classes[0]) and kinds & set(classes[1]):
+            alphabet = max(alphabet, 64)  # base 64: one token in forty of 128 bits has no digit
     if len(kinds) < _MIN_DISTINCT:
         alphabet = len(kinds)
     return len(unit) * math.log2(max(alphabet, 1))
