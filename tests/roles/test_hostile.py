@@ -28,11 +28,12 @@ from pscluster.core.ids import make_identity
 from pscluster.core.limits import raise_descriptor_limit
 from pscluster.core.security.authenticator import CALL_METADATA
 from pscluster.core.security.channel import AuthenticatedChannel
-from pscluster.core.security.connection_reaper import _CHECKS_TO_FORGET, ConnectionReaper, _peer_of
+from pscluster.core.security.connection_reaper import _CHECKS_TO_FORGET, ConnectionReaper
 from pscluster.core.security.handshake import Secret
 from pscluster.core.security.refusals import BURST
 from pscluster.core.transport.channels import NODE_SERVICE, open_channel
 from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.peer_names import grpc_name
 from pscluster.v1 import node_pb2
 
 TOKEN = "correct-horse-battery-staple"
@@ -280,8 +281,8 @@ def test_the_reaper_knows_whom_it_authenticated(family: socket.AddressFamily) ->
             pairs.append((client, server.accept()[0]))
         (friend, ours), (unknown, other) = pairs
         with friend, unknown, ours, other:
-            assert _peer_of(ours) == f"ipv4:127.0.0.1:{friend.getsockname()[1]}"
-            reaper.mark_authenticated(_peer_of(ours))
+            assert grpc_name(ours) == f"ipv4:127.0.0.1:{friend.getsockname()[1]}"
+            reaper.mark_authenticated(grpc_name(ours))
             assert reaper.check() == 0
             assert reaper.check() == 1
             assert unknown.recv(1) == b""

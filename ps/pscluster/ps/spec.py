@@ -8,8 +8,7 @@ import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.geometry import Partition
-from pscluster.core.limits import MAX_HEADER_BYTES, MAX_RANK, check_name
-from pscluster.core.transport.frames import CHUNK_BYTES
+from pscluster.core.limits import MAX_RANK, check_name
 from pscluster.v1 import ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -21,14 +20,8 @@ Opening a stream costs as much as some MiB in one message (10,000 rows of 64 flo
 """
 
 BESIDE_PAYLOAD_BYTES = 64 << 10
-"""Of a message, in addition to a full frame's payload."""
-
-MESSAGE_BYTES = CHUNK_BYTES + BESIDE_PAYLOAD_BYTES
-"""The largest message to a server over gRPC, which reserves that much for every call that waits for one: a frame with
-a full payload, or with the largest header and none."""
-
-DATA_MESSAGE_BYTES = SESSION_BYTES + MAX_HEADER_BYTES + BESIDE_PAYLOAD_BYTES
-"""The largest message on the data plane: a session's largest request."""
+"""Of a message to a server, beside a full frame's payload. The largest message is a frame with a full payload, or with
+the largest header and none; servers reserve memory for one for every call that waits."""
 
 MAX_ITEMS = 1 << 13
 """The most items in one read. Their headers stay far below the limit of a header."""

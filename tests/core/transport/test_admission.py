@@ -15,7 +15,7 @@ from pscluster.core.transport.admission import Admission
 def test_the_longest_wait_is_cut_off_first() -> None:
     """As many as it takes to fit, and never the new call, even if it does not fit alone."""
     calls = [FakeCall() for _ in range(4)]
-    room = Admission(lambda: 10, 1)
+    room = Admission(lambda: 10)
     waiting = [room.enter(call, 5) for call in calls[:2]]
     room.leave(waiting.pop())
     waiting.append(room.enter(calls[2], 5))
@@ -33,7 +33,7 @@ def test_the_longest_wait_is_cut_off_first() -> None:
 def test_a_new_call_waits_for_the_memory_of_those_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold what has arrived until they end: many calls would otherwise hold more than there is room for."""
     monkeypatch.setattr(admission, "END_SECONDS", TIMEOUT)
-    room = Admission(lambda: 10, 1)
+    room = Admission(lambda: 10)
     first, second = room.enter(FakeCall(), 5), room.enter(FakeCall(), 5)
     with ThreadPoolExecutor(2) as pool:
         third, fourth = FakeCall(), FakeCall()
@@ -51,7 +51,7 @@ def test_a_new_call_waits_for_the_memory_of_those_cut_off(monkeypatch: pytest.Mo
 def test_a_new_call_that_is_cut_off_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later one needs its room, and its own end must not take as long as that of the first."""
     monkeypatch.setattr(admission, "END_SECONDS", TIMEOUT)
-    room = Admission(lambda: 10, 1)
+    room = Admission(lambda: 10)
     first = room.enter(FakeCall(), 10)
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(room.enter, FakeCall(), 10)
@@ -67,7 +67,7 @@ def test_a_new_call_that_is_cut_off_stops_waiting(monkeypatch: pytest.MonkeyPatc
 def test_a_call_that_does_not_end_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its handler may be busy: a new call waits for a moment only."""
     monkeypatch.setattr(admission, "END_SECONDS", 0.01)
-    room = Admission(lambda: 10, 1)
+    room = Admission(lambda: 10)
     busy = room.enter(FakeCall(), 10)
     second = room.enter(FakeCall(), 10)
     room.leave(busy)

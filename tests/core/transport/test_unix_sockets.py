@@ -17,8 +17,8 @@ import pytest
 from tests.waiting import TIMEOUT
 
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.security.refusals import OTHER_USER, address_of
 from pscluster.core.transport import unix_sockets
+from pscluster.core.transport.peer_names import OTHER_USER, address_of
 from pscluster.core.transport.tcp.client import DataPort
 from pscluster.core.transport.tcp.server import DataServer
 from pscluster.core.transport.unix_sockets import (

@@ -12,11 +12,10 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscluster.core.cluster.spec import is_loopback, is_on_this_machine, split_address
-from pscluster.core.limits import MAX_MESSAGE_BYTES, connections, raise_descriptor_limit, server_options
+from pscluster.core.cluster.spec import is_loopback, is_on_this_machine
+from pscluster.core.limits import connections, raise_descriptor_limit
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.metrics.registry import Telemetry
-from pscluster.core.role.listening import bind, listen_for_data
 from pscluster.core.role.node import NodeService, Role
 from pscluster.core.role.open_health import OpenHealth
 from pscluster.core.role.options import RoleOptions
@@ -26,17 +25,14 @@ from pscluster.core.security.authenticator import AuthenticationInterceptor, Aut
 from pscluster.core.security.connection_reaper import ConnectionReaper
 from pscluster.core.security.http_access import CertificateFiles, check_exposure
 from pscluster.core.security.tls import CERTIFICATE, KEY
-from pscluster.core.transport.admission import Admission, AdmissionInterceptor
-from pscluster.core.transport.channels import NODE_SERVICE, SERVER_OPTIONS
+from pscluster.core.transport.admission import Admission
+from pscluster.core.transport.channels import NODE_SERVICE
+from pscluster.core.transport.listener import Checks, Endpoint, Listener
 from pscluster.core.transport.methods import OnAccepted, generic_handler
-from pscluster.core.transport.tcp.packets import supported
-from pscluster.core.transport.tcp.server import DataServer
-from pscluster.core.transport.unix_sockets import SocketLock, make_private, path_of
+from pscluster.core.transport.unix_sockets import path_of
 from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
-
-_MAX_THREADS = 4096  # one for every open stream, created on demand
 
 
 def serve_metrics(telemetry: Telemetry, options: RoleOptions) -> MetricsServer | None:
@@ -83,7 +79,7 @@ class RoleServer:
 
     With `telemetry`, it serves the role's metrics, too. The role's own services are also served on a data plane, for
     clients that dial the role by its own address: the listening one, unless `own` is given. `admission` bounds the
-    memory for arriving messages, and `data_message_bytes` the size of one on the data plane.
+    memory for arriving messages, and `overhead_bytes` what one may have beside a full frame.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class RoleServer:
         telemetry: Telemetry | None = None,
         own: str = "",
         admission: Admission | None = None,
-        data_message_bytes: int = MAX_MESSAGE_BYTES,
+        overhead_bytes: int | None = None,
     ) -> None:
         self._serving = False
         self._metrics: MetricsServer | None = None
@@ -105,56 +101,33 @@ class RoleServer:
         self._reaper = ConnectionReaper(connections())
         bind_log(role=identity.role, index=identity.index, boot_id=f"{identity.boot_id:016x}", pid=os.getpid())
         self.node = NodeService(identity, role, on_job_end, options.coordinator_timeout)
-        accepted = self._reaper.mark_authenticated
         # With --open-health anyone may check: that does not authenticate.
-        self._health = _Health((lambda _peer: None) if options.open_health else accepted)
+        self._health = _Health((lambda _peer: None) if options.open_health else self._reaper.mark_authenticated)
         interceptors: list[grpc.ServerInterceptor] = []  # of every call, on any transport
         self._roles: RoleInterceptor | None = None
         if options.tls is not None and options.tls.is_mutual:
             self._roles = RoleInterceptor(tls=options.tls)
             interceptors.append(self._roles)
             self._roles.start()
-        gates: list[grpc.ServerInterceptor] = [NoTokenInterceptor()]  # of calls over gRPC
+        grpc_only: list[grpc.ServerInterceptor] = [NoTokenInterceptor()]
         self._authenticator = Authenticator(options.token, identity) if options.token else None
-        if self._authenticator is not None:  # on the data plane a connection is authenticated as a whole
+        if self._authenticator is not None:
             open_health = OpenHealth() if options.open_health else None
-            gates = [AuthenticationInterceptor(self._authenticator, open_health, self._reaper.refused)]
-        gates += interceptors
-        if admission is not None:
-            gates.append(AdmissionInterceptor(admission))  # unauthenticated calls are refused before they are counted
-        largest = MAX_MESSAGE_BYTES if admission is None else admission.message_bytes
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="rpc")
-        self._server = grpc.server(
-            self._threads,
-            interceptors=gates,
-            options=list(
-                {
-                    **dict(SERVER_OPTIONS),
-                    **dict(server_options()),
-                    "grpc.max_receive_message_length": largest,
-                    "grpc.so_reuseport": int(options.share_port),
-                }.items()
-            ),
-        )
-        for descriptor, servicer in ((NODE_SERVICE, self.node), *services.values()):
-            self._server.add_generic_rpc_handlers((generic_handler(descriptor, servicer, accepted),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+            grpc_only = [AuthenticationInterceptor(self._authenticator, open_health, self._reaper.refused)]
+        self._services = services
         self._names = ["", *(descriptor.full_name for descriptor, _ in services.values())]
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        path = path_of(address)
-        self._socket = None if path is None else SocketLock(path, 0.0 if options.share_port else None)
-        try:
-            self.port = self._reaper.port = bind(self._server, address, options.tls)
-            if path is not None:
-                make_private(path)
-        except BaseException:
-            if self._socket is not None:
-                self._socket.close()
-            raise
+        self._listener = Listener(
+            Endpoint(address, options.data_port, options.share_port, options.tls),
+            Checks(grpc_only, interceptors, self._authenticator, self._reaper.refused, admission, overhead_bytes),
+            self._add_services,
+            [generic_handler(descriptor, servicer) for descriptor, servicer in services.values()],
+        )
+        self.port = self._reaper.port = self._listener.port
         if self._authenticator is not None:
             self._authenticator.start()
         local = is_on_this_machine(address)
-        if path is None and options.token is None and (options.tls is None or not options.tls.is_mutual):
+        if path_of(address) is None and options.token is None and (options.tls is None or not options.tls.is_mutual):
             logger.warning(
                 "listening on %s without a token%s: %s can %s",
                 address,
@@ -172,23 +145,16 @@ class RoleServer:
             telemetry.refusals = lambda: self._reaper.refusals.total
             self._metrics = serve_metrics(telemetry, options)
             self.node.metrics_address = self._metrics.address if self._metrics is not None else ""
-        self._data: DataServer | None = None
-        if services and options.data_port is not None and supported():
-            self._data = DataServer(
-                listen_for_data(address, options),
-                [generic_handler(descriptor, servicer) for descriptor, servicer in services.values()],
-                interceptors,
-                self._authenticator,
-                admission=admission,
-                message_bytes=data_message_bytes,
-                tls=options.tls,
-                refused=self._reaper.refused,
-            )
-            self._data.start()
-            listens = address if path is not None else f"{split_address(address)[0]}:{self.port}"
-            self.node.data_port, self.node.address = self._data.port, own or listens
-        self._server.start()
+        if self._listener.data_port:
+            self.node.data_port, self.node.address = self._listener.data_port, own or self._listener.address
+        self._listener.start()
         self._reaper.start()
+
+    def _add_services(self, server: grpc.Server) -> None:
+        for descriptor, servicer in ((NODE_SERVICE, self.node), *self._services.values()):
+            handler = generic_handler(descriptor, servicer, self._reaper.mark_authenticated)
+            server.add_generic_rpc_handlers((handler,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _not_ready(self) -> str:
         return self.node.not_ready() if self._serving else "it waits for the tasks that it needs"
@@ -215,12 +181,6 @@ class RoleServer:
         for watched in (self._authenticator, self._roles):
             if watched is not None:
                 watched.stop()
-        stopped = self._server.stop(grace)
-        if self._data is not None:
-            self._data.stop(grace)
-        stopped.wait()
-        self._threads.shutdown(wait=False)  # gRPC leaves them to the garbage collector
-        if self._socket is not None:
-            self._socket.close()
+        self._listener.stop(grace)
         if self._metrics is not None:
             self._metrics.close()

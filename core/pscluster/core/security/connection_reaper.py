@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 
 from pscluster.core.security.refusals import Refusals
+from pscluster.core.transport.peer_names import grpc_name
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class ConnectionReaper:
                 with _socket_of(os.dup(int(name))) as connection:
                     internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                     if internet and connection.getsockname()[1] == self.port:
-                        yield _peer_of(connection), connection
+                        yield grpc_name(connection), connection
             except OSError:  # closed meanwhile, or not connected
                 continue
 
@@ -157,11 +158,3 @@ def _socket_of(descriptor: int) -> socket.socket:
     except OSError:
         os.close(descriptor)
         raise
-
-
-def _peer_of(connection: socket.socket) -> str:
-    """Return the name that gRPC gives the peer."""
-    host, port = connection.getpeername()[:2]
-    if connection.family == socket.AF_INET6 and not host.startswith("::ffff:"):
-        return f"ipv6:%5B{host}%5D:{port}"
-    return f"ipv4:{host.removeprefix('::ffff:')}:{port}"

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from ipaddress import ip_address
+
+from pscluster.core.transport.peer_names import address_of, is_on_unix_socket
 
 BURST, PER_SECOND = 512, 16.0
 """Refusals of one address that are answered at once, and per second after that."""
@@ -42,29 +43,6 @@ REPORT_SECONDS = 60.0
 _MAX_ADDRESSES = 1024
 _MAX_CONNECTIONS = 16_384
 _NAMED = 5  # addresses in one line of the log
-
-
-OTHER_USER = "unix:another user"
-"""The name of a connection over a Unix socket by another user's process; it is never answered."""
-
-
-def address_of(peer: str) -> str:
-    """Return a connection's address, from its name in gRPC or the data plane; an IPv6 network counts as one address."""
-    _, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    try:
-        address = ip_address(host)
-    except ValueError:
-        if peer == OTHER_USER:
-            return "another user of this machine"
-        return "this machine" if peer.startswith("unix:") else "an unknown address"
-    if address.is_loopback:
-        return "127.0.0.1"
-    if address.version == 6:
-        if (plain := address.ipv4_mapped) is not None:
-            return str(plain)
-        return f"{ip_address(int(address) >> 64 << 64)}/64"
-    return host
 
 
 class _Bucket:
@@ -114,7 +92,7 @@ class Refusals:
             named = address if address in counter or len(counter) < _MAX_ADDRESSES else "others"
             counter[named] += 1
             answers = self._answers(address, now) and not is_large
-            if answers or not self._can_close or peer.startswith("unix:"):
+            if answers or not self._can_close or is_on_unix_socket(peer):
                 return True
             if len(self._unknown) + len(self._held) >= _MAX_CONNECTIONS:
                 return True

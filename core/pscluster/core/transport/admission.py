@@ -15,6 +15,7 @@ client that was merely idle calls again when it needs to; what was in flight is 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,8 +41,7 @@ class Waiting:
 class Admission:
     """Room for arriving messages. Thread-safe."""
 
-    def __init__(self, room: Callable[[], int], message_bytes: int) -> None:
-        self.message_bytes = message_bytes  # of the largest message over gRPC
+    def __init__(self, room: Callable[[], int]) -> None:
         self.used = self.cut_off = 0  # bytes counted now, and calls cut off so far
         self._room = room  # returns the bytes available now
         self._lock = threading.Lock()
@@ -93,10 +93,10 @@ class Admission:
         for waiting in ended:
             waiting.call.cancel()
 
-    def admitted(self, requests: Iterator[Any], call: Cancellable) -> Iterator[Any]:
+    def admitted(self, message_bytes: int, requests: Iterator[Any], call: Cancellable) -> Iterator[Any]:
         """Yield the messages of a gRPC call, counting the call while it waits for each."""
         while True:
-            waiting = self.enter(call, self.message_bytes)
+            waiting = self.enter(call, message_bytes)
             try:
                 request = next(requests, _END)
             finally:
@@ -110,11 +110,11 @@ _END = object()
 
 
 class AdmissionInterceptor(grpc.ServerInterceptor):
-    """Counts the calls of a gRPC server, each before its request is read."""
+    """Counts the calls of a gRPC server, each before its request is read; `message_bytes` is its largest message."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, message_bytes: int) -> None:
+        self._admitted = functools.partial(admission.admitted, message_bytes)
 
     def intercept_service(self, continuation: Lookup, details: grpc.HandlerCallDetails) -> Handler | None:
         handler = continuation(details)
-        return None if handler is None else guarded(handler, details.method, self._admission.admitted)
+        return None if handler is None else guarded(handler, details.method, self._admitted)

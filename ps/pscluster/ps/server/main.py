@@ -30,7 +30,7 @@ from pscluster.ps.server.admission import DEFAULT_MIB
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.telemetry import ServerTelemetry
-from pscluster.ps.spec import DATA_MESSAGE_BYTES, SERVICE
+from pscluster.ps.spec import BESIDE_PAYLOAD_BYTES, SERVICE
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import (
     DURABILITY_VARIABLE,
@@ -78,7 +78,7 @@ def serve_ps(
             telemetry=ServerTelemetry(role, service.budget),
             own=own,
             admission=service.admission,
-            data_message_bytes=DATA_MESSAGE_BYTES,
+            overhead_bytes=BESIDE_PAYLOAD_BYTES,
         )
         server.ready()
         logger.info("parameter server %d serving on %s", index, address)

@@ -25,7 +25,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import Incoming, WritePath
-from pscluster.ps.spec import MESSAGE_BYTES, SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 
 STILL_SECONDS = 30.0
@@ -64,7 +64,7 @@ class ParameterServerService:
         self._watchdog = watchdog or StallWatchdog(STILL_SECONDS)
         self._metrics = role.metrics
         self.budget = Budget(in_flight_bytes)
-        self.admission = Admission(lambda: _COMING_BYTES + self.budget.left, MESSAGE_BYTES)
+        self.admission = Admission(lambda: _COMING_BYTES + self.budget.left)
         self.budget.on_reserved = self.admission.shrink
         self._incoming = Incoming(self._watchdog)
         self.writes = WritePath(role, self.budget, self._incoming)

@@ -34,12 +34,13 @@ from pscluster.core.limits import (
 )
 from pscluster.core.security.authenticator import Authenticator, Refused, refusal
 from pscluster.core.security.handshake import ServerSession
-from pscluster.core.security.refusals import HOLD_SECONDS, OTHER_USER
+from pscluster.core.security.refusals import HOLD_SECONDS
 from pscluster.core.security.revocation import why_refused
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.admission import Admission, Waiting
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.transport.methods import Handler, Lookup, behaviour_of
+from pscluster.core.transport.peer_names import OTHER_USER, data_name
 from pscluster.core.transport.tcp.context import DataContext, HandlerAborted
 from pscluster.core.transport.tcp.encryption import TlsConnection
 from pscluster.core.transport.tcp.packets import ClosedError, Connection, Kind, tuned
@@ -74,7 +75,7 @@ class _Peer:
         self.connection = Connection(connected) if tls is None else TlsConnection(connected, tls)
         self.connection.limit = MAX_CALL_BYTES
         self.shown: dict[str, Any] = {}  # in its certificate; see `DataContext.auth_context`
-        self.name = _name_of(connected)
+        self.name = data_name(connected)
         self.since = time.monotonic()
         self.known = False
         self.turned_out = False
@@ -395,14 +396,6 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()  # as gRPC does there
     return socket.create_server((host, port), family=family, backlog=128, reuse_port=share, dualstack_ipv6=both)
-
-
-def _name_of(connected: socket.socket) -> str:
-    """Return a connection's name, for logs and for counting refusals."""
-    if connected.family == socket.AF_UNIX:
-        return f"unix:data:{connected.fileno()}"
-    host, port = connected.getpeername()[:2]
-    return f"data:{host}:{port}"
 
 
 def _status(code: grpc.StatusCode, details: str) -> data_plane_pb2.DataStatus:
