@@ -127,7 +127,7 @@ class Load:
         for at in self._rng.permutation(len(parts)):
             parts[at](turn)
         self._join()
-        for every, part in (
+        for every, work in (
             (4, self._error),
             (4, self._variables),
             (5, self._datasets),
@@ -136,7 +136,7 @@ class Load:
             (30, self._restore),
         ):
             if turn % every == every - 1:
-                part(turn)
+                work(turn)
         self.done["turns"] += 1
 
     def _join(self) -> None:
@@ -284,10 +284,10 @@ def main() -> None:
     def tell(**more: Any) -> None:
         print(json.dumps({**load_of_job.done, **more}), flush=True)
 
-    for number in range(options.turns) if options.turns else itertools.count():
+    for turn in range(options.turns) if options.turns else itertools.count():
         if time.monotonic() - begin > options.seconds:
             break
-        load_of_job.turn(number)
+        load_of_job.turn(turn)
         if time.monotonic() - printed > PRINT_EVERY:
             printed = time.monotonic()
             tell()

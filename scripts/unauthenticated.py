@@ -107,13 +107,16 @@ def call(address: str, count: int, pairs: int, *, fresh: bool) -> None:
     callers = [Caller(address, pairs) for _ in range(count)]
     share = Share()
     with selectors.DefaultSelector() as selector:
-        for each in callers:
-            selector.register(each.socket, selectors.EVENT_READ, each)
+        for caller in callers:
+            selector.register(caller.socket, selectors.EVENT_READ, caller)
         printed = time.monotonic()
         while True:
             if time.monotonic() > printed + 1:
                 printed = time.monotonic()
-                calls, connections = sum(each.calls for each in callers), sum(each.connections for each in callers)
+                calls, connections = (
+                    sum(caller.calls for caller in callers),
+                    sum(caller.connections for caller in callers),
+                )
                 print(f"{calls:,} calls on {connections:,}", flush=True)
             for key, _ in selector.select(1):
                 caller: Caller = key.data

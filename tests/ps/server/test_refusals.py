@@ -348,10 +348,10 @@ def test_an_average_of_a_half_type_is_read_whole() -> None:
     average, stop = optimizers.SGD(1.0, use_ema=True).average(v), threading.Event()
 
     def assign() -> None:
-        number = 0
+        count = 0
         while not stop.is_set():
-            number += 1
-            v.assign(number % 100)
+            count += 1
+            v.assign(count % 100)
 
     thread = threading.Thread(target=assign)
     thread.start()
