@@ -477,7 +477,7 @@ def test_what_the_error_of_a_damaged_log_says_helps(
         recovered = manager.restore()
         assert recovered is not None
         assert f"{segment.name} is damaged at byte" in caplog.text
-        assert "the updates after the last generation are lost" in caplog.text
+        assert "the updates after the last snapshot are lost" in caplog.text
         assert values_of(recovered.store, 1).tolist() == values[0]
         assert recovered.store.lost == {"v1": 3, "(unknown)": 1}, "the first record can't be read"
         if change:
@@ -508,7 +508,7 @@ def test_garbage_is_no_segment(tmp_path: Path) -> None:
     for size in (1, RECORD_HEAD - 1, RECORD_HEAD, 5000):
         segment.write_bytes(whole[: ends[-1]] + random.bytes(size))
         assert ends_of(segment) == ends
-    with pytest.raises(DamagedError, match="generation 7 is missing"):
+    with pytest.raises(DamagedError, match="snapshot 7 is missing"):
         list(records([], 7))
 
 

@@ -339,7 +339,7 @@ def records(
         if last and cut:
             _cut(path, head, end, count)
     if before is None or before < first:
-        raise DamagedError(f"the segment of the log that begins with generation {first} is missing")
+        raise DamagedError(f"the segment of the log that begins with snapshot {first} is missing")
 
 
 def _cut(path: Path, head: _Segment, end: int, count: int) -> None:
