@@ -405,8 +405,8 @@ def test_an_error_that_a_step_takes_care_of(coordinator: ClusterCoordinator) -> 
 @pytest.mark.parametrize(
     ("dataset_fn", "error", "message"),
     [
-        (lambda: 3, TypeError, "dataset_fn returned a int: it must return something to iterate over"),
-        (lambda: None, TypeError, "dataset_fn returned a NoneType"),
+        (lambda: 3, TypeError, "dataset_fn returned an int: it must return something to iterate over"),
+        (lambda: None, TypeError, "dataset_fn returned None"),
         (exits, errors.FunctionError, "SystemExit: no data"),
         (lambda context, more: [], TypeError, "missing 1 required positional argument: 'more'"),
     ],

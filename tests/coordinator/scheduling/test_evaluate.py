@@ -182,7 +182,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         evaluate(len, data, [])
     with pytest.raises(errors.MisuseError, match=r"several metrics are named \['sum'\]: give them names, or a dict"):
         evaluate(len, data, [metrics.Sum(), metrics.Sum()])
-    with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no initial, update"):
+    with pytest.raises(errors.MisuseError, match=r"metric 'x', an int, has no initial, update"):
         evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="shards is 0; it must be a whole number, 1 or more, or 'auto'"):
         evaluate(len, data, [metrics.Sum()], shards=0)

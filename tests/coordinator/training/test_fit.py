@@ -457,8 +457,8 @@ def test_a_result_that_comes_as_it_is_no_longer_waited_for(
             "much",
             r"the step returned a str as 'loss'; it must be a number: return the loss, a dict of numbers, or None",
         ),
-        (np.zeros((2, 3)), r"returned a ndarray of shape \(2, 3\) as 'loss'"),
-        ({"loss": 1.0, "other": None}, "returned a NoneType as 'other'"),
+        (np.zeros((2, 3)), r"returned an ndarray of shape \(2, 3\) as 'loss'"),
+        ({"loss": 1.0, "other": None}, "returned None as 'other'"),
         ((1.0, 2.0), r"returned a tuple of shape \(2,\) as 'loss'"),
     ],
 )

@@ -593,7 +593,7 @@ class TestBadGradients:
         v, optimizer = make(np.zeros(2), name="twice"), optimizers.SGD(1.0)
         with pytest.raises(errors.MisuseError, match="'twice' is given twice"):
             optimizer.apply_gradients([(np.ones(2), v), (np.ones(2), v)])
-        with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not a ndarray"):
+        with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not an ndarray"):
             optimizer.apply_gradients([(v, np.ones(2))])  # type: ignore[list-item]
         assert not v.numpy().any()
 

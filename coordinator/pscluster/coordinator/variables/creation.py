@@ -138,10 +138,10 @@ class VariableCreator:
                 free = (f"{kind}_{suffix}" if suffix else kind for suffix in itertools.count())
                 name = next(candidate for candidate in free if (namespace, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
-                raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
+                raise MisuseError(f"the {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
             elif name.startswith(RESERVED):
                 raise MisuseError(
-                    f"a {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
+                    f"the {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
                 )
             elif (namespace, name) in self._reserved:
                 is_optimizer = namespace == "variable" and name not in self._variables  # they share their names
