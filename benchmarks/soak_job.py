@@ -236,13 +236,13 @@ class Load:
             self.done["health checks"] += is_healthy(address, self._token)[0]
 
     def _save(self, turn: int) -> None:
-        self._settle()
+        self._wait_saved()
         try:
             self._saving = self._manager.save(wait=False)
         except errors.PsClusterError as error:  # a server has just died
             self._failed("saving", error)
 
-    def _settle(self) -> None:
+    def _wait_saved(self) -> None:
         if self._saving is not None:
             try:
                 self._saving.result(TIMEOUT)
@@ -252,7 +252,7 @@ class Load:
             self._saving = None
 
     def _restore(self, turn: int) -> None:
-        self._settle()
+        self._wait_saved()
         if self._manager.latest_checkpoint is not None:
             try:
                 self._manager.restore(partial=True)
@@ -267,7 +267,7 @@ class Load:
 
     def close(self) -> None:
         """Wait until nothing is being written."""
-        self._settle()
+        self._wait_saved()
         self._manager.close()
 
 

@@ -241,7 +241,7 @@ async def until(predicate: Callable[..., object], *args: object) -> None:
             await asyncio.sleep(0)
 
 
-async def settled() -> None:
+async def loop_at_rest() -> None:
     """Let everything on the loop come to rest."""
     for _ in range(100):
         await asyncio.sleep(0)
@@ -292,7 +292,7 @@ def test_a_worker_leaves_with_a_message_on_its_way(fake: Callable[..., FakeClust
         assert first.recalls == [[2]], "all is asked back, as the worker may not read for long"
         cluster.schedule()
         await until(lambda: first.steps_ended)
-        await settled()
+        await loop_at_rest()
         assert cluster.state(0) == [2], "it gets nothing more"
         first.end()
         await until(lambda: len(worker.connections) == 2 and worker.last.functions)
@@ -544,7 +544,7 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
             assert dispatcher.waits.cancel([value], None) == 1
         await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
         await until(lambda: all(server.shutting_out == [(1, 2)] for server in cluster.servers))
-        await settled()
+        await loop_at_rest()
         assert worker.last.recalls[0] == [1]
         assert not dispatcher.waits.done()
         assert not scheduler.take_barrier("a cut"), "an update of it may still be applied"
@@ -556,7 +556,7 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
                 dispatcher.waits.done()
         assert dispatcher.waits.done()
         other = cluster.schedule()
-        await settled()
+        await loop_at_rest()
         assert worker.last.functions == [1], "the worker still runs the first"
         worker.last.tell_value(1, encode(7))
         await until(lambda: worker.last.functions == [1, 2])
@@ -582,7 +582,7 @@ def test_what_waits_for_a_function_that_is_ended(fake: Callable[..., FakeCluster
         assert worker.last.recalls == [[1, 2], [3, 4]]
         worker.last.tell(Outcome.RETURNED, 2, 3, 4)
         await until(lambda: cluster.state(0) == [])
-        await settled()
+        await loop_at_rest()
         assert worker.last.functions == [1, 2, 3, 4], "it still runs the first"
         worker.last.tell(Outcome.CANCELLED, 1)
         await until(lambda: worker.last.functions == [1, 2, 3, 4, 3, 4])
@@ -678,7 +678,7 @@ def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], l
         (function_number,) = worker.last.functions
         worker.last._tell([Outcome(function=function_number, kind=Outcome.FAILED, failure=failure_of(said))])
         await until(lambda: value.status is RemoteValueStatus.FAILED)
-        await settled()
+        await loop_at_rest()
         assert not cluster.dispatcher.waits.done(), "its error may have to be final"
         if lost:
             cluster.servers[1].verdict = PSUnavailableError("ps 1 is lost")
@@ -798,7 +798,7 @@ def test_what_is_scheduled_after_an_error_is_not_asked_back(fake: Callable[..., 
             cluster.dispatcher.waits.done()
         cluster.schedule()
         assert worker.last.functions == [1, 2]
-        await settled()
+        await loop_at_rest()
         assert worker.last.recalls == []
         worker.last.tell(Outcome.DONE, 2)
 
@@ -877,7 +877,7 @@ def test_a_worker_that_builds_a_dataset_delays_no_other(fake: Callable[..., Fake
 
     async def scenario() -> None:
         await cluster.start()
-        await settled()
+        await loop_at_rest()
         slow.may_upload.clear()
         cluster.dispatcher.definitions.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
         await until(lambda: slow.last.uploading and len(quick.last.uploads) == 2)
@@ -886,7 +886,7 @@ def test_a_worker_that_builds_a_dataset_delays_no_other(fake: Callable[..., Fake
             await until(lambda: function_number in quick.last.functions)  # noqa: B023  (called here)
             quick.last.tell(Outcome.DONE, function_number)
             await until(lambda: not cluster.state(0))
-            await settled()  # its own outcome has woken it, and it sleeps again
+            await loop_at_rest()  # its own outcome has woken it, and it sleeps again
         slow.may_upload.set()
 
     on_loop(scenario)
@@ -930,7 +930,7 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         checked.clear()
         cluster.workers[2].last.tell(Outcome.DONE, *cluster.state(2), seconds=5.0)
         await until(lambda: 2 in checked)
-        await settled()
+        await loop_at_rest()
         answers = 0
         while not all(cluster.state(index) for index in range(3)):
             if answers < len(holder.recalls):  # of each only one comes back: the others run by now

@@ -101,9 +101,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.finished.update(range(start, stop))
 
     @rule(client=clients, before=st.sampled_from(SEQUENCES))
-    def settle(self, client: int, before: int) -> None:
+    def forget_answered(self, client: int, before: int) -> None:
         """A client has its answers; the messages that say so may arrive in any order, late ones included."""
-        self.ledger.settle(client, before)
+        self.ledger.forget_answered(client, before)
         self.settled[client] = max(self.settled[client], before)
 
     @rule(client=clients)
@@ -173,7 +173,7 @@ def test_a_closed_client_leaves_one_number() -> None:
     ledger.close(101)
     assert ledger.remembered == 0
     ledger.record(Origin(101, 0, 2), 1, 0, 1)
-    ledger.settle(101, 2)
+    ledger.forget_answered(101, 2)
     assert ledger.remembered == 0
     with pytest.raises(StaleError):
         ledger.admit(Origin(101, 0, 9))

@@ -177,7 +177,7 @@ class Process:
         data = self.service.push(iter([pack(request, buffers)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until the manager's thread has done all that was requested, so that examples are reproducible."""
         plan = self.manager._plan
         until(lambda: plan._saving is None and not (self.manager._job and plan.due() == -np.inf), "it is at rest")
@@ -288,7 +288,7 @@ class ServerMachine(RuleBasedStateMachine):
     def attach(self) -> None:
         """The coordinator attaches."""
         self.store_id = self.process.attach(self.request())
-        self.process.settle()
+        self.process.wait_until_idle()
 
     @rule(parts=parts, dies=deaths, torn=torn, killed_after=st.booleans())
     def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_after: bool) -> None:
@@ -310,7 +310,7 @@ class ServerMachine(RuleBasedStateMachine):
         """Have the process die in the block, before its nth call, if there are that many."""
         self.disk.copy, self.disk.torn, self.disk.dies_in = None, torn, at or NOWHERE
         yield
-        self.process.settle()
+        self.process.wait_until_idle()
         self.disk.dies_in = NOWHERE
 
     @property
@@ -322,7 +322,7 @@ class ServerMachine(RuleBasedStateMachine):
         """If all goes well from here, everything that was applied is safe: the next request to save succeeds."""
         self.disk.heal()
         self.process.manager.save()
-        self.process.settle()
+        self.process.wait_until_idle()
         self.disk.failed = False  # no more refusals
         self.all_safe()
 

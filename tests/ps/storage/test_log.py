@@ -869,7 +869,7 @@ def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path
             client.send(alone)
         client.update(dense(ps_pb2.ADD, np.ones((2, 2))))
         assert manager._log is not None
-        assert manager._log._plan.settled
+        assert manager._log._plan.all_ended
         assert manager._log._promised == 0
         again = found_in(killed(tmp_path / "s"))
         assert values_of(again, 1).tolist() == values_of(held, 1).tolist() == [[2, 2], [2, 2]]

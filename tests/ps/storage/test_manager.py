@@ -728,7 +728,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
                 write(manager, held, request, ready, payload, total)
         assert values_of(held, 1).tolist() == [2] * 3
         if manager._log is not None:
-            assert manager._log._plan.settled
+            assert manager._log._plan.all_ended
         for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="coordinator number 2 of this job has taken it over from number 1"):
                 role.admit(old)

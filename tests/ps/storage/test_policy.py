@@ -194,7 +194,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def mended(self) -> None:
         """A generation that holds all that the log lacks is saved."""
-        assert self.plan.settled
+        assert self.plan.all_ended
         self.plan.mended()
         self.broken = False
 
@@ -203,7 +203,7 @@ class LogMachine(RuleBasedStateMachine):
         """A repetition passes as soon as no ticket is open that was open as it arrived, and not before."""
         for horizon, older in self.repetitions:
             assert self.plan.passed(horizon) is not bool(older & self.open)
-        assert self.plan.settled is not bool(self.open)
+        assert self.plan.all_ended is not bool(self.open)
         assert bool(self.plan.broken) is self.broken
 
 

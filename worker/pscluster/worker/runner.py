@@ -103,7 +103,7 @@ class Runner:
             while self._wait_next():
                 metrics.not_idle(idle)
                 while (next_one := self._next()) is not None:
-                    self._settle(self._run_one(*next_one))
+                    self._deliver(self._run_one(*next_one))
                 idle = metrics.idle()
         except grpc.RpcError:
             pass  # the coordinator is gone, and needs no outcomes
@@ -198,7 +198,7 @@ class Runner:
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
         self._to_send.notify_all()
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         with self._lock:
             self._running = None
             self._seconds = outcome.seconds
@@ -219,7 +219,7 @@ class Runner:
 
     def _send_one(self, outcome: Outcome) -> None:
         """Send an outcome on the running thread, which has set `_sending`."""
-        assert self._send is not None  # see _settle
+        assert self._send is not None  # see _deliver
         sent = True
         try:
             reach("worker.result.before")

@@ -121,7 +121,7 @@ class Log:
         """
         path = self._directory.log_file(generation)
         with self._changed:
-            while self._writing or (self._plan.broken and not self._plan.settled):
+            while self._writing or (self._plan.broken and not self._plan.all_ended):
                 self._changed.wait()
             size, new = self._promised + _GROW, path.with_name(path.name + ".new")
             self._directory.reuse_segment(new)

@@ -155,7 +155,7 @@ class StateManager:
             store, logged = replay.restored(manifest, self._directory.read_all(manifest)), 0
             coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
-        replay.settle_losses(store, manifest, self._directory.losses(), dropped)
+        replay.restore_losses(store, manifest, self._directory.losses(), dropped)
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"

@@ -127,7 +127,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
             raise DamagedError(f"snapshot {manifest.generation} has half an interval of functions")
         ledger.finish(zip(manifest.finished_starts, manifest.finished_stops, strict=True))
         for client in manifest.clients:
-            ledger.settle(client.incarnation, client.settled)
+            ledger.forget_answered(client.incarnation, client.settled)
         for incarnation in manifest.closed:
             ledger.close(incarnation)
     return store
@@ -142,7 +142,7 @@ def losses_of(store: Store, store_id: int) -> state_pb2.SavedLosses:
     return losses
 
 
-def settle_losses(
+def restore_losses(
     store: Store, manifest: state_pb2.Manifest, losses: state_pb2.SavedLosses | None, dropped: Dropped
 ) -> None:
     """Begin to count losses, with those known before and `dropped`, now that all that was saved is in the store."""
