@@ -291,7 +291,7 @@ def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
     assert collected == []
 
 
-def test_a_fault_in_sending_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_sending_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcome is lost with the stream, whichever thread was to send it."""
     reached: list[str] = []
 
@@ -305,8 +305,7 @@ def test_a_fault_in_sending_fails_the_stream(monkeypatch: pytest.MonkeyPatch) ->
     outcomes = runner.outcomes()
     runner._sending = False  # the stream is up
     runner.run(iter([worker_pb2.StepsRequest(position=1, steps=[step(11, "note")])]), lambda _: True)
-    with pytest.raises(UnavailableError, match="a fault"):
-        next(outcomes)
+    assert list(outcomes) == []
     assert len(reached) == 1
 
 

@@ -87,7 +87,6 @@ class Runner:
         self._reading = False  # the reader reads, or should read, one message
         self._read_all = False  # there are no more messages
         self._seconds = 0.0  # duration of the last function
-        self._failure: PsClusterError | None = None  # with which to end the stream
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""
@@ -225,9 +224,6 @@ class Runner:
             reach("worker.result.before")
             sent = self._send(worker_pb2.StepsReply(outcomes=[outcome]).SerializeToString())
             reach("worker.result.after")
-        except PsClusterError as error:  # of an armed fault: the stream must fail, as if its own thread had sent
-            self._failure = error
-            raise
         finally:
             with self._lock:
                 self._sending = False
@@ -337,8 +333,6 @@ class Runner:
                     batch.append(self._outbox.popleft())
                 self._sending = bool(batch)
             if not batch:
-                if self._failure is not None:
-                    raise self._failure
                 return
             reach("worker.result.before")
             yield worker_pb2.StepsReply(outcomes=batch)
