@@ -78,10 +78,10 @@ class Data:
         """Answer a small request."""
         import numpy as np
 
-        kind, (number,) = bytes(request[:1]), np.frombuffer(request, np.int64, 1, 8)
+        kind, (argument,) = bytes(request[:1]), np.frombuffer(request, np.int64, 1, 8)
         if kind == READ:
-            return self.held(int(number))
-        ids = np.frombuffer(request, np.int64, number, 16)
+            return self.held(int(argument))
+        ids = np.frombuffer(request, np.int64, argument, 16)
         if kind == GATHER:
             return memoryview(self._table.take(ids, axis=0)).cast("B")
         gradients: Any = np.frombuffer(request, np.float32, offset=16 + ids.nbytes).reshape(-1, WIDTH)
@@ -150,7 +150,7 @@ class Client(ABC):
         """Do the same, and send as many rows back, which are subtracted."""
         shares = self._split(ids)
         changed = self._rows_of(shares) * 2 + 1
-        self._exchanges([(opcode, len(local), local, changed[place]) for place, local in shares])
+        self._exchanges([(opcode, len(local), local, changed[positions]) for positions, local in shares])
 
     def gather_adagrad(self, ids: int) -> None:
         """Do the same, but first divide them by the roots of the sums of their squares, which are kept."""
@@ -160,20 +160,20 @@ class Client(ABC):
         """Random ids, and for each server which of them it has, with their numbers there."""
         import numpy as np
 
-        wanted, part = np.random.randint(0, ROWS, ids), ROWS // self._servers
+        wanted, rows_each = np.random.randint(0, ROWS, ids), ROWS // self._servers
         shares = []
         for index in range(self._servers):
-            place = np.flatnonzero(wanted // part == index)
-            shares.append((place, wanted[place] - index * part))
+            positions = np.flatnonzero(wanted // rows_each == index)
+            shares.append((positions, wanted[positions] - index * rows_each))
         return shares
 
     def _rows_of(self, shares: Sequence[tuple[Any, Any]]) -> Any:
         import numpy as np
 
-        rows = np.empty((sum(len(place) for place, _ in shares), WIDTH), np.float32)
+        rows = np.empty((sum(len(positions) for positions, _ in shares), WIDTH), np.float32)
         replies = self._exchanges([(GATHER, len(local), local) for _, local in shares])
-        for (place, _), reply in zip(shares, replies, strict=True):
-            rows[place] = np.frombuffer(reply, np.float32).reshape(-1, WIDTH)
+        for (positions, _), reply in zip(shares, replies, strict=True):
+            rows[positions] = np.frombuffer(reply, np.float32).reshape(-1, WIDTH)
         return rows
 
 

@@ -377,7 +377,7 @@ class Checker:
         job = self._job
         lost = job.strategy.lost_updates()
         for variable in (job.count, job.large):
-            for number, shard in enumerate(variable.variables):
+            for index, shard in enumerate(variable.variables):
                 values = np.unique(shard.numpy())
                 missing = job.done - int(values[0])
                 told = lost.get(variable.name, 0)
@@ -385,7 +385,7 @@ class Checker:
                 slack = deaths * NUM_WORKERS if self._durability == "snapshot" else 0
                 if len(values) > 1 or missing < 0 or missing > told + slack:
                     self.wrong.append(
-                        f"{variable.name}, shard {number}, holds {values} of {job.done} updates; {told} are known to "
+                        f"{variable.name}, shard {index}, holds {values} of {job.done} updates; {told} are known to "
                         "be lost"
                     )
         return "; ".join(self.wrong)

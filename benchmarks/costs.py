@@ -45,8 +45,8 @@ QUEUE_SECONDS = 240.0  # limits the functions that hold the workers while the qu
 
 def memory(pid: int | str, field: str) -> int:
     """Bytes of resident memory now (VmRSS), or the highest so far (VmHWM)."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) << 10 if found else 0
+    match = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) << 10 if match else 0
 
 
 def processor_seconds(pid: int) -> float:
@@ -104,8 +104,8 @@ def queue(n: int) -> dict[str, float]:
                 time.sleep(0.02)
 
         cpu, bytes_each = [], 0.0
-        for number in range(min(7, max(1, 100_000 // n))):
-            gate = os.path.join(directory, f"open-{number}")
+        for trial in range(min(7, max(1, 100_000 // n))):
+            gate = os.path.join(directory, f"open-{trial}")
             for _ in range(4):
                 coordinator.schedule(hold, args=(gate, QUEUE_SECONDS))
             time.sleep(0.3)
@@ -113,7 +113,7 @@ def queue(n: int) -> dict[str, float]:
             before, begin = memory("self", "VmRSS"), time.process_time()
             for _ in range(n):
                 coordinator.schedule(_nothing)
-            if not number:  # later ones use the memory of the first
+            if not trial:  # later ones use the memory of the first
                 bytes_each = (memory("self", "VmRSS") - before) / n
             Path(gate).touch()
             coordinator.join()
@@ -259,21 +259,21 @@ def starts(role: str, n: int, busy: int) -> dict[str, float]:
                 count.assign_add(np.ones(1, np.int64))
 
             coordinator.schedule(step).fetch()
-            found = []
-            for number in range(n):
-                if number % 2:
+            seconds = []
+            for trial in range(n):
+                if trial % 2:
                     cluster.restart(role, 0)
                 else:
                     cluster.wait_restarted(role, 0, cluster.kill(role, 0))
                 begin = time.monotonic()
                 coordinator.schedule(step).fetch()
-                found.append(time.monotonic() - begin)
+                seconds.append(time.monotonic() - begin)
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
-    found.sort()
-    return {"median": statistics.median(found), "p95": found[math.ceil(0.95 * n) - 1], "most": found[-1]}
+    seconds.sort()
+    return {"median": statistics.median(seconds), "p95": seconds[math.ceil(0.95 * n) - 1], "most": seconds[-1]}
 
 
 def iter_ones(shape: tuple[int, ...]) -> Iterator[Any]:
@@ -325,8 +325,8 @@ def bandwidth(clients: int, mib: int, n: int) -> float:
             coordinator.join()
 
         work(1)
-        each = max(1, n // clients)
-        return each * clients * mib * MIB / timed(lambda: work(each))
+        reads_each = max(1, n // clients)
+        return reads_each * clients * mib * MIB / timed(lambda: work(reads_each))
 
 
 def lookup(rows: int, ids: int, n: int) -> float:
@@ -339,8 +339,8 @@ def lookup(rows: int, ids: int, n: int) -> float:
             wanted = [np.random.randint(0, rows, ids) for _ in range(n)]
             table.gather(wanted[0])
             begin = time.perf_counter()
-            for each in wanted:
-                table.gather(each)
+            for row_ids in wanted:
+                table.gather(row_ids)
             return (time.perf_counter() - begin) / n
 
         return float(coordinator.schedule(gather).fetch(timeout=120))
@@ -415,14 +415,14 @@ def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
                 one_by_one(with_iterator, lambda: iterator),
             ),
         }
-        found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-        for number in range(rounds + 1):
+        measured: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+        for trial in range(rounds + 1):
             for name, pair in ways.items():
-                for which in (0, 1) if number % 2 else (1, 0):
+                for which in (0, 1) if trial % 2 else (1, 0):
                     seconds = timed(pair[which])
-                    if number:
-                        found[name][which].append(batches * size / seconds)
-        return {name: compared(*rates) for name, rates in found.items()}
+                    if trial:
+                        measured[name][which].append(batches * size / seconds)
+        return {name: compared(*rates) for name, rates in measured.items()}
 
 
 def packing(steps: int, rounds: int) -> dict[str, float]:
@@ -452,19 +452,22 @@ def packing(steps: int, rounds: int) -> dict[str, float]:
             "chosen": (steps, fitted(steps, "auto")),
             "no dispatch": (steps, without),
         }
-        found: dict[str, list[float]] = {name: [] for name in (*ways, "beside")}
+        measured: dict[str, list[float]] = {name: [] for name in (*ways, "beside")}
         last = 0
-        for number in range(rounds + 1):
+        for trial in range(rounds + 1):
             for name, (count, work) in ways.items():
                 seconds = timed(work)
                 ran, last = functions_since(last, coordinator)
-                if number:
-                    found[name].append(count / seconds)
+                if trial:
+                    measured[name].append(count / seconds)
                     if name == "chosen":
-                        spans = [(each[0][0], each[-1][1], sum(end - begin for begin, end in each)) for each in ran]
+                        spans = [
+                            (functions[0][0], functions[-1][1], sum(end - begin for begin, end in functions))
+                            for functions in ran
+                        ]
                         there = sum(end - begin for begin, end, _ in spans)
-                        found["beside"].append(100 * (1 - sum(within for *_, within in spans) / there))
-        return {name: statistics.median(rates) for name, rates in found.items()}
+                        measured["beside"].append(100 * (1 - sum(within for *_, within in spans) / there))
+        return {name: statistics.median(rates) for name, rates in measured.items()}
 
 
 _WATCHER = """
@@ -560,17 +563,17 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
         def watched(name: str) -> contextlib.AbstractContextManager[None]:
             return _watched(page, addresses) if name == "on" else contextlib.nullcontext()
 
-        found: dict[str, dict[str, list[float]]] = {
-            what: {name: [] for name in clusters} for what in ("functions", "pull", "push")
+        measured: dict[str, dict[str, list[float]]] = {
+            kind: {name: [] for name in clusters} for kind in ("functions", "pull", "push")
         }
-        for number in range(rounds + 1):
-            for name in sorted(clusters, reverse=bool(number % 2)):
+        for trial in range(rounds + 1):
+            for name in sorted(clusters, reverse=bool(trial % 2)):
                 with watched(name):  # takes long to start: so several tries for functions, the most precise rate
-                    for what in ("functions", "pull", "functions", "push", "functions"):
-                        amount = n if what == "functions" else 2 * reads * mib * MIB
-                        rate = amount / timed(clusters[name][what])
-                        if number:
-                            found[what][name].append(rate)
+                    for kind in ("functions", "pull", "functions", "push", "functions"):
+                        amount = n if kind == "functions" else 2 * reads * mib * MIB
+                        rate = amount / timed(clusters[name][kind])
+                        if trial:
+                            measured[kind][name].append(rate)
 
         used: dict[str, list[float]] = {name: [] for name in clusters}
         for _ in range(3):
@@ -579,7 +582,7 @@ def telemetry(n: int, mib: int, reads: int, rounds: int, idle: float) -> dict[st
                     before, begin = sum(map(processor_seconds, pids)), time.monotonic()
                     time.sleep(idle)
                     shares.append((sum(map(processor_seconds, pids)) - before) / (time.monotonic() - begin))
-        rates: dict[str, Any] = {what: compared(times["on"], times["off"]) for what, times in found.items()}
+        rates: dict[str, Any] = {kind: compared(times["on"], times["off"]) for kind, times in measured.items()}
         return {**rates, "idle": statistics.median(used["on"]) - statistics.median(used["off"])}
 
 
@@ -641,15 +644,15 @@ def _in_turns(
                 strategy = stack.enter_context(ParameterServerStrategy(resolver, job_name=kind))
             coordinator = ClusterCoordinator(strategy)
             work.update({(kind, name): do for name, do in _moves(strategy, coordinator, functions, moves).items()})
-        found: dict[tuple[str, str], list[float]] = {key: [] for key in work}
-        for number in range(rounds + 1):
+        measured: dict[tuple[str, str], list[float]] = {key: [] for key in work}
+        for trial in range(rounds + 1):
             order = sorted(work, key=lambda key: key[1])
-            for key in order if number % 2 else reversed(order):
+            for key in order if trial % 2 else reversed(order):
                 rate = work[key]()
-                if number:
-                    found[key].append(rate)
+                if trial:
+                    measured[key].append(rate)
         return {
-            kind: {name: compared(found[kind, name], found[base, name]) for at, name in work if at == kind}
+            kind: {name: compared(measured[kind, name], measured[base, name]) for at, name in work if at == kind}
             for kind in kinds
         }
 
@@ -665,7 +668,7 @@ def _moves(
 
         return functions / timed(work)
 
-    found: dict[str, Callable[[], float]] = {"functions/s": dispatched}
+    measures: dict[str, Callable[[], float]] = {"functions/s": dispatched}
     for mib in (1, 40):
         with strategy.scope():
             variable = Variable(lambda shape, dtype: np.zeros(shape, dtype), shape=(mib << 10, 256))
@@ -683,8 +686,8 @@ def _moves(
             def rate(move: Any = move, variable: Any = variable, count: int = count, mib: int = mib) -> float:
                 return count * mib * MIB / 1e9 / coordinator.schedule(move, args=(variable, count)).fetch(timeout=120)
 
-            found[f"{name} {mib} MiB, GB/s"] = rate
-    return found
+            measures[f"{name} {mib} MiB, GB/s"] = rate
+    return measures
 
 
 def functions_since(last: int, coordinator: Any) -> tuple[list[list[tuple[float, float]]], int]:
@@ -700,7 +703,7 @@ def functions_since(last: int, coordinator: Any) -> tuple[list[list[tuple[float,
         if "thread" in facts and function > last:  # in a worker's row
             ran.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
             numbers.append(function)
-    return [sorted(each) for each in ran.values()], max(numbers)
+    return [sorted(spans) for spans in ran.values()], max(numbers)
 
 
 def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:

@@ -141,10 +141,10 @@ def trend(role: str, lives: int, measure: str, times: Series, values: Series) ->
 
 def lives_of(samples: Iterable[Sample]) -> dict[str, list[Life]]:
     """All lives by role, in order."""
-    found: dict[str, list[Life]] = {}
+    lives: dict[str, list[Life]] = {}
     for role, of_role in itertools.groupby(sorted(samples, key=lambda s: (s.role, s.seconds)), lambda s: s.role):
-        found[role] = [Life(role, pid, tuple(life)) for pid, life in itertools.groupby(of_role, lambda s: s.pid)]
-    return found
+        lives[role] = [Life(role, pid, tuple(life)) for pid, life in itertools.groupby(of_role, lambda s: s.pid)]
+    return lives
 
 
 def judge(samples: Iterable[Sample], shortest: float = SHORTEST) -> list[Trend]:

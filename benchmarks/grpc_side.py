@@ -77,11 +77,11 @@ class Client(bare.Client):
     def pull(self, size: int) -> None:
         import numpy as np
 
-        part = size // self._servers
+        share = size // self._servers
 
         def take(server: int) -> None:
-            values, at = memoryview(np.empty(part, np.uint8)), 0
-            for frame in self._channels[server].unary_stream("/bare/pull")(str(part).encode()):
+            values, at = memoryview(np.empty(share, np.uint8)), 0
+            for frame in self._channels[server].unary_stream("/bare/pull")(str(share).encode()):
                 values[at : at + len(frame)] = frame
                 at += len(frame)
 
@@ -94,12 +94,12 @@ class Client(bare.Client):
         self._give("/bare/add", size)
 
     def _give(self, method: str, size: int) -> None:
-        part = size // self._servers
+        share = size // self._servers
 
         def frames(server: int) -> Iterator[bytes]:
-            values = self.warm(part, server)
-            yield str(part).encode()
-            for at in range(0, part, FRAME):
+            values = self.warm(share, server)
+            yield str(share).encode()
+            for at in range(0, share, FRAME):
                 yield bytes(values[at : at + FRAME])
 
         self.on_each(lambda server: self._channels[server].stream_unary(method)(frames(server)))

@@ -186,7 +186,7 @@ def _loop_rows() -> list[Row]:
     return [
         Row(
             f"loop-{key}",
-            f"training loop, steps of 0.3 ms, {what}",
+            f"training loop, steps of 0.3 ms, {packed}",
             "steps/s",
             "loop",
             n,
@@ -194,7 +194,7 @@ def _loop_rows() -> list[Row]:
             _rate(1),
             {"packing": packing},
         )
-        for key, what, packing in (("1", "one per function", 1), ("packed", "several per function", 0))
+        for key, packed, packing in (("1", "one per function", 1), ("packed", "several per function", 0))
     ]
 
 
@@ -276,14 +276,14 @@ class Bench:
         mine = {name: side for name, side in sides.items() if name in row.sides}
         if row.pick_optimizer:
             known = [side.ask("optimizer_names") for name, side in mine.items() if name not in LIMITS]
-            arguments["optimizer"] = next(each for each in known[0] if all(each in other for other in known))
+            arguments["optimizer"] = next(name for name in known[0] if all(name in other for other in known))
             title = title.format(optimizer=arguments["optimizer"])
         values: dict[str, list[float]] = {name: [] for name in mine}
         cpu: dict[str, list[float]] = {name: [] for name in mine}
-        for number in range(self.rounds + 1):
+        for trial in range(self.rounds + 1):
             for name, side in list(mine.items()):
                 full = max(2, row.n[name] // 5) if self.quick else row.n[name]
-                n = full if number else min(full, 4)  # the first time does not count
+                n = full if trial else min(full, 4)  # the first time does not count
                 before, cpu_before = side.loopback_bytes(), side.cpu_seconds()
                 try:
                     answer = side.ask(row.do, n=n, **arguments)
@@ -295,7 +295,7 @@ class Bench:
                 moved = side.loopback_bytes() - before
                 if self._isolated and row.moves and moved < 0.95 * row.moves * n:
                     raise SystemExit(f"{name}: {title} moved {moved} bytes, not {row.moves} x {n}: it measures nothing")
-                if number:
+                if trial:
                     values[name].append(row.measure(answer, n))
                     cpu[name].append((side.cpu_seconds() - cpu_before) / n)
         done = Results(row.key, title, row.unit, values, row.goals, row.higher_is_better, cpu)
@@ -453,8 +453,10 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             "healing",
             cases,
             lambda answers: (
-                ", ".join(f"{kind}: {each['serving']:.2f} s, {each['whole']:.2f} s" for kind, each in answers.items()),
-                max(each["serving"] for each in answers.values()) <= 1.0,
+                ", ".join(
+                    f"{kind}: {times['serving']:.2f} s, {times['whole']:.2f} s" for kind, times in answers.items()
+                ),
+                max(times["serving"] for times in answers.values()) <= 1.0,
             ),
         )
     if wanted("cost-starts"):
@@ -469,22 +471,22 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             cases,
             lambda answers: (
                 ", ".join(
-                    f"{who}: median {each['median']:.2f} s, 95 % within {each['p95']:.2f} s, "
-                    f"at most {each['most']:.2f} s"
-                    for who, each in answers.items()
+                    f"{who}: median {times['median']:.2f} s, 95 % within {times['p95']:.2f} s, "
+                    f"at most {times['most']:.2f} s"
+                    for who, times in answers.items()
                 ),
-                max(each["p95"] for each in answers.values()) <= 2.0,
+                max(times["p95"] for times in answers.values()) <= 2.0,
             ),
         )
     if wanted("cost-data"):
 
         def kept(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
-            (found,) = answers.values()
+            (measured,) = answers.values()
             shown = (
-                f"{how}: {each['ours']:,.0f} of {each['base']:,.0f} examples/s, {_ratio(each)}"
-                for how, each in found.items()
+                f"{how}: {comparison['ours']:,.0f} of {comparison['base']:,.0f} examples/s, {_ratio(comparison)}"
+                for how, comparison in measured.items()
             )
-            return "; ".join(shown), min(each["ratio"] for each in found.values()) >= 0.95
+            return "; ".join(shown), min(comparison["ratio"] for comparison in measured.values()) >= 0.95
 
         bench.cost(
             "a training step on batches of 64 rows, each visited once",
@@ -514,14 +516,14 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     if wanted("cost-telemetry"):
 
         def nothing(answers: dict[str, dict[str, Any]]) -> tuple[str, bool]:
-            (found,) = answers.values()
-            rates = {what: found[what] for what in ("functions", *MOVES)}
+            (measured,) = answers.values()
+            rates = {kind: measured[kind] for kind in ("functions", *MOVES)}
             shown = [
                 f"functions {rates['functions']['ours']:,.0f}/s with, {rates['functions']['base']:,.0f}/s without",
-                *(f"{what} {rates[what]['ours'] / GIB:.2f}, {rates[what]['base'] / GIB:.2f} GiB/s" for what in MOVES),
+                *(f"{kind} {rates[kind]['ours'] / GIB:.2f}, {rates[kind]['base'] / GIB:.2f} GiB/s" for kind in MOVES),
             ]
-            idle = f"processor time of all roles while nothing runs: {1000 * found['idle']:.1f} ms per second more"
-            reached = min(each["ratio"] for each in rates.values()) >= 0.98
+            idle = f"processor time of all roles while nothing runs: {1000 * measured['idle']:.1f} ms per second more"
+            reached = min(comparison["ratio"] for comparison in rates.values()) >= 0.98
             return f"{'; '.join(shown)}; {', '.join(map(_ratio, rates.values()))}; {idle}", reached
 
         bench.cost(
@@ -541,12 +543,15 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         )
 
     def by_kind(answers: dict[str, dict[str, dict[str, dict[str, float]]]], judged: str = "token") -> tuple[str, bool]:
-        (found,) = answers.values()
+        (measured,) = answers.values()
         shown = (
-            f"{kind}: " + ", ".join(f"{name} {each['ours']:,.2f} ({_ratio(each)})" for name, each in rates.items())
-            for kind, rates in found.items()
+            f"{kind}: "
+            + ", ".join(
+                f"{name} {comparison['ours']:,.2f} ({_ratio(comparison)})" for name, comparison in rates.items()
+            )
+            for kind, rates in measured.items()
         )
-        return "; ".join(shown), all(each["ratio"] >= 0.95 for each in found[judged].values())
+        return "; ".join(shown), all(comparison["ratio"] >= 0.95 for comparison in measured[judged].values())
 
     if wanted("cost-security"):
         bench.cost(

@@ -65,19 +65,19 @@ PANELS = {"resident": "resident memory, MiB", "descriptors": "descriptors", "thr
 
 def established() -> set[str]:
     """Return the inodes of all connected sockets, TCP and Unix, as the links in /proc/*/fd name them."""
-    found = set()
+    sockets = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[5] == "03":  # SS_CONNECTED
-                found.add(f"socket:[{fields[6]}]")
+                sockets.add(f"socket:[{fields[6]}]")
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "01":
-                    found.add(f"socket:[{fields[9]}]")
-    return found
+                    sockets.add(f"socket:[{fields[9]}]")
+    return sockets
 
 
 def disk_use(folders: Sequence[Path]) -> int:
@@ -123,8 +123,8 @@ class Run:
         self._struck_at = 0  # the turn of the last fault
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pscluster-soak-")))
         self._state, self._checkpoints = folder / "state", folder / "checkpoints"
-        for each in (self._state, self._checkpoints):
-            each.mkdir()
+        for directory in (self._state, self._checkpoints):
+            directory.mkdir()
         path = os.pathsep.join([str(HERE.parent / "examples"), *filter(None, sys.path)])
         env = {**THREADS, "PYTHONPATH": path}
         self.cluster = stack.enter_context(
@@ -209,12 +209,12 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8", buffering=1) as file, contextlib.suppress(KeyboardInterrupt):
             print(",".join(COLUMNS), file=file)
-            for number in itertools.count(1):
+            for nth in itertools.count(1):
                 connected = established()
                 for role, pid, folders in self.processes():
                     with contextlib.suppress(OSError, KeyError, ValueError):  # it has just died
                         print(row_of(sample(time.monotonic() - begin, role, pid, connected, folders)), file=file)
-                while self.working and (left := begin + number * every - time.monotonic()) > 0:
+                while self.working and (left := begin + nth * every - time.monotonic()) > 0:
                     time.sleep(min(left, 0.2))
                 now = time.monotonic()
                 if now > told + 600:
@@ -241,8 +241,8 @@ def show(samples: Sequence[Sample], trends: Sequence[Trend]) -> None:
     print("| process | lives | minutes | memory, MiB | MiB an hour | descriptors | threads | sockets | disk, MiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     by_process: dict[tuple[str, int, int], dict[str, Trend]] = {}
-    for number, trend in enumerate(trends):
-        by_process.setdefault((trend.role, trend.lives, number // len(ALLOWED)), {})[trend.measure] = trend
+    for index, trend in enumerate(trends):
+        by_process.setdefault((trend.role, trend.lives, index // len(ALLOWED)), {})[trend.measure] = trend
     for (role, together, _), of in by_process.items():
         cells = {m: f"{of[m].start:.0f} - {of[m].end:.0f}" for m in ALLOWED}
         memory = of["resident"]
@@ -273,20 +273,20 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
     from matplotlib import pyplot
     from PIL import Image  # matplotlib's own
 
-    last = max(each.seconds for each in samples)
+    last = max(sample.seconds for sample in samples)
     unit, seconds = ("hours", 3600.0) if last > 5400 else ("minutes", 60.0)
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained", facecolor="white")
     lives = lives_of(samples)
     for panel, (measure, title) in zip(axes.flat, PANELS.items(), strict=True):
         for role, colour in COLOURS.items():
-            for number, life in enumerate(lives.get(role, [])):
+            for index, life in enumerate(lives.get(role, [])):
                 times, values = life.series(measure)
-                label = role if number == 0 else None
+                label = role if index == 0 else None
                 begun = times >= times[0] + min(STARTING, life.seconds)
                 points = max(1, round(POINTS * life.seconds / last)) if last else POINTS
                 shown, medians = thinned(times[begun], values[begun], points)
                 panel.plot(shown / seconds, medians, color=colour, linewidth=1, label=label)
-                if number:
+                if index:
                     panel.plot(times[0] / seconds, 0, color=colour, marker="^", markersize=3, clip_on=False)
         panel.set_title(title, fontsize=10, loc="left")
         panel.set_ylim(bottom=0)

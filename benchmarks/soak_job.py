@@ -127,7 +127,7 @@ class Load:
         for at in self._rng.permutation(len(parts)):
             parts[at](turn)
         self._join()
-        for every, part in (
+        for every, work in (
             (4, self._error),
             (4, self._variables),
             (5, self._datasets),
@@ -136,7 +136,7 @@ class Load:
             (30, self._restore),
         ):
             if turn % every == every - 1:
-                part(turn)
+                work(turn)
         self.done["turns"] += 1
 
     def _join(self) -> None:
@@ -236,13 +236,13 @@ class Load:
             self.done["health checks"] += is_healthy(address, self._token)[0]
 
     def _save(self, turn: int) -> None:
-        self._settle()
+        self._wait_saved()
         try:
             self._saving = self._manager.save(wait=False)
         except errors.PsClusterError as error:  # a server has just died
             self._failed("saving", error)
 
-    def _settle(self) -> None:
+    def _wait_saved(self) -> None:
         if self._saving is not None:
             try:
                 self._saving.result(TIMEOUT)
@@ -252,7 +252,7 @@ class Load:
             self._saving = None
 
     def _restore(self, turn: int) -> None:
-        self._settle()
+        self._wait_saved()
         if self._manager.latest_checkpoint is not None:
             try:
                 self._manager.restore(partial=True)
@@ -267,7 +267,7 @@ class Load:
 
     def close(self) -> None:
         """Wait until nothing is being written."""
-        self._settle()
+        self._wait_saved()
         self._manager.close()
 
 
@@ -284,10 +284,10 @@ def main() -> None:
     def tell(**more: Any) -> None:
         print(json.dumps({**load_of_job.done, **more}), flush=True)
 
-    for number in range(options.turns) if options.turns else itertools.count():
+    for turn in range(options.turns) if options.turns else itertools.count():
         if time.monotonic() - begin > options.seconds:
             break
-        load_of_job.turn(number)
+        load_of_job.turn(turn)
         if time.monotonic() - printed > PRINT_EVERY:
             printed = time.monotonic()
             tell()

@@ -84,12 +84,12 @@ class _Client(bare.Client):
             prepare(connection)
 
     def pull(self, size: int) -> None:
-        part = size // self._servers
+        share = size // self._servers
 
         def take(server: int) -> None:
             connection = self._connections[server]
-            connection.sendall(_HEAD.pack(_PULL, part))
-            assert _receive(connection, self.warm(part, server))
+            connection.sendall(_HEAD.pack(_PULL, share))
+            assert _receive(connection, self.warm(share, server))
 
         self.on_each(take)
 
@@ -112,10 +112,10 @@ class _Client(bare.Client):
 
     def exchange(self, requests: Sequence[bare.Parts]) -> list[Any]:
         for connection, request in zip(self._connections, requests, strict=True):
-            parts = [memoryview(part).cast("B") for part in request]
+            parts = [memoryview(buffer).cast("B") for buffer in request]
             connection.sendall(_HEAD.pack(_EXCHANGE, sum(map(len, parts))))
-            for part in parts:
-                connection.sendall(part)
+            for buffer in parts:
+                connection.sendall(buffer)
         answers = []
         for connection in self._connections:
             head = memoryview(bytearray(8))

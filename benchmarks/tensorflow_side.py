@@ -44,9 +44,9 @@ def serve_task(job: str, index: int, cluster: str) -> None:
 def free_ports(count: int) -> list[int]:
     """Return ports that were free a moment ago."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
@@ -93,9 +93,9 @@ class Bench:
     def _slots(self, optimizer: str, parts: list[Any]) -> list[Any]:
         """Adagrad's accumulators, each beside its shard."""
         slots = []
-        for part in parts:
-            with self.strategy.scope(), self.strategy.extended.colocate_vars_with(part):
-                slots.append(tf.Variable(tf.fill(part.shape, 0.1)) if optimizer == "Adagrad" else None)
+        for shard in parts:
+            with self.strategy.scope(), self.strategy.extended.colocate_vars_with(shard):
+                slots.append(tf.Variable(tf.fill(shard.shape, 0.1)) if optimizer == "Adagrad" else None)
         return slots
 
     def _once(self, key: str, make: Any) -> Any:
@@ -247,7 +247,7 @@ class Bench:
             rng = np.random.default_rng(0)
             for weight, shape in zip(weights, dense_shapes(), strict=True):
                 weight.assign(rng.normal(0, 0.05, shape).astype(np.float32))
-            places = [part for variable in (table, *weights) for part in parts_of(variable)]
+            places = [shard for variable in (table, *weights) for shard in parts_of(variable)]
             slots = self._slots(optimizer, places)
 
             @tf.function
@@ -265,7 +265,7 @@ class Bench:
                 return loss
 
             def dataset(context: Any = None) -> Any:
-                stacked = [np.stack(part) for part in zip(*batches(1, batch), strict=True)]
+                stacked = [np.stack(column) for column in zip(*batches(1, batch), strict=True)]
                 return tf.data.Dataset.from_tensor_slices(tuple(stacked)).repeat()
 
             return step, iter(self.coordinator.create_per_worker_dataset(dataset))

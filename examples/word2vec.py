@@ -61,7 +61,7 @@ def documentation() -> Iterator[str]:
     """The docstrings of the standard library, read from its sources: nothing is imported."""
     for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = sorted({*folders} - NO_TEXT)
-        for file in sorted(each for each in files if each.endswith(".py")):
+        for file in sorted(name for name in files if name.endswith(".py")):
             try:
                 nodes: list[Any] = [ast.parse(Path(folder, file).read_bytes())]
             except SyntaxError:  # for another version, or a template
@@ -77,10 +77,10 @@ def sentences(texts: Iterable[str]) -> list[tuple[str, ...]]:
     """Their words, each sentence once, in a fixed order that is unrelated to the text's."""
     paragraphs = [paragraph for text in texts for paragraph in re.split(r"\n\s*\n", text)]
     prose = [paragraph for paragraph in paragraphs if not paragraph.lstrip().startswith(">>>")]
-    parts = [part for paragraph in prose for part in re.split(r"(?<=[.!?:;])\s", paragraph)]
-    found = dict.fromkeys(tuple(re.findall(r"[^\W\d_]{2,}", part.lower())) for part in parts)
-    several = [words for words in found if len(words) > 2]
-    return [several[place] for place in np.random.default_rng(1).permutation(len(several))]
+    parts = [sentence for paragraph in prose for sentence in re.split(r"(?<=[.!?:;])\s", paragraph)]
+    distinct = dict.fromkeys(tuple(re.findall(r"[^\W\d_]{2,}", sentence.lower())) for sentence in parts)
+    several = [words for words in distinct if len(words) > 2]
+    return [several[index] for index in np.random.default_rng(1).permutation(len(several))]
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Windows:
         """The share, from 0 to 1, of the occurrences of a word with this id that is kept."""
         rng = np.random.default_rng(2)
         known = [[ids[word] for word in words if word in ids] for words in text]
-        flat = np.array([each for words in known for each in words], np.int32)
+        flat = np.array([word_id for words in known for word_id in words], np.int32)
         lies_in = np.repeat(np.arange(len(known), dtype=np.int32), [len(words) for words in known])
         stays = rng.random(len(flat)) < kept[flat]
         return cls(flat[stays], lies_in[stays])
@@ -115,7 +115,7 @@ def corpus(text: Sequence[Sequence[str]], vocabulary: int) -> tuple[list[str], W
     """The distinct words, most frequent first; and, with their numbers there as ids, what to train on and what to hold
     out."""
     frequent = Counter(word for words in text for word in words).most_common(vocabulary)
-    ids = {word: each for each, (word, count) in enumerate(frequent) if count >= RARE}
+    ids = {word: word_id for word_id, (word, count) in enumerate(frequent) if count >= RARE}
     shares = np.array([count for _, count in frequent[: len(ids)]]) / max(1, sum(map(len, text)))
     kept = np.sqrt(THIN / np.maximum(shares, THIN))
     cut = len(text) // HELD_OUT
@@ -176,8 +176,10 @@ def step(tables: Sequence[Variable], optimizer: optimizers.Optimizer, batch: Bat
     places = [row_of(words, len(tables[0])), row_of(others, len(tables[1]))]
     rows = embedding_lookup(tables, places)  # each distinct row once, one request per server
     predicted = likely(*rows)
-    found = gradients((predicted - labels) * weights, *rows)
-    slices = [IndexedSlices(d.reshape(-1, d.shape[-1]), ids.reshape(-1)) for d, ids in zip(found, places, strict=True)]
+    row_gradients = gradients((predicted - labels) * weights, *rows)
+    slices = [
+        IndexedSlices(d.reshape(-1, d.shape[-1]), ids.reshape(-1)) for d, ids in zip(row_gradients, places, strict=True)
+    ]
     optimizer.apply_gradients(zip(slices, tables, strict=True))  # gradients for the same row are summed
     return float(np.average(log_losses(predicted, labels), weights=weights))
 
@@ -229,10 +231,10 @@ def baselines(train: Windows, batches: Iterable[Batch], counts: Array) -> tuple[
     for key, (words, others, labels, weights) in zip(keys, held_out, strict=True):
         more = counts[others] ** 0.25  # near this many times for each time drawn
         frequency = more / (more + np.mean(counts) ** 0.25)
-        found, expected = pairs[np.searchsorted(asked, key)], counts[words][:, np.newaxis] * counts[others]
-        excess = found / (found + expected / len(train) * 2 * WINDOW)  # relative to what chance would give
+        observed, expected = pairs[np.searchsorted(asked, key)], counts[words][:, np.newaxis] * counts[others]
+        excess = observed / (observed + expected / len(train) * 2 * WINDOW)  # relative to what chance would give
         by_frequency = auc.update(by_frequency, labels, frequency, weights)
-        by_pairs = auc.update(by_pairs, labels, np.where(found, 1 + excess, frequency) / 2, weights)
+        by_pairs = auc.update(by_pairs, labels, np.where(observed, 1 + excess, frequency) / 2, weights)
     return auc.result(by_frequency), auc.result(by_pairs)
 
 
@@ -336,16 +338,16 @@ def main() -> None:
 
     asked = [words.index(word) for word in options.words if word in words] or list(range(min(12, len(words))))
     groups: dict[int, int] = {}
-    for group, (each, near) in enumerate(zip(asked, neighbours(of_words, len(words), asked), strict=True)):
-        print(f"{words[each]:>10}: {' '.join(words[other] for other in near)}")
-        for other in (each, *near.tolist()):
+    for group, (word_id, near) in enumerate(zip(asked, neighbours(of_words, len(words), asked), strict=True)):
+        print(f"{words[word_id]:>10}: {' '.join(words[other] for other in near)}")
+        for other in (word_id, *near.tolist()):
             groups.setdefault(other, group)
     print(strategy.placement())
     print(speed)
     by_frequency, by_pairs = baselines(train_text, held_out.local(), counts)
     reached = coordinator.evaluate(predicting, held_out, scored)["auc"]
     print(f"held-out AUC {reached:.4f}; {by_frequency:.4f} by frequency alone, {by_pairs:.4f} by counting pairs")
-    names, rows = [words[each] for each in groups], embedding_lookup(of_words, row_of([*groups], vocabulary))
+    names, rows = [words[word_id] for word_id in groups], embedding_lookup(of_words, row_of([*groups], vocabulary))
     draw_picture(options.picture, rows, names, list(groups.values()))
     if reached <= by_frequency:
         sys.exit("that is no more than the frequency of words tells: give it a longer text, or more epochs")

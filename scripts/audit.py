@@ -33,17 +33,19 @@ def main() -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as one:  # try one package before a hundred
         one.write(f"pip=={metadata.version('pip')}\n")
         one.flush()
-        reached = [each for each in audit("--requirement", one.name, "--no-deps", "--disable-pip") if "vulns" in each]
-    found = audit("--skip-editable") if reached else []
-    asked = [each for each in found if "vulns" in each]
+        reached = [
+            package for package in audit("--requirement", one.name, "--no-deps", "--disable-pip") if "vulns" in package
+        ]
+    packages = audit("--skip-editable") if reached else []
+    asked = [package for package in packages if "vulns" in package]
     if not asked:
         print("WARNING: advisories unreachable: NOT CHECKED for known vulnerabilities", file=sys.stderr)
         return 0
-    vulnerable = [(each, vulnerability) for each in asked for vulnerability in each["vulns"]]
-    for each, vulnerability in vulnerable:
+    vulnerable = [(package, vulnerability) for package in asked for vulnerability in package["vulns"]]
+    for package, vulnerability in vulnerable:
         fixes = ", ".join(vulnerability["fix_versions"]) or "no version yet"
-        print(f"{each['name']} {each['version']}: {vulnerability['id']}; fixed in: {fixes}", file=sys.stderr)
-    unknown = f"; {len(found) - len(asked)} are unknown there" if len(found) > len(asked) else ""
+        print(f"{package['name']} {package['version']}: {vulnerability['id']}; fixed in: {fixes}", file=sys.stderr)
+    unknown = f"; {len(packages) - len(asked)} are unknown there" if len(packages) > len(asked) else ""
     print(f"pip-audit: {len(asked)} packages, {len(vulnerable)} known vulnerabilities{unknown}")
     return bool(vulnerable)
 

@@ -20,11 +20,11 @@ BESIDE = "benchmarks", "examples", "scripts", "tests"
 
 def circles(graph: grimp.ImportGraph) -> list[list[str]]:
     """Return the modules of each circle that is too large, by name."""
-    found = {
+    components = {
         frozenset({module} | graph.find_downstream_modules(module) & graph.find_upstream_modules(module))
         for module in graph.modules
     }
-    return sorted(sorted(circle) for circle in found if len(circle) > MOST)
+    return sorted(sorted(circle) for circle in components if len(circle) > MOST)
 
 
 def described(graph: grimp.ImportGraph, circle: list[str]) -> str:
@@ -33,7 +33,7 @@ def described(graph: grimp.ImportGraph, circle: list[str]) -> str:
     for importer in circle:
         for imported in sorted(graph.find_modules_directly_imported_by(importer) & {*circle}):
             details = graph.get_import_details(importer=importer, imported=imported)
-            numbers = ",".join(str(each["line_number"]) for each in details)
+            numbers = ",".join(str(detail["line_number"]) for detail in details)
             lines.append(f"    {importer}:{numbers} imports {imported}")
     return "\n".join(lines)
 
@@ -45,11 +45,11 @@ def main(packages: list[str]) -> int:
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
         packages = [*settings["tool"]["importlinter"]["root_packages"], *BESIDE]
     graph = grimp.build_graph(*packages, cache_dir=None)
-    found = circles(graph)
-    for circle in found:
+    too_large = circles(graph)
+    for circle in too_large:
         print(described(graph, circle), file=sys.stderr)
-    print(f"imports: {len(graph.modules)} modules, {len(found)} circles of more than {MOST}")
-    return bool(found)
+    print(f"imports: {len(graph.modules)} modules, {len(too_large)} circles of more than {MOST}")
+    return bool(too_large)
 
 
 if __name__ == "__main__":

@@ -79,12 +79,14 @@ def main() -> int:
     signal.signal(signal.SIGALRM, give_up)
     kept: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        decoders = [each for each in all_decoders(Path(folder)) if not arguments.only or each.name in arguments.only]
+        decoders = [
+            decoder for decoder in all_decoders(Path(folder)) if not arguments.only or decoder.name in arguments.only
+        ]
         share = -(-arguments.inputs // len(decoders))
         for decoder in decoders:
             begin, refused = time.monotonic(), 0
-            for number in range(arguments.first, arguments.first + share):
-                source = seeded(decoder.name, number)
+            for input_number in range(arguments.first, arguments.first + share):
+                source = seeded(decoder.name, input_number)
                 data = mutated(source, decoder.examples)
                 if source.random() < 0.8:
                     data = decoder.fit(data)
@@ -94,7 +96,7 @@ def main() -> int:
                     key = f"{decoder.name}: {wrong.partition(': ')[0]}"
                     kept[key] += 1
                     if kept[key] <= 2:
-                        print(f"{decoder.name}, input {number}: {wrong}", flush=True)
+                        print(f"{decoder.name}, input {input_number}: {wrong}", flush=True)
                         name = f"{decoder.name}-{hashlib.sha256(data).hexdigest()[:12]}"
                         (ROOT / "tests/fuzz/found" / name).write_bytes(data)
             took = time.monotonic() - begin

@@ -20,14 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
+from small_job import small_job
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.roles.hostile import PREFACE, frame, head, opened  # noqa: E402
-
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable  # noqa: E402
 
 SHARE = 0.5
 _DATA, _RST_STREAM, _SETTINGS, _END = 0, 3, 4, 1
@@ -107,16 +105,17 @@ def call(address: str, count: int, pairs: int, *, fresh: bool) -> None:
     callers = [Caller(address, pairs) for _ in range(count)]
     share = Share()
     with selectors.DefaultSelector() as selector:
-        for each in callers:
-            selector.register(each.socket, selectors.EVENT_READ, each)
+        for caller in callers:
+            selector.register(caller.socket, selectors.EVENT_READ, caller)
         printed = time.monotonic()
         while True:
             if time.monotonic() > printed + 1:
                 printed = time.monotonic()
-                calls, connections = sum(each.calls for each in callers), sum(each.connections for each in callers)
+                calls = sum(caller.calls for caller in callers)
+                connections = sum(caller.connections for caller in callers)
                 print(f"{calls:,} calls on {connections:,}", flush=True)
             for key, _ in selector.select(1):
-                caller: Caller = key.data
+                caller = key.data
                 old = caller.socket
                 selector.unregister(old)
                 with suppress(OSError):
@@ -175,25 +174,7 @@ def main() -> None:
         burn()
     if arguments.call:
         call(arguments.call, arguments.connections, arguments.pairs, fresh=arguments.fresh)
-    with (
-        LocalCluster(1, 1, transport="tcp", log_level="ERROR") as cluster,
-        ParameterServerStrategy(cluster) as strategy,
-    ):
-        with strategy.scope():
-            w = Variable(np.zeros(4, np.float32), name="w")
-        coordinator = ClusterCoordinator(strategy)
-
-        def step() -> None:
-            w.assign_add(np.ones(4, np.float32))
-
-        def rate(seconds: float) -> float:
-            begin, done = time.monotonic(), 0
-            while time.monotonic() < begin + seconds:
-                for _ in range(50):
-                    coordinator.schedule(step)
-                coordinator.join(timeout=120)
-                done += 50
-            return done / (time.monotonic() - begin)
+    with small_job(batch=50) as (cluster, rate):
 
         def cpu() -> float:
             fields = Path(f"/proc/{cluster.pids['ps', 0]}/stat").read_text().rpartition(")")[2].split()

@@ -94,7 +94,7 @@ def test_short_lives_together(step: float) -> None:
         return lambda t: base + min(t, 40.0)
 
     lives = [
-        each for number in range(12) for each in life(290, 300.0 * number, number, resident=filling(60 + step * number))
+        sample for index in range(12) for sample in life(290, 300.0 * index, index, resident=filling(60 + step * index))
     ]
     assert [trend.lives for trend in judge(lives)] == [12] * len(ALLOWED)
     assert growing(lives) == ({"resident"} if step else set())
@@ -103,7 +103,7 @@ def test_short_lives_together(step: float) -> None:
 def test_each_life_of_a_role_is_judged() -> None:
     """Two long lives are judged separately; a new process begins lower, which is not a trend."""
     first, second = life(HOUR), life(HOUR, HOUR, 2, resident=lambda t: 60 + 20 * t / HOUR)
-    assert [len(each.samples) for each in lives_of([*second, *first])["ps 0"]] == [len(first), len(second)]
+    assert [len(one.samples) for one in lives_of([*second, *first])["ps 0"]] == [len(first), len(second)]
     grown = [trend for trend in judge([*second, *first]) if trend.grows]
     assert [trend.measure for trend in grown] == ["resident"]
     assert grown[0].hourly == pytest.approx(20.0)

@@ -134,15 +134,15 @@ def test_every_small_split_tiles_the_array(rank: int) -> None:
             assert len(blocks) == partition.num_shards == math.prod(partition.grid)
             assert blocks == tuple(map(partition.block, range(partition.num_shards)))
             seen = np.full(shape, -1)
-            for number, block in enumerate(blocks):
+            for shard, block in enumerate(blocks):
                 assert np.all(seen[block.slices] == -1)
-                seen[block.slices] = number
+                seen[block.slices] = shard
                 assert whole[block.slices].shape == block.shape
                 assert whole[block.slices].size == block.size
             assert np.all(seen >= 0)
             grid = np.empty(partition.grid, dtype=object)
-            for place, number in zip(np.ndindex(*partition.grid), range(len(blocks)), strict=True):
-                grid[place] = whole[blocks[number].slices]
+            for cell, shard in zip(np.ndindex(*partition.grid), range(len(blocks)), strict=True):
+                grid[cell] = whole[blocks[shard].slices]
             if rank:
                 assert np.array_equal(np.block(grid.tolist()), whole)
 
@@ -224,9 +224,9 @@ def test_partitions_are_values() -> None:
 def test_questions_about_shards_that_do_not_exist() -> None:
     """Numbers out of range, negative ones too, are IndexErrors."""
     partition = Partition.even((4, 4), (2, 1))
-    for number in (-1, 2):
-        with pytest.raises(IndexError, match=f"no shard {number} of 2"):
-            partition.block(number)
+    for shard in (-1, 2):
+        with pytest.raises(IndexError, match=f"no shard {shard} of 2"):
+            partition.block(shard)
 
 
 # --- Blocks -----------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_rows_over_very_many_shards() -> None:
     """More shards than 16 bits can number are distinguished."""
     partition = Partition.even((70_000,), (70_000,))
     parts = split_rows(partition, np.array([69_999, 0, 65_536, 0], dtype=np.int64))
-    asked = {shard: part.positions.tolist() for shard, part in enumerate(parts) if part.positions.size}
+    asked = {shard: rows.positions.tolist() for shard, rows in enumerate(parts) if rows.positions.size}
     assert asked == {69_999: [0], 0: [1, 3], 65_536: [2]}
 
 

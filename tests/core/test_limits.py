@@ -108,10 +108,10 @@ TOO_MUCH: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", TOO_MUCH)
-def test_too_much(what: str) -> None:
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_too_much(case: str) -> None:
     """It is refused with an error that names what came, and the limit."""
-    call, message = TOO_MUCH[what]
+    call, message = TOO_MUCH[case]
     with pytest.raises(ProtocolError, match=message):
         call()
 
@@ -168,7 +168,7 @@ def test_errors_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "most", "found"),
+    ("soft", "hard", "most", "expected"),
     [
         (256, 4096, 4096, 4096),
         (256, resource.RLIM_INFINITY, 24576, 10240),
@@ -177,7 +177,7 @@ def test_errors_are_short() -> None:
         (256, resource.RLIM_INFINITY, 300, 256),
     ],
 )
-def test_descriptors(soft: int, hard: int, most: int, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors(soft: int, hard: int, most: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the process may have; some systems refuse the hard limit that they themselves report."""
     now = [(soft, hard)]
 
@@ -189,4 +189,4 @@ def test_descriptors(soft: int, hard: int, most: int, found: int, monkeypatch: p
     monkeypatch.setattr(resource, "getrlimit", lambda _which: now[0])
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
     limits.raise_descriptor_limit()
-    assert now[0] == (found, hard)
+    assert now[0] == (expected, hard)

@@ -32,7 +32,7 @@ EVIL = "w[/bold][red]\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e\u2028\x00\x7f[/]"
 
 def is_harmless(text: str) -> bool:
     """Whether it holds nothing that a terminal obeys, except for line ends."""
-    return not any(unicodedata.category(each) in ("Cc", "Cf", "Zl", "Zp") for each in text.replace("\n", ""))
+    return not any(unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") for character in text.replace("\n", ""))
 
 
 @given(st.text())
@@ -44,9 +44,9 @@ def test_nothing_harmful_is_left(text: str) -> None:
     assert json.loads(shown_json({"text": text}))["text"] == text
     assert is_harmless(shown_json([text]))
     assert shown(shown(text)) == shown(text)
-    for each in text:
-        if each.isprintable():
-            assert shown(each) == each
+    for character in text:
+        if character.isprintable():
+            assert shown(character) == character
 
 
 IDENTITY = node_pb2.Identity(role="ps", index=0, boot_id=1, name=EVIL, version=EVIL)

@@ -123,7 +123,7 @@ def execute(statement: Statement, name: str, namespace: dict[str, Any]) -> None:
         with pytest.raises(kind) as caught:
             exec(code, namespace)
     assert caught.type is kind, f"{where}: a {caught.type.__name__}, which is more special"
-    said, pattern = flat(caught.value), ".*".join(re.escape(part.strip()) for part in statement.message.split("..."))
+    said, pattern = flat(caught.value), ".*".join(re.escape(piece.strip()) for piece in statement.message.split("..."))
     assert re.search(pattern, said), f"{where}: {said}"
 
 
@@ -134,10 +134,10 @@ def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `pscluster`
     namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes are sent by value
-    found = list(statements((ROOT / name).read_text(encoding="utf-8")))
-    assert [s for s in found if s.error], "no error is shown"
+    shown = list(statements((ROOT / name).read_text(encoding="utf-8")))
+    assert [s for s in shown if s.error], "no error is shown"
     try:
-        for statement in found:
+        for statement in shown:
             execute(statement, name, namespace)
     finally:
         if isinstance(strategy := namespace.get("strategy"), ParameterServerStrategy):
@@ -184,13 +184,13 @@ def test_links_and_lines(name: str) -> None:
 def names_in(path: Path) -> set[str]:
     """The names that a module defines at its top level, and in its classes."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, *functions)):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, functions)}
-    return found
+            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, functions)}
+    return names
 
 
 def test_the_map_is_true() -> None:
@@ -199,9 +199,9 @@ def test_the_map_is_true() -> None:
     rows = re.findall(r"`((?:core|ps|worker|coordinator)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
     assert len(rows) > 40
     missing = []
-    for place, name in rows:
-        root = place.split("/")[0]
-        path = ROOT / root / "pscluster" / place
+    for file, name in rows:
+        root = file.split("/")[0]
+        path = ROOT / root / "pscluster" / file
         if not path.is_file() or (name and name not in names_in(path)):
-            missing.append((place, name))
+            missing.append((file, name))
     assert missing == []

@@ -15,11 +15,11 @@ QUICK = ("--steps", "200", "--batch-size", "256", "--rows", "300000")
 TABLE_BYTES = 300_000 * 8 * 4
 
 
-def number(pattern: str, output: str) -> float:
+def number_in(pattern: str, output: str) -> float:
     """The number in the output that the pattern's group matches."""
-    found = re.search(pattern, output)
-    assert found is not None, output
-    return float(found[1].replace(",", ""))
+    match = re.search(pattern, output)
+    assert match is not None, output
+    return float(match[1].replace(",", ""))
 
 
 def run_example(name: str, *arguments: str) -> tuple[int, str]:
@@ -35,13 +35,13 @@ def test_embedding(framework: str) -> None:
         pytest.importorskip("torch")
     code, output = run_example("embedding.py", *QUICK, "--framework", framework)
     assert code == 0, output
-    promised = number(r'"--target", type=float, default=([\d.]+)', (EXAMPLES / "embedding.py").read_text())
-    reached = number(r"log-loss ([\d.]+);", output)
-    assert number(r"the best possible is ([\d.]+)", output) < reached <= promised
-    assert promised < number(r"the best of a constant ([\d.]+)", output)
-    for what, whole in (("pulled", "tables"), ("pushed", "gradients")):
-        step = number(rf"a step {what} ([\d,]+) bytes", output)
-        assert number(rf"whole {whole} would be ([\d,]+)", output) == TABLE_BYTES
+    promised = number_in(r'"--target", type=float, default=([\d.]+)', (EXAMPLES / "embedding.py").read_text())
+    reached = number_in(r"log-loss ([\d.]+);", output)
+    assert number_in(r"the best possible is ([\d.]+)", output) < reached <= promised
+    assert promised < number_in(r"the best of a constant ([\d.]+)", output)
+    for verb, whole in (("pulled", "tables"), ("pushed", "gradients")):
+        step = number_in(rf"a step {verb} ([\d,]+) bytes", output)
+        assert number_in(rf"whole {whole} would be ([\d,]+)", output) == TABLE_BYTES
         assert 0 < step < TABLE_BYTES / 100
     assert re.search(r"table/part_0 .* 4,800,000 ", output), output
     assert re.search(r"table/part_1 .* 4,800,000 ", output), output
@@ -61,5 +61,5 @@ def test_digits() -> None:
     """
     code, output = run_example("digits.py", "--steps", "50")
     assert code == 1
-    assert 0.3 < number(r"test accuracy ([\d.]+)", output) < 0.96
+    assert 0.3 < number_in(r"test accuracy ([\d.]+)", output) < 0.96
     assert output.splitlines()[-1].startswith("that is less than the 0.96 ")

@@ -147,7 +147,7 @@ class Round:
     def functions(self, count: int) -> list[Any]:
         """Schedule this many functions that count."""
         step = self.counting.step()
-        return [self.coordinator.schedule(step, args=(number,)) for number in range(count)]
+        return [self.coordinator.schedule(step, args=(index,)) for index in range(count)]
 
     def run(self, *parts: str, exact: bool = True) -> None:
         """Run functions that count, and these parts of the job, with assertions.
@@ -201,16 +201,16 @@ class Round:
         count."""
         add, folder = self.counting.step(), str(self.folder)
 
-        def add_and_wait(number: int) -> int:
+        def add_and_wait(index: int) -> int:
             add()
-            note(folder, f"told-{number}")
+            note(folder, f"told-{index}")
             wait_for(folder, "all-told")  # so that no worker does it twice
-            return number
+            return index
 
-        values = [self.coordinator.schedule(add_and_wait, args=(number,)) for number in range(WORKERS)]
+        values = [self.coordinator.schedule(add_and_wait, args=(index,)) for index in range(WORKERS)]
         try:
-            for number in range(WORKERS):
-                wait_for(folder, f"told-{number}")
+            for index in range(WORKERS):
+                wait_for(folder, f"told-{index}")
         finally:
             note(folder, "all-told")  # otherwise they would keep their workers from the next job
         self.join(values)
@@ -228,10 +228,10 @@ class Round:
     def saving(self) -> None:
         """Create variables while functions run: they are saved with everything done until then."""
         with self.strategy.scope():
-            for number in range(20):
+            for index in range(20):
                 if self.armed.has_struck(self.fault):
                     break
-                Variable(np.zeros(2), name=f"more-{number}")
+                Variable(np.zeros(2), name=f"more-{index}")
 
     def stop(self) -> None:
         """Ask both roles of a kind to stop while functions run; the one that the fault strikes cannot do so cleanly."""
@@ -295,10 +295,10 @@ class Round:
             return values + 1
 
         elements = [self.coordinator.schedule(element, args=(iterator,)) for _ in range(6)]
-        values = [self.coordinator.schedule(large, args=(np.full(LARGE, number, np.uint8),)) for number in range(3)]
-        for number, value in enumerate(self.coordinator.fetch(values, TIMEOUT)):
+        values = [self.coordinator.schedule(large, args=(np.full(LARGE, index, np.uint8),)) for index in range(3)]
+        for index, value in enumerate(self.coordinator.fetch(values, TIMEOUT)):
             assert value.shape == (LARGE,)
-            assert (value == number + 1).all()
+            assert (value == index + 1).all()
         assert (big.numpy() == 3).all()
         self.elements: list[int] = self.coordinator.fetch(elements, TIMEOUT)
         del iterator

@@ -24,11 +24,11 @@ class Counting:
         """A function that adds 1 to every element, and returns its argument."""
         dense, sparse, trained, sgd = self.dense, self.sparse, self.trained, self.sgd
 
-        def step(number: int = 0) -> int:
+        def step(index: int = 0) -> int:
             dense.assign_add(np.ones(dense.shape))
             sparse.scatter_add(IndexedSlices(np.ones(sparse.shape, np.int64), np.arange(len(sparse))))
             sgd.apply_gradients([(-np.ones(trained.shape, np.float32), trained)])
-            return number
+            return index
 
         return step
 

@@ -46,8 +46,8 @@ def _lives(pid: int) -> bool:
 
 def _namespaces() -> list[tuple[int, str]]:
     """The namespaces made by this module in any process: the process that made each, and its name."""
-    found = re.findall(rf"^({_PREFIX}(\d+)-\S+)", _run("ip", "netns", "list"), re.MULTILINE)
-    return [(int(pid), name) for name, pid in found]
+    matches = re.findall(rf"^({_PREFIX}(\d+)-\S+)", _run("ip", "netns", "list"), re.MULTILINE)
+    return [(int(pid), name) for name, pid in matches]
 
 
 def _remove(name: str) -> None:
@@ -94,7 +94,7 @@ class Network:
         self._key = f"{_PREFIX}{os.getpid()}-{next(_serial)}"
         self._router = f"{self._key}-router"
         self._outer = f"psc{self._key.removeprefix(_PREFIX)}"  # of at most 15 characters
-        self._subnet = {name: number for number, name in enumerate([COORDINATOR, *hosts])}
+        self._subnet = {name: subnet for subnet, name in enumerate([COORDINATOR, *hosts])}
         self._slow: set[str] = set()
         self._net = 0
 
@@ -122,10 +122,10 @@ class Network:
 
     def slow(self, host: str, kbit: int) -> None:
         """From now on traffic to and from that place is limited to this many kbit/s each way."""
-        number = self._subnet[host]
+        subnet = self._subnet[host]
         self._slow.add(host)
         limit = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "200ms")
-        _run(*self._in(self._router), "tc", "qdisc", "replace", "dev", f"to{number}", *limit)
+        _run(*self._in(self._router), "tc", "qdisc", "replace", "dev", f"to{subnet}", *limit)
         _run(*self.command(host), "tc", "qdisc", "replace", "dev", "eth0", *limit)
 
     def heal(self) -> None:
@@ -175,9 +175,9 @@ class Network:
     def _make(self) -> None:
         _run("ip", "netns", "add", self._router)
         _run(*self._in(self._router), "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        for host, number in self._subnet.items():
-            router = f"10.{self._net}.{number}.1"
-            link = ("ip", "-n", self._router, "link", "add", f"to{number}", "type", "veth", "peer", "name")
+        for host, subnet in self._subnet.items():
+            router = f"10.{self._net}.{subnet}.1"
+            link = ("ip", "-n", self._router, "link", "add", f"to{subnet}", "type", "veth", "peer", "name")
             if host == COORDINATOR:
                 # Into this process's namespace, which has no name, by a process in it.
                 _run(*link, self._outer)
@@ -189,8 +189,8 @@ class Network:
                 _run(*link, "eth0", "netns", name)
                 inner, device = ["ip", "-n", name], "eth0"
                 _run(*inner, "link", "set", "lo", "up")
-            _run("ip", "-n", self._router, "address", "add", f"{router}/24", "dev", f"to{number}")
-            _run("ip", "-n", self._router, "link", "set", f"to{number}", "up")
+            _run("ip", "-n", self._router, "address", "add", f"{router}/24", "dev", f"to{subnet}")
+            _run("ip", "-n", self._router, "link", "set", f"to{subnet}", "up")
             _run(*inner, "address", "add", f"{self.address(host)}/24", "dev", device)
             _run(*inner, "link", "set", device, "up")
             _run(*inner, "route", "add", f"10.{self._net}.0.0/16", "via", router)
@@ -201,9 +201,9 @@ def _free_net() -> int:
     routes = json.loads(_run("ip", "-json", "-4", "route", "show"))
     taken = [ipaddress.ip_network(route["dst"], strict=False) for route in routes if route["dst"] != "default"]
     for step in range(254):
-        number = 1 + (os.getpid() + step) % 254
-        if not any(ipaddress.ip_network(f"10.{number}.0.0/16").overlaps(net) for net in taken):
-            return number
+        candidate = 1 + (os.getpid() + step) % 254
+        if not any(ipaddress.ip_network(f"10.{candidate}.0.0/16").overlaps(net) for net in taken):
+            return candidate
     raise OSError("no network of 10.0.0.0/8 is free")
 
 

@@ -205,10 +205,10 @@ class RawClient:
 
     def spec(self, variable: Variable) -> ps_pb2.VariableSpec:
         """The server's description of a variable."""
-        found: ps_pb2.VariableSpec = self._call(
+        spec: ps_pb2.VariableSpec = self._call(
             "describe", ps_pb2.DescribeRequest(job=self.job, variables=[variable.name])
         ).variables[0]
-        return found
+        return spec
 
     def add(
         self, variable: Variable, amount: float, *, function: int = 0, sequence: int = 0, nth: int = 1, settled: int = 0
@@ -253,9 +253,9 @@ class RawClient:
         head = ps_pb2.Request()
         head.CopyFrom(request)
         size = -(-len(payload) // frames)
-        for number in range(frames):
-            head.last = number == frames - 1
-            yield pack(head, [payload[number * size : (number + 1) * size]])
+        for index in range(frames):
+            head.last = index == frames - 1
+            yield pack(head, [payload[index * size : (index + 1) * size]])
             head = ps_pb2.Request()
 
     def close_incarnation(self, incarnation: int) -> None:

@@ -82,22 +82,22 @@ def counting_step(counters: Counters, folder: str, at: Mapping[str, Sequence[int
         (IndexedSlices(-np.ones(embedded.shape, np.float32), np.arange(len(embedded))), embedded),
     ]
 
-    def step(number: int) -> Any:
+    def step(index: int) -> Any:
         def point(name: str) -> None:
-            if number in at[name]:
-                die_once(folder, f"{name}-{number}")
+            if index in at[name]:
+                die_once(folder, f"{name}-{index}")
 
         point("before")
         dense.assign_add(np.ones(dense.shape, np.float32))
         point("first between")
         sparse.scatter_add(every_row)
         point("second between")
-        if number in at["answered"] and first_time(folder, f"answered-{number}"):
+        if index in at["answered"] and first_time(folder, f"answered-{index}"):
             with mock.patch.object(exchanges, "unpack", die):
                 sgd.apply_gradients(gradients)
         sgd.apply_gradients(gradients)
         point("after")
-        return Deadly(folder, number) if number in at["result"] else number
+        return Deadly(folder, index) if index in at["result"] else index
 
     return step
 
@@ -107,16 +107,16 @@ def test_killed_at_named_points() -> None:
     with running_job(num_ps=2, num_workers=3, shards=3) as job:
         counters = Counters(job)
         chosen = random.Random(1).sample(range(100, FUNCTIONS - 100), 2 * len(POINTS))
-        at = {name: chosen[place :: len(POINTS)] for place, name in enumerate(POINTS)}
+        at = {name: chosen[position :: len(POINTS)] for position, name in enumerate(POINTS)}
         step = counting_step(counters, job.folder, at)
-        values = [job.coordinator.schedule(step, args=(number,)) for number in range(FUNCTIONS)]
+        values = [job.coordinator.schedule(step, args=(index,)) for index in range(FUNCTIONS)]
         job.join()
         counters.check(FUNCTIONS)
         for name in POINTS:
-            for number in at[name]:
-                assert not first_time(job.folder, f"{name}-{number}"), "the point was never reached"
-        for number, value in enumerate(job.coordinator.fetch(values)):
-            assert np.asarray(value).tolist() == ([number, -1] if number in at["result"] else number)
+            for index in at[name]:
+                assert not first_time(job.folder, f"{name}-{index}"), "the point was never reached"
+        for index, value in enumerate(job.coordinator.fetch(values)):
+            assert np.asarray(value).tolist() == ([index, -1] if index in at["result"] else index)
 
 
 def test_killed_at_random_moments() -> None:
@@ -124,7 +124,7 @@ def test_killed_at_random_moments() -> None:
     with running_job(num_ps=2, num_workers=3, shards=3, restart=False) as job:
         counters = Counters(job)
         step = counting_step(counters, job.folder, dict.fromkeys(POINTS, ()))
-        values = [job.coordinator.schedule(step, args=(number,)) for number in range(FUNCTIONS)]
+        values = [job.coordinator.schedule(step, args=(index,)) for index in range(FUNCTIONS)]
         generator = random.Random(2)
         for progress in sorted(generator.sample(range(FUNCTIONS - 200), 8)):
             job.until_done(values, progress)
@@ -150,22 +150,22 @@ def test_killed_in_a_large_update() -> None:
             large = Variable(np.zeros((2, 1_300_000), np.float32), name="large")  # 5.2 MB on each server
         folder = job.folder
 
-        def step(number: int) -> int:
+        def step(index: int) -> int:
             def one_frame_only(*arguments: Any) -> Any:
                 yield next(frames(*arguments))
                 die()
 
             frames = frames_module.pieces
-            if number in (5, 12) and first_time(folder, f"frames-{number}"):
+            if index in (5, 12) and first_time(folder, f"frames-{index}"):
                 with mock.patch.object(exchanges, "pieces", one_frame_only):
                     large.assign_add(np.ones(large.shape, np.float32))
-            if number in (8, 15) and first_time(folder, f"answered-{number}"):
+            if index in (8, 15) and first_time(folder, f"answered-{index}"):
                 with mock.patch.object(exchanges, "unpack", die):
                     large.assign_add(np.ones(large.shape, np.float32))
             large.assign_add(np.ones(large.shape, np.float32))
-            return number
+            return index
 
-        values = [job.coordinator.schedule(step, args=(number,)) for number in range(20)]
+        values = [job.coordinator.schedule(step, args=(index,)) for index in range(20)]
         job.join()
         assert job.coordinator.fetch(values) == list(range(20))
         assert holds(large, 20)
@@ -255,9 +255,9 @@ def test_connections_cut_at_any_moment() -> None:
         cutting = threading.Thread(target=cut)
         cutting.start()
         try:
-            for number in range(300):
+            for index in range(300):
                 small.assign_add(ones(small))
-                if number % 10 == 0:
+                if index % 10 == 0:
                     large.assign_add(ones(large))
         finally:
             over.set()
@@ -388,18 +388,18 @@ def test_repetitions_at_the_same_time(job: Job, variable: Variable, key: dict[st
 @ways
 def test_late_updates_change_nothing(job: Job, variable: Variable, way: Way) -> None:
     """Updates of an ended function, a lost worker, an answered request or another job are refused."""
-    ended, number = 10**6 + 2, 7
+    ended, sequence = 10**6 + 2, 7
     with RawClient(job) as raw, RawClient(job) as closed, RawClient(job) as foreign:
         raw.finish(ended, ended + 1)
         raw.close_incarnation(closed.incarnation)
-        getattr(raw, way)(*raw.add(variable, 1.0, sequence=number, settled=number))
+        getattr(raw, way)(*raw.add(variable, 1.0, sequence=sequence, settled=sequence))
         foreign_request, payload = foreign.add(variable, 1.0, sequence=1)
         foreign_request.update.job += 1
         late = [
             (raw, raw.add(variable, 1.0, function=ended), "has ended"),
             (closed, closed.add(variable, 1.0, function=ended + 1), "given up"),
             (closed, closed.add(variable, 1.0, sequence=1), "given up"),
-            (raw, raw.add(variable, 1.0, sequence=number - 1), "answered long ago"),
+            (raw, raw.add(variable, 1.0, sequence=sequence - 1), "answered long ago"),
             (foreign, (foreign_request, payload), "another job"),
         ]
         for sender, request, why in late:
@@ -416,8 +416,8 @@ def test_a_worker_is_given_up_while_its_update_arrives(job: Job, variable: Varia
         request, payload = raw.add(variable, 1.0, function=10**6 + 3)
 
         def frames() -> Iterator[bytes]:
-            for number, frame in enumerate(raw.frames(request, payload, 4)):
-                if number == 3:
+            for index, frame in enumerate(raw.frames(request, payload, 4)):
+                if index == 3:
                     coordinator.close_incarnation(raw.incarnation)
                 yield frame
 
@@ -452,12 +452,12 @@ def test_a_variable_is_created_once(job: Job, variable: Variable) -> None:
 def test_the_coordinator_tells_of_functions_that_ended(job: Job, variable: Variable) -> None:
     """Soon after a function has ended no more updates are accepted for it, from any worker."""
 
-    def number() -> int:
+    def own_id() -> int:
         context = current_function()
         assert context is not None
         return context.function
 
-    function = job.coordinator.schedule(number).fetch(TIMEOUT)
+    function = job.coordinator.schedule(own_id).fetch(TIMEOUT)
     assert function > 0
     nth = itertools.count(1)
     with RawClient(job) as raw:

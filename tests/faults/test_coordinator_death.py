@@ -242,9 +242,9 @@ def test_a_server_that_dies_before_it_is_taken(tmp_path: Path, monkeypatch: pyte
     """A server that has lost its part since it was asked what it holds is named, and the job does not continue."""
     with LocalCluster(2, 1, log_level="ERROR", durability="none") as cluster:
 
-        def late(request: node_pb2.AttachRequest, found: Sequence[node_pb2.HelloReply]) -> list[int]:
+        def late(request: node_pb2.AttachRequest, hellos: Sequence[node_pb2.HelloReply]) -> list[int]:
             cluster.wait_restarted("ps", 1, cluster.kill("ps", 1, timeout=TIMEOUT), timeout=TIMEOUT)
-            return continue_job(request, found)
+            return continue_job(request, hellos)
 
         left_behind(cluster, tmp_path, "Variable(np.ones(3), name='w')")
         with monkeypatch.context() as patch:

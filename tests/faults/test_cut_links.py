@@ -65,8 +65,8 @@ def until_used(job: FarJob, worker: int) -> None:
     """Wait until the worker gets functions."""
 
     def gets_one() -> bool:
-        values = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
-        return worker in {found for _, found, _ in job.coordinator.fetch(values, timeout=TIMEOUT)}
+        values = [job.coordinator.schedule(where, args=(index,)) for index in range(20)]
+        return worker in {index for _, index, _ in job.coordinator.fetch(values, timeout=TIMEOUT)}
 
     until(gets_one, f"worker {worker} gets a function", job.coordinator.explain)
 
@@ -130,8 +130,8 @@ def test_the_coordinator_cut_off_from_a_server(cluster: FarCluster, way: str) ->
     with far_job(cluster, worker_lease=1.5) as job:
         begin(job)
         cut(job.network, COORDINATOR, "ps0", way)
-        found: list[Any] = []
-        reading = threading.Thread(target=lambda: found.append(job.counting.sparse.numpy()))
+        values: list[Any] = []
+        reading = threading.Thread(target=lambda: values.append(job.counting.sparse.numpy()))
         reading.start()
         job.coordinator.join(timeout=TIMEOUT)
         until(lambda: job.network.dropped() > 2, "something was lost")
@@ -140,7 +140,7 @@ def test_the_coordinator_cut_off_from_a_server(cluster: FarCluster, way: str) ->
         job.network.heal()
         reading.join(TIMEOUT)
         assert not reading.is_alive()
-        assert found[0].shape == job.counting.sparse.shape
+        assert values[0].shape == job.counting.sparse.shape
         finish(job)
 
 

@@ -77,8 +77,8 @@ class Half:
         """Run as the step."""
         first, second, way, folder = self.first, self.second, self.way, self.folder
 
-        def step(what: Any = ()) -> float:
-            number = float(sum(np.sum(each) for each in what))
+        def step(arrays: Any = ()) -> float:
+            total = float(sum(np.sum(array) for array in arrays))
             first.assign_add(np.ones(4))
             if first_time(folder, "begun"):
                 note(folder, "where", str(experimental_get_current_worker_index()))
@@ -87,7 +87,7 @@ class Half:
                 wait_for(folder, "raise")
                 raise ValueError("after its first update")
             second.assign_add(np.ones(4))
-            return number
+            return total
 
         return step
 
@@ -114,11 +114,11 @@ class Half:
     def meanwhile(self, cut: Callable[[], T]) -> T:
         """Return the result of `cut`, which waits for the function while that is interrupted."""
         with ThreadPoolExecutor(1) as pool:
-            found: Future[T] = pool.submit(cut)
+            future: Future[T] = pool.submit(cut)
             stats = self.job.coordinator._dispatcher.status.stats
-            until(lambda: found.done() or stats().paused, "somebody waits for all functions to end")
+            until(lambda: future.done() or stats().paused, "somebody waits for all functions to end")
             self.fall()
-            return found.result(TIMEOUT)
+            return future.result(TIMEOUT)
 
 
 @pytest.fixture
@@ -130,8 +130,8 @@ def half(job: Job, way: str, tmp_path: Path) -> Half:
 
 def saved(half: Half, path: str) -> tuple[float, float]:
     """The values of the two variables in a checkpoint."""
-    found = SavedVariables(path)
-    return found[half.first.name][0], found[half.second.name][0]
+    variables = SavedVariables(path)
+    return variables[half.first.name][0], variables[half.second.name][0]
 
 
 @cut_short
@@ -171,10 +171,10 @@ def test_a_concurrent_evaluation(half: Half) -> None:
 
     data = half.job.coordinator.distribute_dataset(np.arange(1.0), name=half.folder)
     half.begin()
-    found = half.meanwhile(
+    results = half.meanwhile(
         lambda: half.job.coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=TIMEOUT)
     )
-    assert found == {"sum": 1001}
+    assert results == {"sum": 1001}
     half.job.join()
 
 
@@ -227,9 +227,9 @@ def test_an_example_counts_once(half: Half, tmp_path: Path) -> None:
     def train(count: int | None = None) -> None:
         timeout = 1.5 if half.way == "too long" else None
         step = half.step()
-        for number, part in enumerate(data):
+        for index, part in enumerate(data):
             coordinator.schedule(step, args=(part,), retries=5, timeout=timeout)
-            if number + 1 == count:
+            if index + 1 == count:
                 break
 
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=half.job.strategy) as manager:
@@ -309,7 +309,7 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
 
     value = coordinator.schedule(goes_on, timeout=1.0 if how == "too long" else None)
     waiting = coordinator.schedule(max, args=(value, 0))
-    others = [coordinator.schedule(abs, args=(-number,)) for number in range(5)]
+    others = [coordinator.schedule(abs, args=(-n,)) for n in range(5)]
     wait_for(folder, "begun")
     with CheckpointManager(str(tmp_path / "checkpoints"), strategy=job.strategy, barrier_timeout=TIMEOUT) as manager:
         before = job.strategy.context.partly_applied.count
@@ -335,7 +335,7 @@ def test_what_is_ended_and_goes_on(job: Job, how: str, tmp_path: Path) -> None:
         note(folder, "go")
         wait_for(folder, "refused")
         until(lambda: "still runs" not in coordinator.explain(), "it has ended")
-        coordinator.fetch([coordinator.schedule(abs, args=(-number,)) for number in range(5)], TIMEOUT)
+        coordinator.fetch([coordinator.schedule(abs, args=(-n,)) for n in range(5)], TIMEOUT)
         assert half.values() == (1, 0)
 
 
@@ -354,7 +354,7 @@ def test_a_function_that_never_stops_costs_its_worker_process(job: Job, tmp_path
         coordinator.join(TIMEOUT)
     pid = job.cluster.pids["worker", worker]
     assert not value.cancel(kill_after=0), "it has ended, and its process is ended now"
-    others = [coordinator.schedule(abs, args=(-number,)) for number in range(20)]
+    others = [coordinator.schedule(abs, args=(-n,)) for n in range(20)]
     job.cluster.wait_restarted("worker", worker, pid, timeout=TIMEOUT)
     assert coordinator.fetch(others, TIMEOUT) == list(range(20))
     job.until_up(2)
@@ -409,7 +409,7 @@ def test_what_was_applied_in_part_for_good_is_named(job: Job, tmp_path: Path) ->
     index = read_index(path)
     assert index.partly_applied == 3
     heads = ["fails failed on worker", "endless was cancelled because", "endless ran longer than its timeout of 0.1 s"]
-    assert [any(each.startswith(head) for each in index.partly_applied_last) for head in heads] == [True] * 3
+    assert [any(entry.startswith(head) for entry in index.partly_applied_last) for head in heads] == [True] * 3
     shown = tools.inspect(path)
     assert "may have left some of their updates: 3" in shown
     assert "ValueError: the reason" in shown
@@ -437,7 +437,7 @@ def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
         def late(function: int) -> None:
             for index in range(2):
                 with RawClient(job, index) as client:
-                    mine = next(each for each in variables if each.owners == (index,))
+                    mine = next(variable for variable in variables if variable.owners == (index,))
                     request, payload = client.add(mine, 100.0, function=function)
                     with pytest.raises(StaleError, match="a checkpoint was restored since this update was sent"):
                         client.session(request, payload)
@@ -446,13 +446,13 @@ def test_what_was_sent_before_a_restore(tmp_path: Path) -> None:
         manager.save()
         job.coordinator.schedule(step).fetch(TIMEOUT)
         with RawClient(job, 0) as client, ThreadPoolExecutor(1) as pool:
-            mine = next(each for each in variables if each.owners == (0,))
+            mine = next(variable for variable in variables if variable.owners == (0,))
             request, payload = client.add(mine, 100.0, function=10**6)
             begun, go_on = threading.Event(), threading.Event()
 
             def frames() -> Iterator[bytes]:
-                for number, frame in enumerate(client.frames(request, payload, 3)):
-                    if number == 1:  # the server learns from the first what follows
+                for index, frame in enumerate(client.frames(request, payload, 3)):
+                    if index == 1:  # the server learns from the first what follows
                         begun.set()
                         go_on.wait(TIMEOUT)
                     yield frame

@@ -59,7 +59,7 @@ def running(armed: Armed, **options: Any) -> Iterator[tuple[ParameterServerStrat
 def copies(strategy: ParameterServerStrategy) -> list[set[str]]:
     """The number of copies on each server."""
     directories = strategy.client.directory()
-    return [{spec.name for spec in each.variables if spec.evaluation} for each in directories]
+    return [{spec.name for spec in directory.variables if spec.evaluation} for directory in directories]
 
 
 def examples() -> Any:
@@ -86,20 +86,20 @@ def test_workers_die_at_named_points(tmp_path: Path) -> None:
         def step(batch: Any) -> tuple[Any]:
             return (batch @ w.numpy(),)
 
-        def train(number: int) -> int:
+        def train(index: int) -> int:
             w.assign_add(np.full(8, 0.1))
             count.assign_add(np.ones(4))
-            return number
+            return index
 
         expected = as_one_process(step, data, SHARDS)
         armed.arm(*DEATHS)
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(
+            evaluation = pool.submit(
                 coordinator.evaluate, step, data, [metrics.Sum()], shards=SHARDS, concurrent=True, timeout=TIMEOUT
             )
-            until(lambda: found.done() or all(copies(strategy)), "they are pinned")
-            values = [coordinator.schedule(train, args=(number,)) for number in range(TRAINED)]
-            assert found.result(TIMEOUT) == expected
+            until(lambda: evaluation.done() or all(copies(strategy)), "they are pinned")
+            values = [coordinator.schedule(train, args=(index,)) for index in range(TRAINED)]
+            assert evaluation.result(TIMEOUT) == expected
             coordinator.join(TIMEOUT)
         assert coordinator.fetch(values, TIMEOUT) == list(range(TRAINED))
         armed.until_struck(*DEATHS, calls=False)
@@ -128,7 +128,7 @@ def test_servers_die(tmp_path: Path, durability: str) -> None:
         Path(folder, "gate").unlink()
         Path(folder, "evaluating").unlink()
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], shards=3, concurrent=True)
+            evaluation = pool.submit(coordinator.evaluate, step, data, [metrics.Sum()], shards=3, concurrent=True)
             try:
                 wait_for(folder, "evaluating")
                 w.assign(np.zeros(8))
@@ -137,7 +137,7 @@ def test_servers_die(tmp_path: Path, durability: str) -> None:
                 armed.until_all_live()
             finally:
                 note(folder, "gate")
-            assert found.result(TIMEOUT) == expected
+            assert evaluation.result(TIMEOUT) == expected
         assert copies(strategy) == [set(), set()]
 
 
@@ -185,23 +185,23 @@ def test_a_server_that_is_not_there_at_the_end(tmp_path: Path) -> None:
             whole = Variable(np.ones(4), name="whole", partitioner=FixedShardsPartitioner(1))
         data = coordinator.distribute_dataset(np.arange(10.0))
 
-        def step(number: Any) -> tuple[Any]:
+        def step(example: Any) -> tuple[Any]:
             note(folder, "evaluating")
             wait_for(folder, "gate")
-            return (number * whole.numpy(),)
+            return (example * whole.numpy(),)
 
         def evaluate() -> Any:
             return coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=TIMEOUT)
 
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(evaluate)
+            evaluation = pool.submit(evaluate)
             try:
                 wait_for(folder, "evaluating")
                 away = 1 - whole.owners[0]
                 armed.cluster.kill("ps", away, signal.SIGKILL, timeout=TIMEOUT)
             finally:
                 note(folder, "gate")
-            assert found.result(TIMEOUT) == {"sum": 180.0}
+            assert evaluation.result(TIMEOUT) == {"sum": 180.0}
         armed.cluster.restart("ps", away, timeout=TIMEOUT)
         until(lambda: copies(strategy)[away], "it is back, with the copy")
         assert evaluate() == {"sum": 180.0}

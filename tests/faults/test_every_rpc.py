@@ -176,14 +176,14 @@ def test_a_copy_does_not_begin_a_dataset_anew(armed: Armed, kind: str, nth: int)
         def other() -> None:
             """Another function to upload."""
 
-        found: list[tuple[int, int]] = []
+        elements: list[tuple[int, int]] = []
         while not armed.how_it_ended(fault):
             values = [coordinator.schedule(element, args=(iterator,)) for _ in range(20)]
             coordinator.schedule(other)
-            found += coordinator.fetch(values, TIMEOUT)
-        found += coordinator.fetch([coordinator.schedule(element, args=(iterator,)) for _ in range(20)], TIMEOUT)
+            elements += coordinator.fetch(values, TIMEOUT)
+        elements += coordinator.fetch([coordinator.schedule(element, args=(iterator,)) for _ in range(20)], TIMEOUT)
         for worker in range(2):
-            mine = [number for index, number in found if index == worker]
+            mine = [element for index, element in elements if index == worker]
             assert sorted(mine) == list(range(len(mine)))
 
 
@@ -220,9 +220,9 @@ def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: 
 
 def test_no_method_is_forgotten() -> None:
     """Each method that others call has each kind of fault; exceptions are listed with a reason."""
-    found = {(case.role, case.path, case.kind) for plan in plans() for case in plan}
+    covered = {(case.role, case.path, case.kind) for plan in plans() for case in plan}
     for role in ("ps", "worker"):
         for service in SERVICES[role]:
             for method in methods(service):
                 for kind in CALL_KINDS:
-                    assert (role, method.path, kind) in found or method.path in NOT_CALLED
+                    assert (role, method.path, kind) in covered or method.path in NOT_CALLED

@@ -93,8 +93,8 @@ def test_a_message_that_is_read_behind_its_streams_end(tmp_path: Path) -> None:
         yield next(requests)
 
     handler: Any = grpc.stream_stream_rpc_method_handler(steps)
-    found: Any = FaultInterceptor(armed).intercept_service(lambda _: handler, SimpleNamespace(method=path))
-    assert list(found.stream_stream(iter([b"first", b"second"]), object())) == [b"first"]
+    intercepted: Any = FaultInterceptor(armed).intercept_service(lambda _: handler, SimpleNamespace(method=path))
+    assert list(intercepted.stream_stream(iter([b"first", b"second"]), object())) == [b"first"]
     assert next(read[0]) == b"second"
     assert (tmp_path / f"ended-{parse(fault)[0].name}").read_text().startswith("the stream ended")
 
@@ -106,7 +106,7 @@ def test_counts_and_marks(tmp_path: Path) -> None:
     assert alone.due("ps.log.before") is None, "it is another role's"
     first, second = (Faults("ps", "", str(tmp_path)) for _ in range(2))
     (tmp_path / "armed").write_text("ps.log.after=delay:0@2")
-    assert [each.due("ps.log.after") is not None for each in (first, second, second, first)] == [
+    assert [faults.due("ps.log.after") is not None for faults in (first, second, second, first)] == [
         False,
         False,
         True,

@@ -171,8 +171,8 @@ def test_many_keys_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             count = Variable(np.zeros(4), name="count")
 
         def add() -> set[float]:
-            for number in range(40):
-                job.coordinator.schedule(count.assign_add, args=(np.ones(4),), key=f"step {number}")
+            for index in range(40):
+                job.coordinator.schedule(count.assign_add, args=(np.ones(4),), key=f"step {index}")
             job.coordinator.join(TIMEOUT)
             return set(count.numpy().tolist())
 
@@ -193,13 +193,13 @@ def test_workers_that_die(tmp_path: Path) -> None:
             count = Variable(np.zeros(4), name="count")
         folder = str(tmp_path)
 
-        def step(number: int) -> None:
+        def step(index: int) -> None:
             count.assign_add(np.ones(4))
-            note(folder, f"begun-{number}")
+            note(folder, f"begun-{index}")
 
         total = 200
-        for number in range(total):
-            job.coordinator.schedule(step, args=(number,), key=f"step {number}")
+        for index in range(total):
+            job.coordinator.schedule(step, args=(index,), key=f"step {index}")
         for worker in range(2):
             wait_for(folder, f"begun-{40 * (worker + 1)}")
             job.kill(worker)

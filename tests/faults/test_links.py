@@ -51,7 +51,7 @@ class Running:
             count()
             large.assign_add(np.ones(large.shape, np.uint8))  # its shards are too large for a session
             values = large.numpy()
-            assert all((part == part[0]).all() for part in np.split(values, 2)), "a torn read"
+            assert all((half == half[0]).all() for half in np.split(values, 2)), "a torn read"
 
         self.values: list[RemoteValue] = [self.coordinator.schedule(step) for _ in range(FUNCTIONS)]
 

@@ -132,9 +132,9 @@ def test_waits_end_when_a_server_is_given_up() -> None:
             with ThreadPoolExecutor(3) as pool:
                 calls: list[Callable[[], object]] = [small.numpy, large.numpy, lambda: small.assign_add(1.0)]
                 waiting = [pool.submit(call) for call in calls]
-                until(lambda: all(each.running() for each in waiting), "they wait")
+                until(lambda: all(future.running() for future in waiting), "they wait")
                 strategy.client.give_up(0, PSUnavailableError("it was given up"))
-                errors = [each.exception() for each in waiting]
+                errors = [future.exception() for future in waiting]
         finally:
             os.kill(cluster.pids["ps", 0], signal.SIGCONT)
         assert [(type(error), str(error)) for error in errors] == [(PSUnavailableError, "it was given up")] * 3

@@ -46,8 +46,8 @@ def failure(call: Callable[[], object]) -> str:
 def during(job: Job, step: Any, functions: int, kills: list[tuple[int, ...]]) -> None:
     """Run the functions, and kill servers when a share of them is done."""
     values = [job.coordinator.schedule(step) for _ in range(functions)]
-    for number, servers in enumerate(kills, 1):
-        share = functions * number // (len(kills) + 1)
+    for nth, servers in enumerate(kills, 1):
+        share = functions * nth // (len(kills) + 1)
         job.until_done(values, share)
         kill(job, *servers)
     job.join()
@@ -86,9 +86,9 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
             count = Variable(np.zeros(3, np.float32), name="count")
         count.assign_add([1, 2, 3])
         job.cluster.kill("ps", 0)
-        found: list[Any] = []
+        shapes: list[Any] = []
         threads = [
-            threading.Thread(target=lambda: found.append(count.numpy().shape)),
+            threading.Thread(target=lambda: shapes.append(count.numpy().shape)),
             threading.Thread(target=lambda: count.assign_add([1, 1, 1])),
         ]
         for thread in threads:
@@ -99,7 +99,7 @@ def test_calls_outside_of_functions_wait_and_go_on() -> None:
         for thread in threads:
             thread.join(TIMEOUT)
             assert not thread.is_alive()
-        assert found == [(3,)]
+        assert shapes == [(3,)]
         assert count.numpy().tolist() == [2, 3, 4]
 
 
@@ -144,17 +144,19 @@ def test_what_was_moved_goes_when_it_is_dropped() -> None:
             return delta
 
         calls = [Variable.numpy, lambda variable: variable.gather(np.arange(len(variable))), add]
-        for number, call in enumerate(calls):
+        for index, call in enumerate(calls):
             for variable in (small, large):
                 call(variable)  # the session that it took is idle now, and will turn out to be broken
                 gc.collect()
                 gc.disable()
                 try:
-                    kill(job, number % 2)
+                    kill(job, index % 2)
                     moved = call(variable)
-                    held = [weakref.ref(each) for each in (moved, moved.base) if isinstance(each, np.ndarray)]
+                    held = [weakref.ref(array) for array in (moved, moved.base) if isinstance(array, np.ndarray)]
                     del moved
-                    assert [each() is None for each in held] == [True] * len(held), f"{variable.name}, call {number}"
+                    assert [reference() is None for reference in held] == [True] * len(held), (
+                        f"{variable.name}, call {index}"
+                    )
                 finally:
                     gc.enable()
 

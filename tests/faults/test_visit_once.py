@@ -183,7 +183,7 @@ def test_evaluation_while_workers_die(tmp_path: Path) -> None:
             "scores": metrics.Mean(),
             "count": metrics.Sum(),
         }
-        found = coordinator.evaluate(step, data, named, shards=60, timeout=TIMEOUT)
+        results = coordinator.evaluate(step, data, named, shards=60, timeout=TIMEOUT)
         armed.until_struck(*deaths, calls=False)
-        assert found == in_one_process(step, named, data, 60)
-        assert found["count"] == 20_000
+        assert results == in_one_process(step, named, data, 60)
+        assert results["count"] == 20_000

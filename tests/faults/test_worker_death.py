@@ -39,7 +39,7 @@ LARGE = 100_000
 
 def workers_of(job: Job, count: int = 20) -> set[tuple[int, int]]:
     """The worker and process of each of this many functions."""
-    values = [job.coordinator.schedule(where, args=(number,)) for number in range(count)]
+    values = [job.coordinator.schedule(where, args=(index,)) for index in range(count)]
     job.join()
     return {(worker, pid) for _, worker, pid in job.coordinator.fetch(values)}
 
@@ -55,18 +55,18 @@ def test_every_function_completes_while_each_worker_is_killed() -> None:
     with running_job(num_ps=2, num_workers=3, shards=2) as job:
         total = counter(job)
 
-        def count(number: int) -> tuple[int, int, int]:
+        def count(index: int) -> tuple[int, int, int]:
             total.assign_add(np.ones(4, np.float32))
-            return where(number)
+            return where(index)
 
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(2000)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(2000)]
         killed = []
         for worker, progress in enumerate((200, 700, 1200)):
             job.until_done(values, progress)
             killed.append(job.kill(worker))
         job.join()
         results = job.coordinator.fetch(values)
-        assert [number for number, _, _ in results] == list(range(2000))
+        assert [index for index, _, _ in results] == list(range(2000))
         assert total.numpy().tolist() == [2000] * 4
         job.until_up(3)
         assert not set(killed) & set(job.cluster.pids.values())
@@ -76,7 +76,7 @@ def test_a_returned_worker_does_not_wait_for_one_that_stays_dead() -> None:
     """Two of three workers die; the one that is restarted gets functions while the other is still down."""
     with running_job(num_workers=3, restart=False) as job:
         job.until_up(3)
-        values = [job.coordinator.schedule(where, args=(number,)) for number in range(200)]
+        values = [job.coordinator.schedule(where, args=(index,)) for index in range(200)]
         job.kill(0)
         job.kill(1)
         job.join()
@@ -92,11 +92,11 @@ def test_all_workers_die_at_once_and_one_returns() -> None:
     with running_job(num_workers=3, restart=False) as job:
         total = counter(job)
 
-        def count(number: int) -> tuple[int, int, int]:
+        def count(index: int) -> tuple[int, int, int]:
             total.assign_add(np.ones(4, np.float32))
-            return where(number)
+            return where(index)
 
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(2000)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(2000)]
         job.until_done(values, 300)
         for (role, _), pid in job.cluster.pids.items():
             if role == "worker":
@@ -107,7 +107,7 @@ def test_all_workers_die_at_once_and_one_returns() -> None:
         pid = job.cluster.restart("worker", 1)
         job.join()
         results = job.coordinator.fetch(values)
-        assert [number for number, _, _ in results] == list(range(2000))
+        assert [index for index, _, _ in results] == list(range(2000))
         assert sum(result[1:] == (1, pid) for result in results) == 2000 - done
         assert total.numpy().tolist() == [2000] * 4
 
@@ -125,10 +125,10 @@ def test_a_worker_killed_while_idle_is_noticed_and_used_again() -> None:
 def test_a_function_that_kills_every_worker_fails_alone() -> None:
     """After its last attempt such a function fails and says why; later functions run on the same workers."""
     with running_job(num_workers=2, max_attempts=3) as job:
-        before = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
+        before = [job.coordinator.schedule(where, args=(index,)) for index in range(20)]
         job.join()
         fatal = job.coordinator.schedule(deadly)
-        later = [job.coordinator.schedule(where, args=(number,)) for number in range(20)]
+        later = [job.coordinator.schedule(where, args=(index,)) for index in range(20)]
         with pytest.raises(
             FunctionError, match=r"deadly .*3 workers that died.*may be what kills them.*worker \d at .*; worker \d at "
         ) as caught:
@@ -152,13 +152,13 @@ def test_waiting_for_a_function_that_kills_is_no_attempt() -> None:
         total = counter(job)
         folder = job.folder
 
-        def count(number: int) -> int:
-            if number in (50, 51):  # neighbours: each is at the worker when the previous one kills it
-                die_once(folder, f"number-{number}")
+        def count(index: int) -> int:
+            if index in (50, 51):  # neighbours: each is at the worker when the previous one kills it
+                die_once(folder, f"number-{index}")
             total.assign_add(np.ones(4, np.float32))
-            return number
+            return index
 
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(100)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(100)]
         job.join()
         assert job.coordinator.fetch(values) == list(range(100))
         assert total.numpy().tolist() == [100] * 4
@@ -166,7 +166,7 @@ def test_waiting_for_a_function_that_kills_is_no_attempt() -> None:
 
 def numbered(kind: str) -> Any:
     """A dataset whose elements say where they were made, and their index."""
-    return lambda: ((kind, os.getpid(), number) for number in itertools.count())
+    return lambda: ((kind, os.getpid(), element) for element in itertools.count())
 
 
 def test_datasets_are_rebuilt_before_the_next_function() -> None:
@@ -176,21 +176,21 @@ def test_datasets_are_rebuilt_before_the_next_function() -> None:
 
         folder, (old,) = job.folder, [pid for (role, _), pid in job.cluster.pids.items() if role == "worker"]
 
-        def take(first: Any, second: Any, number: int) -> Any:
-            if number == 100:
+        def take(first: Any, second: Any, index: int) -> Any:
+            if index == 100:
                 die_once(folder, "died")
-            return next(first), next(second) if number % 2 else None
+            return next(first), next(second) if index % 2 else None
 
-        values = [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100)]
+        values = [job.coordinator.schedule(take, args=(*iterators, index)) for index in range(100)]
         job.join()  # these have ended; the outcomes of later ones may die with the worker
-        values += [job.coordinator.schedule(take, args=(*iterators, number)) for number in range(100, 300)]
+        values += [job.coordinator.schedule(take, args=(*iterators, index)) for index in range(100, 300)]
         job.join()
         new = job.cluster.pids["worker", 0]
         results = job.coordinator.fetch(values)
-        for place, kind in enumerate("ab"):
-            elements = [result[place] for result in results if result[place] is not None]
-            before = [number for _, pid, number in elements if pid == old]
-            after = [number for _, pid, number in elements if pid == new]
+        for position, kind in enumerate("ab"):
+            elements = [result[position] for result in results if result[position] is not None]
+            before = [element for _, pid, element in elements if pid == old]
+            after = [element for _, pid, element in elements if pid == new]
             assert {name for name, _, _ in elements} == {kind}
             assert len(before) + len(after) == len(elements)
             assert before == list(range(len(before)))
@@ -207,10 +207,10 @@ def test_a_dataset_made_while_its_worker_is_gone() -> None:
         job.until_up(0)
         dataset = job.coordinator.create_per_worker_dataset(numbered("late"))
         iterators = [iter(dataset), iter(dataset)]
-        values = [job.coordinator.schedule(next, args=(iterators[number % 2],)) for number in range(6)]
+        values = [job.coordinator.schedule(next, args=(iterators[index % 2],)) for index in range(6)]
         pid = job.cluster.restart("worker", 0)
         job.join()
-        assert job.coordinator.fetch(values) == [("late", pid, number // 2) for number in range(6)]
+        assert job.coordinator.fetch(values) == [("late", pid, index // 2) for index in range(6)]
 
 
 def test_a_worker_asked_to_stop_ends_what_it_runs() -> None:
@@ -219,20 +219,20 @@ def test_a_worker_asked_to_stop_ends_what_it_runs() -> None:
     with running_job(num_ps=2, num_workers=2, shards=2, max_attempts=1) as job:
         total, folder = counter(job), job.folder
 
-        def hold(number: int) -> Any:
+        def hold(index: int) -> Any:
             total.assign_add(np.ones(4, np.float32))
             note(folder, "held", str(experimental_get_current_worker_index()))
             wait_for(folder, "go")
             total.assign_add(np.ones(4, np.float32))
-            return np.full(LARGE, number, np.int8), experimental_get_current_worker_index()
+            return np.full(LARGE, index, np.int8), experimental_get_current_worker_index()
 
-        def count(number: int) -> int:
+        def count(index: int) -> int:
             total.assign_add(np.ones(4, np.float32))
-            return number
+            return index
 
         held = job.coordinator.schedule(hold, args=(7,))
         leaving = int(wait_for(folder, "held"))
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(300)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(300)]
         os.kill(job.cluster.pids["worker", leaving], signal.SIGTERM)
         until(lambda: status(job.cluster, "worker", leaving).state == "stopping", "the worker leaves")
         note(folder, "go")
@@ -250,17 +250,17 @@ def test_workers_leave_one_after_the_other_under_load() -> None:
     with running_job(num_ps=2, num_workers=3, shards=2, max_attempts=1) as job:
         total = counter(job)
 
-        def count(number: int) -> Any:
+        def count(index: int) -> Any:
             total.assign_add(np.ones(4, np.float32))
-            return number if number % 10 else np.full(LARGE, number, np.int16)
+            return index if index % 10 else np.full(LARGE, index, np.int16)
 
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(1500)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(1500)]
         for round_, progress in enumerate(range(100, 1300, 200)):
             job.until_done(values, progress)
             job.cluster.restart("worker", round_ % 3)  # SIGTERM first
         job.join()
-        for number, value in enumerate(values):
-            assert np.all(np.asarray(value.fetch()) == number)
+        for index, value in enumerate(values):
+            assert np.all(np.asarray(value.fetch()) == index)
         assert total.numpy().tolist() == [1500] * 4
 
 
@@ -299,14 +299,14 @@ def test_a_frozen_worker() -> None:
             count = Variable(np.zeros(3, np.int64), name="count")
         folder = job.folder
 
-        def step(number: int) -> int:
-            if number == 0:
+        def step(index: int) -> int:
+            if index == 0:
                 note(folder, f"pid-{experimental_get_current_worker_index()}", str(os.getpid()))
                 wait_for(folder, "go on")
             count.assign_add(np.ones(3, np.int64))
-            return number
+            return index
 
-        values = [job.coordinator.schedule(step, args=(number,)) for number in range(50)]
+        values = [job.coordinator.schedule(step, args=(index,)) for index in range(50)]
         until(lambda: list(Path(folder).glob("pid-*")), "one has begun")
         (mark,) = Path(folder).glob("pid-*")
         frozen, pid = int(mark.name[4:]), int(mark.read_text())

@@ -183,13 +183,13 @@ def test_a_step_that_ends_its_process(end: Callable[[], None], tmp_path: Path) -
         counting = Counting(job.strategy)
         step, folder = counting.step(), job.folder
 
-        def once(number: int) -> int:
+        def once(index: int) -> int:
             step()
-            if number == 30 and first_time(folder, "ended"):
+            if index == 30 and first_time(folder, "ended"):
                 end()
-            return number
+            return index
 
-        values = [job.coordinator.schedule(once, args=(number,)) for number in range(100)]
+        values = [job.coordinator.schedule(once, args=(index,)) for index in range(100)]
         job.join()
         assert job.coordinator.fetch(values) == list(range(100))
         counted(job, 100, counting)
@@ -232,11 +232,11 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
         counting = Counting(job.strategy)
         step = counting.step()
 
-        def count(number: int) -> tuple[int, int, int]:
+        def count(index: int) -> tuple[int, int, int]:
             step()
-            return where(number)
+            return where(index)
 
-        values = [job.coordinator.schedule(count, args=(number,)) for number in range(600)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(600)]
         job.until_done(values, 20)
         links = job.coordinator._dispatcher.state.workers
         seen = {link.connection.incarnation for link in links if link.connection is not None}
@@ -250,7 +250,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
                 job.until_done(values, min(len(values), ready(values) + 20))
         job.join()
         results = job.coordinator.fetch(values)
-        assert [number for number, _, _ in results] == list(range(600))
+        assert [index for index, _, _ in results] == list(range(600))
         assert len({pid for _, _, pid in results}) > 4
         job.until_up(2)
         assert seen.isdisjoint(link.connection.incarnation for link in links if link.connection is not None)

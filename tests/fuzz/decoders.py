@@ -134,9 +134,9 @@ def _objects() -> list[Any]:
 
 
 def _decode(data: bytes) -> None:
-    found = decode(value_pb2.Value.FromString(data))
+    decoded = decode(value_pb2.Value.FromString(data))
     with contextlib.suppress(TypeError):  # some values can't be encoded again: an empty text of NumPy's, for example
-        encode(found)
+        encode(decoded)
 
 
 def _decode_call(data: bytes) -> None:
@@ -184,8 +184,8 @@ class Server:
         self.role = ParameterServerRole(0, roots=Roots([folder]))
         self.service = ParameterServerService(self.role)
         self.role.job_began(node_pb2.AttachRequest(job=JOB))
-        for number, (dtype, shape) in enumerate((("float32", (4, 4)), ("int64", ()), ("bool", (5,))), 1):
-            self.push(*creation(number, dtype, shape))
+        for variable_id, (dtype, shape) in enumerate((("float32", (4, 4)), ("int64", ()), ("bool", (5,))), 1):
+            self.push(*creation(variable_id, dtype, shape))
         optimizer = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
         self.push(ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), last=True), b"")
 
@@ -227,9 +227,9 @@ def _frames_of_requests() -> list[bytes]:
         ({"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": rows, "optimizer": 11, "value_bytes": 32}, ids + row),
         ({"variable": 1, "kind": ps_pb2.ASSIGN, "rows": box, "value_bytes": 4, "scalar": True}, bytes(16)),
     ]
-    for number, (fields, payload) in enumerate(updates, 1):
+    for sequence, (fields, payload) in enumerate(updates, 1):
         update = ps_pb2.UpdateRequest(
-            job=JOB, incarnation=5, sequence=number, items=[ps_pb2.UpdateItem(nth=1, **fields)]
+            job=JOB, incarnation=5, sequence=sequence, items=[ps_pb2.UpdateItem(nth=1, **fields)]
         )
         made.append((ps_pb2.Request(id=2, update=update), payload))
     made.append(creation(21, "float32", (2, 3)))
@@ -239,11 +239,11 @@ def _frames_of_requests() -> list[bytes]:
     schedule = json.dumps(ExponentialDecay(0.1, 3, 0.5).to_spec())
     optimizer = ps_pb2.OptimizerSpec(id=12, name="sgd", rule="sgd", numbers={"learning_rate": 0.1}, schedule=schedule)
     made.append((ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer)), b""))
-    found = []
+    frames = []
     for request, payload in made:
         request.total_bytes, request.last = len(payload), True
-        found.append(pack(request, [payload] if payload else []))
-    return found
+        frames.append(pack(request, [payload] if payload else []))
+    return frames
 
 
 def _is_code(data: bytes) -> bool:
@@ -309,7 +309,7 @@ class _Servers:
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
         shard.steps["adam"] = 3
         shard.named.add(nth=[1, 2], keys=[7, 1 << 63])
-        part: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}
+        common: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}
         requests: list[tuple[int, Message]] = [
             (0, ps_pb2.DescribeRequest(job=JOB, variables=["v1"], optimizers=["adam"], metadata=True)),
             (1, ps_pb2.DeleteRequest(job=JOB, name="v3", id=3)),
@@ -317,12 +317,12 @@ class _Servers:
             (2, ps_pb2.CloseIncarnationRequest(job=JOB, incarnation=4)),
             (3, ps_pb2.FinishFunctionsRequest(job=JOB, starts=[1, 5], stops=[3, 9], keys=[7])),
             (4, ps_pb2.CheckpointRequest(job=JOB, action=ps_pb2.CheckpointRequest.MARK, id=9)),
-            (4, ps_pb2.CheckpointRequest(action=ps_pb2.CheckpointRequest.WRITE, file="part.safetensors", **part)),
-            (5, ps_pb2.RestoreRequest(shards=[shard], metadata={"texts": {"progress": "{}"}}, **part)),
+            (4, ps_pb2.CheckpointRequest(action=ps_pb2.CheckpointRequest.WRITE, file="part.safetensors", **common)),
+            (5, ps_pb2.RestoreRequest(shards=[shard], metadata={"texts": {"progress": "{}"}}, **common)),
             (5, ps_pb2.RestoreRequest(job=JOB, id=9, shards=[shard], ahead=True)),
             (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True, term=1)),
         ]
-        return [bytes((number,)) + request.SerializeToString() for number, request in requests]
+        return [bytes((kind,)) + request.SerializeToString() for kind, request in requests]
 
 
 def _push_examples() -> list[bytes]:
@@ -430,21 +430,23 @@ class _Worker:
     @staticmethod
     def examples() -> list[bytes]:
         """Examples for `call`."""
-        number = int.from_bytes(_INCARNATION, "little")
-        upload = worker_pb2.UploadRequest(incarnation=number, total_bytes=24, last=True)
+        incarnation = int.from_bytes(_INCARNATION, "little")
+        upload = worker_pb2.UploadRequest(incarnation=incarnation, total_bytes=24, last=True)
         upload.attachments.position = 2
         upload.attachments.sizes.extend([8, 16])
-        resource = worker_pb2.UploadRequest(incarnation=number, last=True)
+        resource = worker_pb2.UploadRequest(incarnation=incarnation, last=True)
         resource.resource.id, resource.resource.definition = 4, "abc"
-        recall = worker_pb2.RecallRequest(incarnation=number, functions=[1, 2], positions=[1, 2], cancel_running=True)
-        release = worker_pb2.ReleaseRequest(incarnation=number, resources=[4], definitions=["abc"])
+        recall = worker_pb2.RecallRequest(
+            incarnation=incarnation, functions=[1, 2], positions=[1, 2], cancel_running=True
+        )
+        release = worker_pb2.ReleaseRequest(incarnation=incarnation, resources=[4], definitions=["abc"])
         return [
             b"\0" + pack(upload, [bytes(24)]),
             b"\0" + pack(resource),
             b"\1" + recall.SerializeToString(),
             b"\2" + release.SerializeToString(),
-            b"\3" + worker_pb2.DownloadRequest(incarnation=number, function=1).SerializeToString(),
-            b"\4" + worker_pb2.ReportSeenRequest(incarnation=number, servers=[0]).SerializeToString(),
+            b"\3" + worker_pb2.DownloadRequest(incarnation=incarnation, function=1).SerializeToString(),
+            b"\4" + worker_pb2.ReportSeenRequest(incarnation=incarnation, servers=[0]).SerializeToString(),
         ]
 
 
@@ -486,9 +488,9 @@ class _Files:
     def index(self, data: bytes) -> None:
         """Read an index, and what is examined first."""
         (self._checkpoint / "index.json").write_bytes(data)
-        found = read_index(str(self._checkpoint))
-        check_whole(found, str(self._checkpoint))
-        assert found.nbytes >= 0
+        index = read_index(str(self._checkpoint))
+        check_whole(index, str(self._checkpoint))
+        assert index.nbytes >= 0
 
     def index_examples(self) -> list[bytes]:
         """Examples for `index`."""
@@ -530,8 +532,8 @@ class _Files:
     def manifest(self, data: bytes) -> None:
         """Read a generation of a server's state, with everything it refers to."""
         (self._state.path / "state-000001.manifest").write_bytes(data)
-        found = self._state.manifest(1)
-        restored(found, [self._state.read(shard) for shard in found.shards])
+        manifest = self._state.manifest(1)
+        restored(manifest, [self._state.read(shard) for shard in manifest.shards])
 
     def manifest_examples(self) -> list[bytes]:
         """Examples for `manifest`."""
@@ -572,7 +574,7 @@ class _Files:
                 assert record is not None
         finally:
             lost = durable_log.lost_in([self._log], 1)
-            assert all(lost.updates[key] >= found for key, found in dropped.updates.items())
+            assert all(lost.updates[key] >= count for key, count in dropped.updates.items())
 
     @staticmethod
     def log_examples() -> list[bytes]:
@@ -581,10 +583,10 @@ class _Files:
         for boot in (durable_log.machine_boot_id(), bytes(16)):
             head = durable_log._with_crc(durable_log._SEGMENT, durable_log._SEGMENT_MAGIC, 1, 0, boot)
             data = head + bytes(durable_log._FIRST - len(head))
-            for number in range(2):
-                request = unpack(_frames_of_requests()[4 + number], ps_pb2.Request)[0]
-                record = pack(state_pb2.LogRecord(update=request.update, updates=[number + 1], last=True), [bytes(64)])
-                data += durable_log._header(0, len(record), len(data), 1, number + 1) + record
+            for index in range(2):
+                request = unpack(_frames_of_requests()[4 + index], ps_pb2.Request)[0]
+                record = pack(state_pb2.LogRecord(update=request.update, updates=[index + 1], last=True), [bytes(64)])
+                data += durable_log._header(0, len(record), len(data), 1, index + 1) + record
             mark = b"".join(durable_log._mark(len(data), 2, synced=False))
             data = head + mark + data[durable_log._FIRST :]
             examples.append(_Files.log_sums(data))
@@ -602,20 +604,20 @@ class _Files:
             begin += size
             struct.pack_into("<I", out, begin - 4, zlib.crc32(out[begin - size : begin - 4]))
         while at + head.size <= len(out):
-            _, _, _, size, batch, segment, number = head.unpack_from(out, at)
+            _, _, _, size, batch, segment, record = head.unpack_from(out, at)
             if at + head.size + size <= len(out):
                 body = bytes(out[at + head.size : at + head.size + size])
                 checksum = xxhash.xxh3_64(body).intdigest() & 0xFFFF_FFFF
-                out[at : at + head.size] = durable_log._header(checksum, size, batch, segment, number)
+                out[at : at + head.size] = durable_log._header(checksum, size, batch, segment, record)
             at += head.size + size
         return bytes(out)
 
     def token(self, data: bytes) -> None:
         """Read a file with tokens."""
         self._token.write_bytes(data)
-        found = load_token(self._token, {})
-        assert found is not None
-        assert found.isascii()
+        token = load_token(self._token, {})
+        assert token is not None
+        assert token.isascii()
 
 
 _STEPS = """
@@ -655,7 +657,7 @@ class _Functions:
         self._policy = SerializationPolicy(False, "pickles are off here", (folder.resolve(),), is_worker=True)
         np.save(folder / "mapped.npy", np.arange(12.0).reshape(3, 4))
         mapped = MappedArray.of(np.load(folder / "mapped.npy", mmap_mode="r"))
-        found = (
+        functions = (
             module.step,
             module.Model.named,
             functools.partial(module.step, np.arange(30_000), module.Batch(1, [module.step]), k="a"),
@@ -663,14 +665,14 @@ class _Functions:
             functools.partial(module.step, mapped),
         )
         self._forms: list[tuple[bytes, memoryview]] = []
-        for each in found:
-            (form,) = capture(each, policy=self._policy).forms()
+        for function in functions:
+            (form,) = capture(function, policy=self._policy).forms()
             bulk = split_off_bulk(form)
             self._forms.append((form.SerializeToString(), memoryview(bulk)))
 
     def examples(self) -> list[bytes]:
         """The first byte chooses the arrays."""
-        return [bytes([number]) + form for number, (form, _) in enumerate(self._forms)]
+        return [bytes([index]) + form for index, (form, _) in enumerate(self._forms)]
 
     def resolve(self, data: bytes) -> None:
         """Resolve one definition. A file that is not here is requested again, by value."""
@@ -678,18 +680,18 @@ class _Functions:
         before = chosen_policy()
         choose(self._policy)
         try:
-            found = resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
-            for each in found.args if isinstance(found, functools.partial) else ():
-                if isinstance(each, MappedArray):
+            function = resolve(form, self._forms[data[0] % len(self._forms)][1] if data else b"", _refuse_handle)
+            for argument in function.args if isinstance(function, functools.partial) else ():
+                if isinstance(argument, MappedArray):
                     with contextlib.suppress(OSError):  # it does not exist
-                        each.open().tolist()
+                        argument.open().tolist()
         finally:
             choose(before)
 
 
 def _tf_config(data: bytes) -> None:
-    found = TFConfig.parse(data.decode(errors="replace"))
-    assert TFConfig.parse(found.to_json()).cluster == found.cluster
+    config = TFConfig.parse(data.decode(errors="replace"))
+    assert TFConfig.parse(config.to_json()).cluster == config.cluster
 
 
 def _position(data: bytes) -> None:
@@ -747,7 +749,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
     servers = _Servers(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
     pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
-    values = [encode(each).SerializeToString() for each in _objects()]
+    values = [encode(example).SerializeToString() for example in _objects()]
     slot, metric = (
         json.dumps(["w", "adam", "m"]).encode(),
         json.dumps(["AUC", "a", {"num_thresholds": 9}, True]).encode(),
@@ -795,6 +797,6 @@ def all_decoders(folder: Path) -> list[Decoder]:
     ]
 
 
-def seeded(name: str, number: int) -> random.Random:
+def seeded(name: str, input_number: int) -> random.Random:
     """The random numbers for one input."""
-    return random.Random(f"{name}/{number}")
+    return random.Random(f"{name}/{input_number}")

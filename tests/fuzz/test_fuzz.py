@@ -29,7 +29,7 @@ ALLOCATES = 16 << 20
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Decoder]]:
     """All decoders by name; their logs are discarded."""
     logging.disable(logging.CRITICAL)
-    yield {each.name: each for each in all_decoders(tmp_path_factory.mktemp("fuzz"))}
+    yield {decoder.name: decoder for decoder in all_decoders(tmp_path_factory.mktemp("fuzz"))}
     logging.disable(logging.NOTSET)
 
 
@@ -66,12 +66,12 @@ def test_some_inputs(decoders: Mapping[str, Decoder], name: str) -> None:
     decoder = decoders[name]
     tracemalloc.start()
     try:
-        for number in range(round(INPUTS * SEARCH)):
-            data = made(decoder, seeded(name, number))
+        for input_number in range(round(INPUTS * SEARCH)):
+            data = made(decoder, seeded(name, input_number))
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             decoder.try_(data)
-            assert tracemalloc.get_traced_memory()[1] - before < ALLOCATES, number
+            assert tracemalloc.get_traced_memory()[1] - before < ALLOCATES, input_number
     finally:
         tracemalloc.stop()
 

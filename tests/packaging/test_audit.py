@@ -52,6 +52,6 @@ def answer(*dependencies: dict[str, Any]) -> str:
 )
 def test_answers(tmp_path: Path, probe: str, all_of_them: str, code: int, says: str) -> None:
     """A known vulnerability is a failure; an unreachable database is a warning."""
-    found = audited(tmp_path, probe, all_of_them)
-    assert found[0] == code
-    assert says in found[1]
+    result = audited(tmp_path, probe, all_of_them)
+    assert result[0] == code
+    assert says in result[1]

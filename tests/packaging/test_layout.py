@@ -55,7 +55,7 @@ def test_a_star_brings_no_modules() -> None:
     """They would replace the script's own `metrics` or `errors`; each can be imported by name."""
     names: dict[str, object] = {}
     exec("from pscluster.coordinator import *", names)
-    assert not [name for name, found in names.items() if isinstance(found, types.ModuleType)]
+    assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
     assert names["LocalCluster"] is coordinator.LocalCluster
     for name in ("callbacks", "errors", "initializers", "metrics", "optimizers"):
         assert isinstance(getattr(coordinator, name), types.ModuleType)

@@ -24,7 +24,7 @@ def run(*command: str | Path, cwd: Path, timeout: float) -> str:
     hidden = ("PYTHON", "PSCLUSTER", "TF_CONFIG", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     with subprocess.Popen(
-        [str(part) for part in command],
+        [str(argument) for argument in command],
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -111,7 +111,7 @@ def test_digits_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
         cwd=elsewhere,
         timeout=240,
     )
-    found = re.search(r"test accuracy (\d\.\d+)", output)
-    assert found is not None, output
-    assert float(found[1]) >= 0.96
+    match = re.search(r"test accuracy (\d\.\d+)", output)
+    assert match is not None, output
+    assert float(match[1]) >= 0.96
     assert not list(elsewhere.iterdir())

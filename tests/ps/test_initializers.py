@@ -246,12 +246,12 @@ def _try_blocks(partition: Partition, initializer: Initializer, dtype: Any, piec
     assert whole.shape == partition.shape
     assert whole.dtype == dtype
     with mock.patch.object(initializers, "_PIECE", piece):
-        for number in range(partition.num_shards):
-            block = partition.block(number)
-            part = initializer(partition.shape, dtype, partition_shape=block.shape, partition_offset=block.start)
-            assert part.dtype == dtype
-            assert part.shape == block.shape
-            assert part.tobytes() == whole[block.slices].tobytes()
+        for shard in range(partition.num_shards):
+            block = partition.block(shard)
+            values = initializer(partition.shape, dtype, partition_shape=block.shape, partition_offset=block.start)
+            assert values.dtype == dtype
+            assert values.shape == block.shape
+            assert values.tobytes() == whole[block.slices].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_large_blocks_are_slices_of_the_whole(shape: tuple[int, ...], parts: tup
     initializer = RandomNormal(seed=11)
     partition = Partition.even(shape, parts)
     whole = initializer(shape, dtype)
-    for number in {0, 1, partition.num_shards // 2, partition.num_shards - 1}:
-        block = partition.block(number)
-        part = initializer(shape, dtype, block.shape, block.start)
-        assert part.tobytes() == whole[block.slices].tobytes()
+    for shard in {0, 1, partition.num_shards // 2, partition.num_shards - 1}:
+        block = partition.block(shard)
+        values = initializer(shape, dtype, block.shape, block.start)
+        assert values.tobytes() == whole[block.slices].tobytes()
 
 
 def test_positions_may_be_far_beyond_what_a_machine_holds() -> None:
@@ -392,8 +392,8 @@ def test_neighbours_are_independent() -> None:
 def test_uniform_integers(minval: float, maxval: float, dtype: Any) -> None:
     """Integers from minval to below maxval are equally frequent."""
     values = RandomUniform(minval, maxval, seed=3)((MANY,), dtype)
-    found, counts = np.unique(values, return_counts=True)
-    assert found.tolist() == list(range(int(minval), int(maxval)))
+    distinct, counts = np.unique(values, return_counts=True)
+    assert distinct.tolist() == list(range(int(minval), int(maxval)))
     np.testing.assert_allclose(counts, MANY / (maxval - minval), rtol=0.12)
 
 
@@ -575,7 +575,7 @@ def test_specs(initializer: Initializer) -> None:
     assert from_spec(name, numbers) == initializer
     again = from_spec(name, json.loads(json.dumps(numbers)))
     assert repr(again) == repr(initializer)
-    assert all(type(number) in (int, float) for number in numbers.values())
+    assert all(type(value) in (int, float) for value in numbers.values())
 
 
 def test_numpy_parameters_become_pythons() -> None:

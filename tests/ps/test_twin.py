@@ -122,7 +122,7 @@ class Twin(RuleBasedStateMachine):
                 self.v = Variable(lambda _s, _d: copy, shape=shape, dtype=dtype, partitioner=lambda _s, _d: parts)
             else:
                 self.v = Variable(copy, dtype=dtype, partitioner=lambda _s, _d: parts)
-        clipped = [max(1, min(part, length)) for part, length in zip(parts, shape, strict=True)]
+        clipped = [max(1, min(count, length)) for count, length in zip(parts, shape, strict=True)]
         assert self.v.partition == Partition.even(shape, clipped)
         assert self.v.num_shards == math.prod(clipped)
 
@@ -275,11 +275,11 @@ class Twin(RuleBasedStateMachine):
             self.twin[row] = value
 
     @precondition(lambda self: self.twin.ndim > 1 and self.twin.shape[1] > 0)
-    @rule(seed=SEED, each=st.integers(0, 4))
-    def batch_scatter_update(self, seed: int, each: int) -> None:
+    @rule(seed=SEED, per_batch=st.integers(0, 4))
+    def batch_scatter_update(self, seed: int, per_batch: int) -> None:
         """Replace rows batch by batch."""
         rows, length = self.twin.shape[:2]
-        ids = np.random.default_rng(seed).integers(0, length, (rows, each))
+        ids = np.random.default_rng(seed).integers(0, length, (rows, per_batch))
         values = some_values(seed, (*ids.shape, *self.twin.shape[2:]), self.twin.dtype)
         self.v.batch_scatter_update(IndexedSlices(values, ids))
         for i, j in np.ndindex(ids.shape):

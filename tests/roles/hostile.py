@@ -105,7 +105,7 @@ def bombs(address: str, services: tuple[ServiceDescriptor, ...]) -> None:
 def half_messages(address: str, path: str, proofs: Sequence[str], size: int) -> Iterator[tuple[int, set[int]]]:
     """Make calls on one connection, one for each proof, each with all but one byte of a message; return the bytes taken
     and the calls that were ended. Nothing is sent beyond the role's flow-control window, as HTTP/2 demands."""
-    calls, initial, ended = [2 * number + 1 for number in range(len(proofs))], 65535, set[int]()
+    calls, initial, ended = [2 * index + 1 for index in range(len(proofs))], 65535, set[int]()
     with opened(address) as connection:
         connection.sendall(PREFACE + frame(_SETTINGS, 0, 0))
         room, left, sent, buffer = {0: 65535} | dict.fromkeys(calls, initial), dict.fromkeys(calls, size - 1), 0, b""

@@ -192,9 +192,9 @@ class Process:
         deadline = time.monotonic() + TIMEOUT
         with self._changed:
             while True:
-                found = [line for line in self._lines if re.search(pattern, line)]
-                if len(found) >= count:
-                    return found[count - 1]
+                matching = [line for line in self._lines if re.search(pattern, line)]
+                if len(matching) >= count:
+                    return matching[count - 1]
                 left = deadline - time.monotonic()
                 if self._at_end or left <= 0:
                     why = "it ended" if self._at_end else f"{TIMEOUT:g} s have passed"

@@ -173,13 +173,13 @@ CONTRADICTORY: dict[str, tuple[dict[str, list[str]], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", CONTRADICTORY)
-def test_contradictory(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CONTRADICTORY)
+def test_contradictory(case: str, tmp_path: Path) -> None:
     """A cluster that no coordinator can use is refused before anything is dialled."""
-    jobs, found, rule = CONTRADICTORY[what]
+    jobs, problem, rule = CONTRADICTORY[case]
     with Process(command_of("coordinator", tmp_path), environ(with_task("chief", **jobs))) as process:
         line = complaint(process, 2)
-    assert line.startswith(f"TF_CONFIG: {found}")
+    assert line.startswith(f"TF_CONFIG: {problem}")
     assert rule in line
     assert "; write, for example, {" in line
 
@@ -257,10 +257,10 @@ def test_no_script(tmp_path: Path) -> None:
         [([name, path], {"TF_CONFIG": with_task(TYPES.get(name, "chief"), **more)}) for name, path in cases]
     )
     for (_, path), (code, output) in zip(cases, results, strict=True):
-        what = "does not exist" if path == "missing.py" else "is a directory"
+        problem = "does not exist" if path == "missing.py" else "is a directory"
         assert code == 2
         assert output.removeprefix("pscluster").removeprefix(" run") == (
-            f": the script {path} {what}; give a Python file\n"
+            f": the script {path} {problem}; give a Python file\n"
         )
 
 

@@ -65,8 +65,8 @@ def test_one_name_many_times(server: tuple[Process, str, Connection]) -> None:
     before = ps.resident_bytes()
     request = ps_pb2.DescribeRequest(job=JOB, variables=["w"] * 150_000, optimizers=["sgd"] * 100_000)
     reply = friend.ps.describe(request, timeout=SECONDS)
-    assert [each.id for each in reply.variables] == [VARIABLE]
-    assert [each.id for each in reply.optimizers] == [OPTIMIZER]
+    assert [variable.id for variable in reply.variables] == [VARIABLE]
+    assert [optimizer.id for optimizer in reply.optimizers] == [OPTIMIZER]
     request.variables.extend(["w"] * 2_000_000)
     with pytest.raises(grpc.RpcError, match="larger than max"):
         friend.ps.describe(request, timeout=SECONDS)

@@ -100,14 +100,14 @@ class Working:
 
     def data_addresses(self) -> dict[str, str]:
         """The addresses of the data planes, by role."""
-        found = {}
+        addresses = {}
         for job in ("ps", "worker"):
             with open_channel(self.addresses[job], None, TOKEN) as channel:
                 request = node_pb2.HelloRequest(identity=make_identity("tool", 0))
                 hello = Stub(channel, NODE_SERVICE).hello(request, timeout=60)
             assert hello.data_port
-            found[job] = f"127.0.0.1:{hello.data_port}"
-        return found
+            addresses[job] = f"127.0.0.1:{hello.data_port}"
+        return addresses
 
     def answers(self, job: str) -> bool:
         """Whether the role accepts a new connection from an authorized caller."""
@@ -223,7 +223,7 @@ def test_a_crowd_and_slow_ones(working: Working) -> None:
                     working.goes_on()
         finally:
             over.set()
-        assert all(each.result() for each in slow)
+        assert all(future.result() for future in slow)
 
     def back() -> bool:
         return all(now <= before[job] + 10 for job, now in working.descriptors().items())

@@ -18,16 +18,16 @@ def test_json_of_a_whole_job(tmp_path: Path) -> None:
         server, worker = roles.ps(0, *options), roles.worker(0, *options)
         coordinator = roles.coordinator(JOB, options=("--log-format", "json"))
         assert [process.wait() for process in (coordinator, worker, server)] == [0, 0, 0]
-        found = {}
+        boot_ids = {}
         for name, process in (("ps", server), ("worker", worker)):
             lines = [json.loads(line) for line in process.output.splitlines()]
             bound = [line for line in lines if "boot_id" in line]
             assert {(line["role"], line["index"], line["pid"]) for line in bound} == {(name, 0, process.pid)}
-            (found[name],) = {line["boot_id"] for line in bound}
+            (boot_ids[name],) = {line["boot_id"] for line in bound}
             assert {line["who"] for line in lines} == {f"{name}/0"}
             assert {"time", "level", "logger", "message"} <= lines[0].keys()
             assert any("working for" in line["message"] for line in bound)
-    assert found["ps"] != found["worker"]
+    assert boot_ids["ps"] != boot_ids["worker"]
     others = [line for line in coordinator.output.splitlines() if not line.startswith("{")]
     assert len(others) == 1, others
     assert DONE.replace("\\", "") in others[0]

@@ -284,16 +284,16 @@ PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 def test_only_one_module_knows_pickles() -> None:
     """No other module of the library imports a pickling module, or lets NumPy use one."""
-    found = set()
+    files = set()
     for folder in ("core", "ps", "worker", "coordinator"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
             names = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
             if names & PICKLERS:
-                found.add(path.name)
+                files.add(path.name)
             assert "allow_pickle=True" not in text, path
             assert "multiprocessing" not in names, path
-    assert found == {"by_value.py"}
+    assert files == {"by_value.py"}
 
 
 # Refusals

@@ -48,8 +48,8 @@ class Server:
         self.role = ParameterServerRole(0)
         self.service = ParameterServerService(self.role)
         self.role.job_began(node_pb2.AttachRequest(job=JOB))
-        for number, (dtype, shape) in SHAPES.items():
-            spec = ps_pb2.VariableSpec(id=number, name=f"v{number}", dtype=dtype, shape=shape, owners=[0])
+        for variable, (dtype, shape) in SHAPES.items():
+            spec = ps_pb2.VariableSpec(id=variable, name=f"v{variable}", dtype=dtype, shape=shape, owners=[0])
             for length in shape:
                 spec.splits.add(ends=[length])
             array = np.ones(shape, dtype)
@@ -57,9 +57,9 @@ class Server:
             request = ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec))
             request.total_bytes, request.last = len(data), True
             self.push(request, data)
-        for number, rule in OPTIMIZERS.items():
+        for optimizer, rule in OPTIMIZERS.items():
             create = ps_pb2.CreateRequest(job=JOB)
-            create.optimizer.id, create.optimizer.name, create.optimizer.rule = number, rule, rule
+            create.optimizer.id, create.optimizer.name, create.optimizer.rule = optimizer, rule, rule
             self.push(ps_pb2.Request(create=create, last=True), b"")
 
     def push(self, request: ps_pb2.Request, payload: bytes) -> ps_pb2.Reply:
@@ -74,13 +74,13 @@ class Server:
 
     def values(self) -> dict[int, bytes]:
         """The values of all variables."""
-        found = {}
-        for number in SHAPES:
-            item = ps_pb2.ReadItem(variable=number, shard=0, rows=ps_pb2.Rows(all=True))
+        payloads = {}
+        for variable in SHAPES:
+            item = ps_pb2.ReadItem(variable=variable, shard=0, rows=ps_pb2.Rows(all=True))
             request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=JOB, items=[item]), last=True)
-            reply, found[number] = self.session(request, b"")
+            reply, payloads[variable] = self.session(request, b"")
             assert not reply.HasField("refusal"), reply
-        return found
+        return payloads
 
 
 counts = st.sampled_from([0, 1, 1, 2, 2, 3, 4, 5]) | st.sampled_from(HUGE)
@@ -129,10 +129,10 @@ def segments(draw: st.DrawFn, sizes: list[tuple[str, int]]) -> bytes:
         if size > 1 << 16:
             continue
         if kind == "ids":
-            part = np.array([draw(row_ids) for _ in range(size // 8)], np.int64).tobytes()
+            segment = np.array([draw(row_ids) for _ in range(size // 8)], np.int64).tobytes()
         else:
-            part = draw(st.sampled_from([b"\0", b"\x01", b"\x3f", b"\xff"])) * size
-        parts.append(part + bytes(padding(len(part))))
+            segment = draw(st.sampled_from([b"\0", b"\x01", b"\x3f", b"\xff"])) * size
+        parts.append(segment + bytes(padding(len(segment))))
     return b"".join(parts)
 
 
@@ -142,10 +142,10 @@ def reads(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
     request, sizes = ps_pb2.Request(), []
     request.read.job = draw(st.sampled_from([JOB] * 9 + [0, JOB + 1]))
     for _ in range(draw(st.sampled_from([1, 1, 2, 3, 0]))):
-        number = draw(numbers)
-        chosen = draw(rows(number))
+        variable = draw(numbers)
+        chosen = draw(rows(variable))
         request.read.items.add(
-            variable=number,
+            variable=variable,
             shard=draw(st.sampled_from([0] * 9 + [1, 2**32 - 1])),
             rows=chosen,
             optimizer=draw(st.sampled_from([0, *OPTIMIZERS, 99])),
@@ -167,15 +167,15 @@ def updates(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
     update.sequence = draw(st.integers(0, 2**64 - 1))
     update.settled = draw(st.sampled_from([0, 0, 0, 1, 2**64 - 1]))
     for _ in range(draw(st.sampled_from([1, 1, 2, 3, 0]))):
-        number = draw(numbers)
-        chosen = draw(rows(number))
+        variable = draw(numbers)
+        chosen = draw(rows(variable))
         scalar = draw(st.sampled_from([False, False, False, True]))
-        itemsize = np.dtype(SHAPES.get(number, ("float32", ()))[0]).itemsize
-        size = itemsize if scalar else row_size(number, chosen)
+        itemsize = np.dtype(SHAPES.get(variable, ("float32", ()))[0]).itemsize
+        size = itemsize if scalar else row_size(variable, chosen)
         if draw(st.integers(0, 9)) == 0:
             size = draw(counts)
         update.items.add(
-            variable=number,
+            variable=variable,
             shard=draw(st.sampled_from([0] * 9 + [1])),
             kind=cast("Any", draw(st.integers(1, 8) | st.integers(-1, 12))),
             rows=chosen,

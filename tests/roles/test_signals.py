@@ -277,15 +277,15 @@ def test_exit_with_parent(role: str, tmp_path: Path) -> None:
 
 def left_over(mark: str) -> list[str]:
     """The command lines of the live processes whose environment has the mark."""
-    found = []
+    command_lines = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
                 if mark.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    command_lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:  # it has ended, or belongs to another user
                 continue
-    return found
+    return command_lines
 
 
 @pytest.mark.parametrize("signum", SIGNALS)

@@ -69,8 +69,8 @@ def test_partial_knowledge(tmp_path: Path) -> None:
             ({"worker": {"0": everyone["worker"]["0"]}, "ps": everyone["ps"]}, "worker", 0),
             ({"ps": {"0": everyone["ps"]["0"]}}, "ps", 0),
         ]
-        for part, role, index in parts:
-            roles.cluster = part
+        for known, role, index in parts:
+            roles.cluster = known
             roles.start(role, role=role, index=index)
         coordinator.wait_for(DONE)
         assert coordinator.wait() == 0

@@ -61,9 +61,9 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
             assert names.count(task) == 2, "a row in each picture"
         code, output = run("status", "--json", config=config)
         assert code == 0
-        found = json.loads(output)
-        tasks = {f"{task['task']} {task['index']}": task for task in found["tasks"]}
-        assert found["all_up"]
+        status = json.loads(output)
+        tasks = {f"{task['task']} {task['index']}": task for task in status["tasks"]}
+        assert status["all_up"]
         assert list(tasks) == ["chief 0", "ps 0", "ps 1", "worker 0", "worker 1"]
         assert tasks["worker 0"]["functions_done"] + tasks["worker 1"]["functions_done"] > 0
         assert tasks["chief 0"]["functions_done"] > 0
@@ -134,10 +134,10 @@ def test_rates() -> None:
     assert (variable.reads, variable.read_bytes, variable.nbytes, variable.servers) == (5.0, 40.0, 8, {1: 40.0})
     rates = meter.add(13.0, {"ps 1": reply(2, 5, 5)})
     assert rates.tasks == {}
-    assert [each.moved for each in rates.variables] == [0.0]
+    assert [rate.moved for rate in rates.variables] == [0.0]
     assert meter.add(14.0, {"ps 1": reply(2, 6, 5)}).tasks["ps 1"].requests == 1.0
     assert meter.add(15.0, {}).tasks == {}
     assert meter.add(16.0, {"ps 1": reply(2, 9, 2)}).tasks == {}, "it was away in between"
-    assert [each.moved for each in meter.add(17.0, {"ps 1": reply(2, 9, 1)}).variables] == [0.0], "made anew"
+    assert [rate.moved for rate in meter.add(17.0, {"ps 1": reply(2, 9, 1)}).variables] == [0.0], "made anew"
     meter.add(18.0, {"ps 1": reply(3, 1, held=0)})
-    assert [each.servers for each in meter.add(19.0, {"ps 1": reply(3, 2, held=0)}).variables] == [{}], "held elsewhere"
+    assert [rate.servers for rate in meter.add(19.0, {"ps 1": reply(3, 2, held=0)}).variables] == [{}], "held elsewhere"

@@ -154,13 +154,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         ps, worker = roles.ps(), roles.worker()
         coordinator = roles.coordinator(IDLE, str(folder / "gate"))
         coordinator.wait_for("connected")
-        found = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, untrusted)
+        shared = Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator], certificates, untrusted)
         for role in ("ps", "worker"):
-            stub = Stub(with_token(found.channel(role, certificates / "tool"), TOKEN), NODE_SERVICE)
+            stub = Stub(with_token(shared.channel(role, certificates / "tool"), TOKEN), NODE_SERVICE)
             reply = stub.hello(node_pb2.HelloRequest(identity=make_identity("tool", 0)), timeout=SECONDS)
-            found.data[role] = "127.0.0.1", reply.data_port
-        yield found
-        for channel in found.channels.values():
+            shared.data[role] = "127.0.0.1", reply.data_port
+        yield shared
+        for channel in shared.channels.values():
             channel.close()
 
 
@@ -168,10 +168,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
     """Each method of each role is open only to callers with a certificate for it and the token."""
     name = method.path.rsplit("/", 1)[1]
-    for what, ours in guarded.untrusted.items():
+    for reason, ours in guarded.untrusted.items():
         error = call(with_token(guarded.channel(role, ours), TOKEN), method)
-        assert error is not None, what
-        assert error.code() == grpc.StatusCode.UNAVAILABLE, what
+        assert error is not None, reason
+        assert error.code() == grpc.StatusCode.UNAVAILABLE, reason
     for caller in access.ROLES:
         channel = guarded.channel(role, guarded.certificates / caller)
         error = call(with_token(channel, TOKEN), method)
@@ -237,7 +237,7 @@ def test_every_method_on_the_data_plane(role: str, guarded: Guarded) -> None:
 @pytest.mark.parametrize("role", ["ps", "worker"])
 def test_untrusted_callers_on_the_data_plane(role: str, guarded: Guarded) -> None:
     """A caller that gRPC refuses is refused here, too, by TLS, before the token is checked; and so is plain text."""
-    for what, ours in guarded.untrusted.items():
+    for name, ours in guarded.untrusted.items():
         context = ssl.create_default_context(cafile=str(guarded.certificates / "ca.crt"))
         if (ours / "tls.crt").exists():
             context.load_cert_chain(ours / "tls.crt", ours / "tls.key")
@@ -246,7 +246,7 @@ def test_untrusted_callers_on_the_data_plane(role: str, guarded: Guarded) -> Non
             pytest.raises(ssl.SSLError, match=r"alert|ALERT"),
             context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
-            raise AssertionError(f"{what}: {connection.recv(1)!r} came")
+            raise AssertionError(f"{name}: {connection.recv(1)!r} came")
     port = DataPort("a role", TOKEN)
     port.is_at(guarded.data[role])
     assert port.connect("/x", ()) is None
@@ -281,7 +281,7 @@ def test_a_request_that_does_not_come(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         check: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
         waiting = [check.future(nothing_until(over), timeout=SECONDS) for _ in range(2)]
-        assert [each.code() for each in waiting] == [grpc.StatusCode.CANCELLED] * 2
+        assert [call.code() for call in waiting] == [grpc.StatusCode.CANCELLED] * 2
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -520,8 +520,8 @@ def test_a_key_is_revoked(by: str, tmp_path: Path) -> None:
         next(watch)
         listed.with_suffix(".draft").write_text(f"# stolen\n{_names(worker)[by]}  # from a worker\n")
         listed.with_suffix(".draft").rename(listed)
-        for each in (stream, watch):
-            assert each.code() is grpc.StatusCode.CANCELLED
+        for call in (stream, watch):
+            assert call.code() is grpc.StatusCode.CANCELLED
         over.set()
         with pytest.raises(grpc.RpcError, match="the caller's certificate was revoked"):
             health_pb2_grpc.HealthStub(lost).Check(ask, timeout=SECONDS)
@@ -839,7 +839,7 @@ def test_a_local_cluster_that_others_reach() -> None:
                 coordinator.schedule(step)
             coordinator.join()
             recorded = timeline.collect(strategy.tasks)  # on separate channels
-            assert [each.missing for each in recorded] == [""] * 4
+            assert [check.missing for check in recorded] == [""] * 4
             cluster.kill("worker", 0)
             for _ in range(6):
                 coordinator.schedule(step)
@@ -937,14 +937,14 @@ def test_who_loads_what(tmp_path: Path) -> None:
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
     assert load_tls("ps", environ={}) is None
-    found = load_tls("worker", environ={"PSCLUSTER_TLS": str(certificates)})
-    assert found is not None
-    assert found.folder == certificates / "worker"
-    assert found.is_mutual
+    tls = load_tls("worker", environ={"PSCLUSTER_TLS": str(certificates)})
+    assert tls is not None
+    assert tls.folder == certificates / "worker"
+    assert tls.is_mutual
     assert Tls(certificates / "ps").folder == certificates / "ps"
-    found = load_tls("worker", certificates / "ps", environ={"PSCLUSTER_TLS": str(tmp_path / "nowhere")})
-    assert found is not None
-    assert found.folder == certificates / "ps"
+    tls = load_tls("worker", certificates / "ps", environ={"PSCLUSTER_TLS": str(tmp_path / "nowhere")})
+    assert tls is not None
+    assert tls.folder == certificates / "ps"
     with pytest.raises(ConfigurationError, match="PSCLUSTER_TLS_SERVER_ONLY is '2', but it is 1 or 0"):
         load_tls("ps", environ={"PSCLUSTER_TLS_SERVER_ONLY": "2"})
     assert ssl.OPENSSL_VERSION_NUMBER >= 0x10101000, "the probe of `why_not` needs ALPN and TLS 1.3"

@@ -101,10 +101,10 @@ ALL_METHODS = [
 def test_every_method(role: str, method: Method, guarded: Guarded) -> None:
     """Each method of each role refuses missing and wrong tokens, with a message, and accepts the right one."""
     with grpc.insecure_channel(guarded.addresses[role]) as channel:
-        for what, metadata in WRONG.items():
+        for proof, metadata in WRONG.items():
             error = call(channel, method, metadata)
-            assert error is not None, what
-            assert error.code() == grpc.StatusCode.UNAUTHENTICATED, what
+            assert error is not None, proof
+            assert error.code() == grpc.StatusCode.UNAUTHENTICATED, proof
             details = error.details() or ""
             kinds = [str(item.value) for item in error.trailing_metadata() or () if item.key == KIND_METADATA]
             assert "this cluster requires a token: set PSCLUSTER_TOKEN or PSCLUSTER_TOKEN_FILE" in details
@@ -152,19 +152,19 @@ def test_health_alone_may_be_opened(tmp_path: Path) -> None:
             # The calls never end and send nothing: each occupies a place until its time is over.
             over, check = threading.Event(), cast("Any", channel.stream_unary(PATH))
             held = [check.future(iter(over.wait, True)) for _ in range(40)]
-            until(lambda: any(each.done() for each in held), "those for whom there is no place are refused")
-            assert {each.code() for each in held if each.done()} <= {
+            until(lambda: any(call.done() for call in held), "those for whom there is no place are refused")
+            assert {call.code() for call in held if call.done()} <= {
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.CANCELLED,
             }
             more = [stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)) for _ in range(10)]
-            checks = [cast("Any", each.stream_unary(PATH)) for each in more]
+            checks = [cast("Any", channel.stream_unary(PATH)) for channel in more]
             held += [check.future(iter(over.wait, True)) for check in checks for _ in range(4)]
-            until(lambda: sum(each.done() for each in held[40:]) >= 8, "all places are taken")
+            until(lambda: sum(call.done() for call in held[40:]) >= 8, "all places are taken")
             probe: Any = stack.enter_context(grpc.insecure_channel(address, options=OWN_CONNECTION)).unary_unary(PATH)
             assert probe(b"", timeout=SECONDS), "a probe finds a place all the same"
             assert run("health", address, **WITH_TOKEN)[0] == 0
-            until(lambda: all(each.done() for each in held), "who sends nothing is given up")
+            until(lambda: all(call.done() for call in held), "who sends nothing is given up")
             over.set()
         assert run("health", address, **NONE)[0] == 0
 

@@ -73,7 +73,7 @@ def test_roles_started_by_hand(folder: Path, tmp_path: Path) -> None:
             code, shown = run("status", "--json", config=tf_config(cluster, "chief"))
             assert code == 0, shown
             tasks = json.loads(shown.splitlines()[-1])["tasks"]
-            assert {task["address"] for task in tasks} == {each for (each,) in cluster.values()}
+            assert {task["address"] for task in tasks} == {address for (address,) in cluster.values()}
             code, shown = run("health", cluster["ps"][0])
             assert (code, f"unix:{sockets}/ps-0 is SERVING" in shown) == (0, True), shown
             code, shown = run("top", "--rounds", "1", config=tf_config(cluster, "chief"))
@@ -108,7 +108,7 @@ def test_what_is_refused(folder: Path) -> None:
     }
     (folder / CERTIFICATE).touch()
     config = {name: {"TF_CONFIG": tf_config(cluster, "ps")} for name, cluster in addresses.items()}
-    found = run_all(
+    results = run_all(
         [
             (("ps",), config["shared"]),
             (("status",), config["shared"]),
@@ -130,7 +130,7 @@ def test_what_is_refused(folder: Path) -> None:
         "begins with /",
         'transport is "unix", but host= and tls=True are for TCP',
     )
-    for (code, shown), reason in zip(found, reasons, strict=True):
+    for (code, shown), reason in zip(results, reasons, strict=True):
         assert code == 2, shown
         assert reason in shown
     assert not list(sockets.iterdir())
@@ -154,10 +154,10 @@ def test_run(tmp_path: Path) -> None:
             for options, command in commands.items()
         }
         for options, line in expected.items():
-            found = processes[options].wait_for(line)
+            printed = processes[options].wait_for(line)
             assert processes[options].wait() == 0, processes[options].output
-            if "unix:" in found:
-                assert not Path(found.split("unix:")[1].strip()).parent.exists()
+            if "unix:" in printed:
+                assert not Path(printed.split("unix:")[1].strip()).parent.exists()
 
 
 HOLDS = """

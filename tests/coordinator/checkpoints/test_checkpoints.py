@@ -94,13 +94,13 @@ class Model:
 
     def facts(self) -> dict[str, tuple[str, bytes]]:
         """All that can be read of it."""
-        found = {variable.name: variable.numpy() for variable in self.variables}
+        arrays = {variable.name: variable.numpy() for variable in self.variables}
         for variable in (self.dense, self.half):
-            found |= {f"{variable.name}/{slot}": self.adam.slot(variable, slot).numpy() for slot in "mv"}
-            found[f"{variable.name}/average"] = self.adam.average(variable).numpy()
-        found["table/accumulator"] = self.adagrad.slot(self.table, "accumulator").numpy()
-        found["steps"] = np.array([self.adam.iterations, self.adagrad.iterations])
-        return {key: (array.dtype.name, array.tobytes()) for key, array in found.items()}
+            arrays |= {f"{variable.name}/{slot}": self.adam.slot(variable, slot).numpy() for slot in "mv"}
+            arrays[f"{variable.name}/average"] = self.adam.average(variable).numpy()
+        arrays["table/accumulator"] = self.adagrad.slot(self.table, "accumulator").numpy()
+        arrays["steps"] = np.array([self.adam.iterations, self.adagrad.iterations])
+        return {key: (array.dtype.name, array.tobytes()) for key, array in arrays.items()}
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ def test_a_plain_reader(manager: CheckpointManager, model: Model) -> None:
     parts = {file.name: safetensors.numpy.load_file(file) for file in path.glob("*.safetensors") if not half(file)}
     weight_map = read_json(path / "index.json")["weight_map"]
     for variable in (model.dense, model.table, model.count):
-        for number, shard in enumerate(variable.variables):
-            name = f"{variable.name}/part_{number}"
+        for shard_index, shard in enumerate(variable.variables):
+            name = f"{variable.name}/part_{shard_index}"
             assert weight_map[name] == f"part-{shard.device[-1]}-of-2.safetensors"
             if weight_map[name] in parts:
                 np.testing.assert_array_equal(parts[weight_map[name]][name], shard.numpy())
@@ -217,13 +217,13 @@ def test_a_url(model: Model, tmp_path: Path) -> None:
 def values_in(path: str, *names: str) -> list[float]:
     """Of variables of one shard whose elements are all the same."""
     index = read_index(path)
-    found = []
+    numbers = []
     for name in names:
         (tensor,) = index.variables[name].arrays["value"]
         values = set(safetensors.numpy.load_file(Path(path, tensor.file))[tensor.tensor].reshape(-1).tolist())
         assert len(values) == 1, f"{path} has a torn {name}: {values}"
-        found.append(values.pop())
-    return found
+        numbers.append(values.pop())
+    return numbers
 
 
 @pytest.fixture
@@ -258,11 +258,11 @@ def test_every_checkpoint_is_a_cut(
         return sum(value.status.value == "ready" for value in values)
 
     with CheckpointManager(str(tmp_path), strategy=strategy, max_to_keep=None) as manager:
-        for number in range(5):
-            if number == 3:
+        for index in range(5):
+            if index == 3:
                 values += [coordinator.schedule(step) for _ in range(200)]
-            until(lambda least=number * 80: done() >= least, "some have run", coordinator.describe)  # type: ignore[misc]
-            manager.save(wait=number % 2 == 0)
+            until(lambda least=index * 80: done() >= least, "some have run", coordinator.describe)  # type: ignore[misc]
+            manager.save(wait=index % 2 == 0)
         coordinator.join(TIMEOUT)
         manager.save()
         cuts = [values_in(path, "first", "second") for path in manager.checkpoints]
@@ -439,10 +439,10 @@ def test_no_directory_can_be_made(model: Model, tmp_path: Path) -> None:
     """Below a regular file, or in its place: the error names the path, and the job continues."""
     file = tmp_path / "file"
     file.write_text("no directory")
-    for place in (file, file / "below"):
+    for directory in (file, file / "below"):
         with (
-            CheckpointManager(str(place), strategy=model.strategy) as manager,
-            pytest.raises(CheckpointError, match=rf"{place}.* can't be written"),
+            CheckpointManager(str(directory), strategy=model.strategy) as manager,
+            pytest.raises(CheckpointError, match=rf"{directory}.* can't be written"),
         ):
             manager.save()
         assert manager.checkpoints == []
@@ -501,8 +501,8 @@ def test_a_server_elsewhere(manager: CheckpointManager, model: Model, monkeypatc
     """Servers that write where the coordinator does not look are told of."""
     checkpoint = PsClient.checkpoint
 
-    def elsewhere(self: PsClient, action: Any, number: int, directory: str = "", *rest: Any) -> Any:
-        return checkpoint(self, action, number, f"{directory}-elsewhere" if directory else "", *rest)
+    def elsewhere(self: PsClient, action: Any, checkpoint_id: int, directory: str = "", *rest: Any) -> Any:
+        return checkpoint(self, action, checkpoint_id, f"{directory}-elsewhere" if directory else "", *rest)
 
     monkeypatch.setattr(PsClient, "checkpoint", elsewhere)
     refused(model, manager.save, "ps 0 has written .* must be the same for all")
@@ -850,20 +850,20 @@ def test_the_command_line(manager: CheckpointManager, model: Model, tmp_path: Pa
     """Of a checkpoint, or the newest of several: what is in it, whether it is whole, and all of it merged."""
     manager.save()
     path, run = manager.save().result(), CliRunner()
-    for place in (path, manager.directory, f"{manager.directory}/"):
-        found = run.invoke(cli, ["checkpoint", "inspect", place])
-        assert found.exit_code == 0, found.output
-        assert path in found.output.replace("\n", "")
+    for argument in (path, manager.directory, f"{manager.directory}/"):
+        result = run.invoke(cli, ["checkpoint", "inspect", argument])
+        assert result.exit_code == 0, result.output
+        assert path in result.output.replace("\n", "")
         for word in ("dense", "7x5", "bfloat16", "scalar", "adam (adam)", "adagrad (adagrad)", "2 files"):
-            assert word in found.output
-        found = run.invoke(cli, ["checkpoint", "verify", place])
-        assert found.exit_code == 0
-        assert f"{path} is complete: 6 variables" in found.output
+            assert word in result.output
+        result = run.invoke(cli, ["checkpoint", "verify", argument])
+        assert result.exit_code == 0
+        assert f"{path} is complete: 6 variables" in result.output
     out = tmp_path / "merged"
-    found = run.invoke(cli, ["checkpoint", "merge", path, str(out)])
-    assert found.exit_code == 0
+    result = run.invoke(cli, ["checkpoint", "merge", path, str(out)])
+    assert result.exit_code == 0
     names = ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-    assert found.output.split() == [f"{out}/{name}" for name in names]
+    assert result.output.split() == [f"{out}/{name}" for name in names]
     flip_value(path, "dense")
     code, said = command("verify", path)
     assert (code, said.count("\n")) == (1, 1)
@@ -902,8 +902,8 @@ def test_merged_as_others_read_it(
 
     def read(name: str) -> Array:
         with safetensors.safe_open(tmp_path / "out" / index["weight_map"][name], "np") as file:  # type: ignore[no-untyped-call]
-            found: Array = file.get_tensor(name)
-        return found
+            tensor: Array = file.get_tensor(name)
+        return tensor
 
     for variable in (model.dense, model.table, model.count, model.empty):
         np.testing.assert_array_equal(read(variable.name), variable.numpy(), strict=True)

@@ -127,17 +127,17 @@ def test_variables_as_they_were(cluster: LocalCluster, tmp_path: Path, cut: Any)
             path = manager.save().result()
         alone = Checkpoint(strategy).write(str(tmp_path / "alone"))
         values = {variable.name: variable.numpy() for variable in model.variables}
-    for place in (path, tmp_path / "some", f"file://{tmp_path}/some/", alone):
-        saved = SavedVariables(place)
+    for location in (path, tmp_path / "some", f"file://{tmp_path}/some/", alone):
+        saved = SavedVariables(location)
         assert list(saved) == sorted(values)
         assert len(saved) == len(values)
         for name, value in values.items():
             np.testing.assert_array_equal(saved[name], value, strict=True)
             saved[name][...] = 1  # the caller's own
         assert saved.progress == {"epoch": 3, "state": [1, 2]}
-        assert saved.number == (0 if place == alone else 2)
+        assert saved.number == (0 if location == alone else 2)
         assert saved.path == (
-            str(place).rstrip("/") if place in (path, alone) else f"{str(place).rstrip('/')}/ckpt-000002"
+            str(location).rstrip("/") if location in (path, alone) else f"{str(location).rstrip('/')}/ckpt-000002"
         )
         assert saved.created.endswith("+00:00")
         assert saved.failure is None
@@ -191,11 +191,11 @@ def test_little_more_than_itself_is_in_memory(cluster: LocalCluster, tmp_path: P
         saved = SavedVariables(Checkpoint(strategy).write(str(tmp_path / "one")))
     tracemalloc.start()
     try:
-        found = saved["w"]
+        array = saved["w"]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    np.testing.assert_array_equal(found, values)
+    np.testing.assert_array_equal(array, values)
     assert peak < values.nbytes * 7 / 6 + (4 << 20), f"{peak:,} bytes for {values.nbytes:,}"
 
 
@@ -235,13 +235,13 @@ def test_every_one_while_they_are_made(job: Job, beside: Begin, tmp_path: Path) 
     """An evaluator begun before there is a directory evaluates each checkpoint in order, and ends after the last."""
     log_dir = str(tmp_path / "log")
     running = beside(SidecarEvaluator(worth, job.directory, every=True, log_dir=log_dir, poll=0.01))
-    for number in range(1, 6):
+    for nth in range(1, 6):
         job.save()
-        if number % 2:  # and now and then two at once
-            until(lambda n=number: Path(log_dir, RESULTS).exists() and len(lines(log_dir)) == n, "it was evaluated")  # type: ignore[misc]
+        if nth % 2:  # and now and then two at once
+            until(lambda n=nth: Path(log_dir, RESULTS).exists() and len(lines(log_dir)) == n, "it was evaluated")  # type: ignore[misc]
     assert not running.done()
     job.manager.finish()
-    assert counts(running.result(TIMEOUT)) == [(number, float(number)) for number in range(1, 6)]
+    assert counts(running.result(TIMEOUT)) == [(nth, float(nth)) for nth in range(1, 6)]
     assert [line["number"] for line in lines(log_dir)] == [1, 2, 3, 4, 5]
     assert not Path(job.directory, "evaluations").exists()
 
@@ -249,10 +249,10 @@ def test_every_one_while_they_are_made(job: Job, beside: Begin, tmp_path: Path) 
 def test_max_evaluations(job: Job) -> None:
     """It ends after `max_evaluations`; the next one continues there."""
     job.save(3)
-    found = [SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2).run()]
+    runs = [SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2).run()]
     job.manager.finish()
-    found.append(SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2).run())
-    assert [counts(each) for each in found] == [[(1, 1.0), (2, 2.0)], [(3, 3.0)]]
+    runs.append(SidecarEvaluator(worth, job.directory, every=True, max_evaluations=2).run())
+    assert [counts(evaluations) for evaluations in runs] == [[(1, 1.0), (2, 2.0)], [(3, 3.0)]]
 
 
 def test_an_evaluator_that_is_started_again(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,9 +265,9 @@ def test_an_evaluator_that_is_started_again(job: Job, caplog: pytest.LogCaptureF
     file.write_text(f'{whole}"of somebody else"\n{{"checkpoint": "/x", "num')
     job.manager.finish()
     assert counts(SidecarEvaluator(worth, job.directory, every=True).run()) == [(3, 3.0)]
-    found: list[Any] = [*lines(f"{job.directory}/evaluations")]
-    assert found.pop(2) == "of somebody else"
-    assert [line["number"] for line in found] == [1, 2, 3]
+    records: list[Any] = [*lines(f"{job.directory}/evaluations")]
+    assert records.pop(2) == "of somebody else"
+    assert [line["number"] for line in records] == [1, 2, 3]
     assert any("a line that was not written by an evaluator" in message for message in messages(caplog, "WARNING"))
     assert SidecarEvaluator(worth, job.directory).run() == []
 
@@ -356,7 +356,7 @@ def events(folder: str) -> dict[tuple[str, int], list[float]]:
             size = int.from_bytes(data[at : at + 8], "little")
             body = data[at + 12 : at + 12 + size]
             sums = data[at + 8 : at + 12] + data[at + 12 + size : at + 16 + size]
-            assert sums == b"".join(masked(part).to_bytes(4, "little") for part in (data[at : at + 8], body))
+            assert sums == b"".join(masked(piece).to_bytes(4, "little") for piece in (data[at : at + 8], body))
             at += 16 + size
             read = event.FromString(body)
             for value in read.summary.value:
@@ -378,9 +378,11 @@ def test_event_files(job: Job, tmp_path: Path, url: bool) -> None:
             log_dir=log_dir,
             max_evaluations=2,
         ).run()
-    found = events(log_dir)
-    assert {key: value for key, value in found.items() if key[0] == "count"} == {("count", n): [n] for n in range(1, 5)}
-    assert [math.isnan(value[0]) for key, value in found.items() if key[0] == "nan"] == [True] * 4
+    scalars = events(log_dir)
+    assert {key: value for key, value in scalars.items() if key[0] == "count"} == {
+        ("count", n): [n] for n in range(1, 5)
+    }
+    assert [math.isnan(value[0]) for key, value in scalars.items() if key[0] == "nan"] == [True] * 4
     fs, where = fsspec.core.url_to_fs(log_dir)
     assert [json.loads(line)["number"] for line in fs.cat_file(f"{where}/{RESULTS}").splitlines()] == [1, 2, 3, 4]
 
@@ -463,13 +465,13 @@ def test_one_that_vanishes_where_fn_opens_files(job: Job) -> None:
         evaluator.run()
 
 
-@pytest.mark.parametrize("part", ["index", "value", "file"])
-def test_one_that_is_damaged(job: Job, caplog: pytest.LogCaptureFixture, part: str) -> None:
+@pytest.mark.parametrize("damaged", ["index", "value", "file"])
+def test_one_that_is_damaged(job: Job, caplog: pytest.LogCaptureFixture, damaged: str) -> None:
     """It is logged as an error and skipped, once; the ones before and after it are evaluated."""
     path = Path([job.save() for _ in range(3)][1])
-    if part == "index":
+    if damaged == "index":
         flip(path / "index.json", 200)
-    elif part == "value":
+    elif damaged == "value":
         flip_value(str(path), "count")
     else:
         next(path.glob("*.safetensors")).unlink()
@@ -496,11 +498,11 @@ def test_checkpoints_come_and_go(job: Job, beside: Begin, tmp_path: Path) -> Non
     running = beside(SidecarEvaluator(worth, job.directory, log_dir=log_dir, every=True, poll=0.001))
     job.save(60)
     job.manager.finish()
-    found = counts(running.result(TIMEOUT))
-    assert found == sorted(set(found))
-    assert all(number == value for number, value in found)
-    assert found[-1] == (60, 60.0)
-    assert [line["number"] for line in lines(log_dir)] == [number for number, _ in found]
+    evaluated = counts(running.result(TIMEOUT))
+    assert evaluated == sorted(set(evaluated))
+    assert all(checkpoint_number == value for checkpoint_number, value in evaluated)
+    assert evaluated[-1] == (60, 60.0)
+    assert [line["number"] for line in lines(log_dir)] == [checkpoint_number for checkpoint_number, _ in evaluated]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, UnknownVariableError])
@@ -617,9 +619,9 @@ def test_finish_waits_for_the_last_one(job: Job) -> None:
 def test_timeout(job: Job) -> None:
     """An evaluator gives up where nothing new comes for as long as it was told; it says how many there were."""
     evaluator = SidecarEvaluator(worth, job.directory, timeout=0.1, poll=0.001)
-    for number in range(2):
+    for evaluated in range(2):
         with pytest.raises(
-            WaitTimeoutError, match=rf"for 0\.1 s; {number} were evaluated\. Is the job still running\?"
+            WaitTimeoutError, match=rf"for 0\.1 s; {evaluated} were evaluated\. Is the job still running\?"
         ):
             evaluator.run()
         job.save()
@@ -688,12 +690,12 @@ def test_a_process_beside_the_job(job: Job, tmp_path: Path) -> None:
         evaluator.wait_for("evaluating 2")
         evaluator.send(signal.SIGKILL)
         assert evaluator.wait() == -signal.SIGKILL
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT):
         with Process(command, environ(config)) as evaluator:
             evaluator.wait_for("evaluating 2")
-            evaluator.send(number)
+            evaluator.send(signum)
             assert evaluator.wait() == 0
-            assert f"stopped by {number.name} before the script had ended" in evaluator.output
+            assert f"stopped by {signum.name} before the script had ended" in evaluator.output
             assert "evaluating 1" not in evaluator.output
     gate.touch()
     with Process(command, environ(config)) as evaluator:

@@ -35,8 +35,8 @@ def ask(
     page: Dashboard, path: str = "/", headers: Mapping[str, str] | None = None, method: str = "GET"
 ) -> tuple[int, http.client.HTTPMessage, str]:
     """Status, headers and body; of /events the first line only."""
-    place = urlsplit(page.url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
+    url = urlsplit(page.url)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=30)
     with contextlib.closing(connection):
         connection.request(method, path, headers=dict(headers or {}))
         response = connection.getresponse()
@@ -104,7 +104,7 @@ def certificate(folder: Path, name: str) -> Path:
     command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*command, "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True)
     path = folder / f"{name}.pem"
-    path.write_bytes(b"".join(each.read_bytes() for each in paths))
+    path.write_bytes(b"".join(source.read_bytes() for source in paths))
     return path
 
 
@@ -116,12 +116,12 @@ def test_over_https(coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch
     token = coordinator.strategy.token
 
     def subject(page: Dashboard) -> str:
-        place = urlsplit(page.url)
+        url = urlsplit(page.url)
         context = ssl.create_default_context()
         for known in (tmp_path / "first.crt", tmp_path / "second.crt"):
             context.load_verify_locations(known)
         with (
-            socket.create_connection((place.hostname or "", place.port or 0)) as plain,
+            socket.create_connection((url.hostname or "", url.port or 0)) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
             connection.sendall(f"GET /?token={token} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
@@ -177,7 +177,7 @@ def test_behind_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
             assert headers["Set-Cookie"] is None
         assert ask(page, headers={"Authorization": f"Bearer {next_one}"})[0] == 401
         assert ask(page, headers={"Authorization": "Bearer \xff"})[0] == 401
-        assert [each for each in caplog.records if each.exc_info] == []
+        assert [record for record in caplog.records if record.exc_info] == []
         assert ask(page, "/state.json", {"Authorization": f"Bearer {token}"})[0] == 200
         status, headers, _ = ask(page, f"/?token={token}")
         assert (status, headers["Location"]) == (303, "/")
@@ -201,9 +201,9 @@ def test_unauthenticated_callers_cost_the_job_nothing(
     """Hundreds of connections, halves of requests, rubbish, and watchers who do not read: functions go on, and the log
     says nothing of what is no HTTP."""
     with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
-        place = urlsplit(page.url)
-        for number in range(400):
-            client = stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0)))
+        url = urlsplit(page.url)
+        for index in range(400):
+            client = stack.enter_context(socket.create_connection((url.hostname or "", url.port or 0)))
             words = (
                 b"",
                 b"GET /ev",
@@ -211,7 +211,7 @@ def test_unauthenticated_callers_cost_the_job_nothing(
                 b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n",
             )
             with contextlib.suppress(ConnectionError):
-                client.sendall(words[number % len(words)])
+                client.sendall(words[index % len(words)])
         values = [coordinator.schedule(int, args=("7",)) for _ in range(200)]
         assert set(coordinator.fetch(values, timeout=60)) == {7}
         stack.close()
@@ -239,10 +239,10 @@ def test_the_silent_make_room(
     monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
     mine = certificate(tmp_path, "mine") if encrypted else None
     with Dashboard(coordinator, "127.0.0.1:0", certificate=mine) as page, contextlib.ExitStack() as stack:
-        place = urlsplit(page.url)
+        url = urlsplit(page.url)
 
         def silent() -> socket.socket:
-            return stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), timeout=60))
+            return stack.enter_context(socket.create_connection((url.hostname or "", url.port or 0), timeout=60))
 
         def status() -> int:
             context = ssl._create_unverified_context() if encrypted else None
@@ -250,27 +250,27 @@ def test_the_silent_make_room(
                 return int(response.status)
 
         first = [silent() for _ in range(6)]
-        assert [each.recv(1) for each in first[:2]] == [b"", b""]
+        assert [client.recv(1) for client in first[:2]] == [b"", b""]
         assert status() == 200
         assert first[2].recv(1) == b""
         monkeypatch.setattr(pages, "ADMISSION_SECONDS", 0.01)
         second = [silent() for _ in range(6)]
-        assert {each.recv(1) for each in (*first[2:], *second)} == {b""}
+        assert {client.recv(1) for client in (*first[2:], *second)} == {b""}
         monkeypatch.setattr(pages, "ADMISSION_SECONDS", 600.0)
         assert status() == 200
         for _ in range(3):
             silent()
-    assert [each for each in caplog.records if each.name == "asyncio"] == []
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_held_pages_keep_no_caller_out(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that are held in all places, and not read: the oldest is closed for the next caller."""
     monkeypatch.setattr(pages, "MAX_CONNECTIONS", 4)
     with Dashboard(coordinator, "127.0.0.1:0") as page, contextlib.ExitStack() as stack:
-        place = urlsplit(page.url)
+        url = urlsplit(page.url)
         held = []
         for _ in range(4):
-            client = stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), timeout=60))
+            client = stack.enter_context(socket.create_connection((url.hostname or "", url.port or 0), timeout=60))
             client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(1)
             held.append(client)

@@ -23,9 +23,9 @@ from pscluster.core.security.tokens import new_token
 
 def state_of(line: str) -> dict[str, object]:
     """What is shown at the address in the line."""
-    found = re.search(r"the live page is at (http://127\.0\.0\.1:\d+/)$", line.strip())
-    assert found, line
-    with urllib.request.urlopen(f"{found[1]}state.json", timeout=60) as response:
+    match = re.search(r"the live page is at (http://127\.0\.0\.1:\d+/)$", line.strip())
+    assert match, line
+    with urllib.request.urlopen(f"{match[1]}state.json", timeout=60) as response:
         state: dict[str, object] = json.load(response)
     return state
 
@@ -46,15 +46,15 @@ def test_run_shows_it(tmp_path: Path) -> None:
         assert state["queue"]["done"] == 1
 
         def worker() -> dict[str, Any]:
-            (found,) = cast("list[dict[str, Any]]", state_of(line)["workers"])
-            return found
+            (row,) = cast("list[dict[str, Any]]", state_of(line)["workers"])
+            return row
 
         pid = int(re.findall(r"pid (\d+)", worker()["name"])[0])
         os.kill(pid, signal.SIGKILL)
         said = re.compile(rf"\(pid {pid}\) was killed by SIGKILL; restarted as pid \d+")
-        until(lambda: [each for each in worker()["story"] if said.match(each["text"])], "the launcher's words")
+        until(lambda: [entry for entry in worker()["story"] if said.match(entry["text"])], "the launcher's words")
         until(lambda: worker()["state"] != "" and worker()["good"] == "ok", "it is back", lambda: str(worker()))
-        assert [each["kind"] for each in worker()["story"]] == ["up", "down", "up"]
+        assert [entry["kind"] for entry in worker()["story"]] == ["up", "down", "up"]
         gate.touch()
         assert process.wait() == 0
 
@@ -75,10 +75,10 @@ def test_the_coordinator_when_it_is_asked(tmp_path: Path) -> None:
         gate.touch()
         assert coordinator.wait() == 0
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            place = f"127.0.0.1:{taken.getsockname()[1]}"
-            without = roles.coordinator(IDLE, str(gate), options=("--dashboard", "--dashboard-address", place))
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            without = roles.coordinator(IDLE, str(gate), options=("--dashboard", "--dashboard-address", address))
             assert without.wait() == 0
-            assert f"the live page can't be shown on {place}" in without.output
+            assert f"the live page can't be shown on {address}" in without.output
         refused = roles.coordinator(IDLE, options=("--dashboard", "--dashboard-address", "0.0.0.0:8477"))
         assert refused.wait() == 2
         assert "refusing to serve the live page on 0.0.0.0:8477" in refused.output
@@ -96,19 +96,19 @@ def test_off_loopback_with_the_roles_certificates(tmp_path: Path) -> None:
         options = ("--tls", str(certificates / "coordinator"), "--dashboard", "--dashboard-address", "0.0.0.0:0")
         coordinator = roles.coordinator(IDLE, str(gate), options=options)
         line = coordinator.wait_for("the live page is at")
-        found = re.search(r"at (https://127\.0\.0\.1:\d+/)$", line.strip())
-        assert found, line
+        match = re.search(r"at (https://127\.0\.0\.1:\d+/)$", line.strip())
+        assert match, line
         coordinator.wait_for("^connected")
         ours = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-        state = urllib.request.Request(f"{found[1]}state.json", headers={"Authorization": f"Bearer {token}"})
+        state = urllib.request.Request(f"{match[1]}state.json", headers={"Authorization": f"Bearer {token}"})
         with urllib.request.urlopen(state, timeout=60, context=ours) as response:
             assert json.load(response)["queue"]["done"] == 1
         with browser(tmp_path / "profile") as driver:
             driver.execute_cdp_cmd("Security.setIgnoreCertificateErrors", {"ignore": True})  # it does not know the CA
-            driver.get(f"{found[1]}?token={token}")
+            driver.get(f"{match[1]}?token={token}")
             verdict = "return document.querySelector('#verdict')?.textContent"
             until(lambda: driver.execute_script(verdict) == "Healthy; nothing is scheduled", "the page is live")
-            assert driver.current_url == found[1], "the token has left the address"
+            assert driver.current_url == match[1], "the token has left the address"
             assert complaints(driver) == []
         gate.touch()
         assert coordinator.wait() == 0

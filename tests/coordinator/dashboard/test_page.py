@@ -54,7 +54,7 @@ def row(driver: Any, table: str, first: str) -> str:
     rows = driver.execute_script(
         f"return [...document.querySelectorAll('#{table} tbody tr')].map((row) => row.innerText)"
     )
-    return next((" ".join(each.split()) for each in rows if each.startswith(first)), "")
+    return next((" ".join(text.split()) for text in rows if text.startswith(first)), "")
 
 
 def shows(driver: Any, predicate: Callable[[], object], words: str) -> None:
@@ -120,13 +120,13 @@ def test_a_job(tmp_path: Path) -> None:
             assert MARKUP in text_of(driver, "#problems")
             assert "test_page.py" in driver.execute_script(traceback), "that of an error at the very end, too"
             shows(driver, lambda: "not connected; last seen" in text_of(driver, "#link"), "that it is not connected")
-            mine = [each for each in complaints(driver) if "ERR_CONNECTION_" not in each]  # it dials again
+            mine = [text for text in complaints(driver) if "ERR_CONNECTION_" not in text]  # it dials again
             assert mine == []
 
 
 def check_structure(driver: Any) -> None:
     """What those need who do not see the page, or have no mouse."""
-    found = driver.execute_script("""
+    structure = driver.execute_script("""
         const count = (selector) => document.querySelectorAll(selector).length;
         const headings = [...document.querySelectorAll("h1, h2, h3")].map((each) => each.tagName);
         return {
@@ -135,10 +135,10 @@ def check_structure(driver: Any) -> None:
             tables: count("table[aria-label]"), scopes: count("th:not([scope])"),
             charts: [...document.querySelectorAll("[role=img]")].map((each) => each.getAttribute("aria-label"))};
     """)
-    assert found["landmarks"] == [1, 1, 1]
-    assert (found["language"], found["status"], found["tables"], found["scopes"]) == ("en", 1, 4, 0)
-    assert found["headings"] == ["H1", *["H2"] * 6]
-    assert all("over time: " in label for label in found["charts"])
+    assert structure["landmarks"] == [1, 1, 1]
+    assert (structure["language"], structure["status"], structure["tables"], structure["scopes"]) == ("en", 1, 4, 0)
+    assert structure["headings"] == ["H1", *["H2"] * 6]
+    assert all("over time: " in label for label in structure["charts"])
     order = driver.execute_script("return [...document.querySelectorAll('main section[id]')].map((each) => each.id)")
     assert order.index("errors") < order.index("variables"), "what is wrong comes first, on a narrow page, too"
 
@@ -205,7 +205,7 @@ def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None
     with Dashboard(coordinator, "127.0.0.1:0") as page, browser(tmp_path / "profile") as driver:
         driver.get(page.url)
         shows(driver, lambda: driver.execute_script("return last !== null"), "a picture")
-        found = driver.execute_script("""
+        outcomes = driver.execute_script("""
             const picture = structuredClone(last);
             picture.training.logs = [["Done", 1], ["Running for", 2], ["loss", 3]];
             const found = [];
@@ -218,7 +218,7 @@ def test_the_same_again(coordinator: ClusterCoordinator, tmp_path: Path) -> None
             }
             return found;
         """)
-        assert found == [[True, 11]] * 3
+        assert outcomes == [[True, 11]] * 3
         assert complaints(driver) == []
         lost = driver.execute_script("lost(); return [document.title[0], $('health').dataset.state]")
         assert lost == ["✕", "bad"]

@@ -45,7 +45,7 @@ def worker(index: int, **other: Any) -> WorkerStats:
 
 def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting: int = 0, **other: Any) -> JobSnapshot:
     """A job with these workers."""
-    has = sum(each.has for each in workers)
+    has = sum(stats.has for stats in workers)
     queue = QueueStats(waiting, 0.0, has, 30 + has, 30, 0, 0, 0, paused=False, error=error, workers=workers)
     replies = {
         peer.task: node_pb2.StatusReply(
@@ -75,8 +75,8 @@ def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting:
 
 def health(shown: JobSnapshot) -> tuple[str, str, list[str]]:
     """State, sentence, and what is wrong."""
-    found = page(shown)["health"]
-    return found["state"], found["text"], found["problems"]
+    verdict = page(shown)["health"]
+    return verdict["state"], verdict["text"], verdict["problems"]
 
 
 def test_verdicts() -> None:
@@ -144,13 +144,13 @@ def test_what_is_hot() -> None:
         VariableRates("small", 10, update_bytes=20.0, servers={0: 5.0, 1: 15.0}),
     ]
     tasks = {"ps 0": TaskRates(bytes_in=5.0, bytes_out=80.0), "ps 1": TaskRates(bytes_in=15.0)}
-    found = page(snapshot(worker(0), rates=Rates(tasks, variables)))
-    assert [(row["name"], row["share"], row["hot"]) for row in found["variables"]] == [
+    document = page(snapshot(worker(0), rates=Rates(tasks, variables)))
+    assert [(row["name"], row["share"], row["hot"]) for row in document["variables"]] == [
         ("big", 0.8, True),
         ("small", 0.2, False),
     ]
-    assert found["variables"][1]["servers"] == [["ps 0", 0.25], ["ps 1", 0.75]]
-    assert [(row["share"], row["hot"]) for row in found["servers"]] == [(0.85, True), (0.15, False)]
+    assert document["variables"][1]["servers"] == [["ps 0", 0.25], ["ps 1", 0.75]]
+    assert [(row["share"], row["hot"]) for row in document["servers"]] == [(0.85, True), (0.15, False)]
     assert not page(snapshot(worker(0), rates=Rates({}, variables[:1])))["variables"][0]["hot"]
 
 
@@ -159,9 +159,9 @@ def test_numbers_that_are_none() -> None:
     event_log, series = EventLog(), Series(90.0)
     event_log.trained(Training(logs={"loss": math.nan, "other": math.inf}))
     series.add(91.0, 10, event_log.take_loss())
-    found = json.loads(json.dumps(page(snapshot(worker(0), event_log=event_log, series=series)), allow_nan=False))
-    assert found["training"]["logs"] == [["loss", "nan"], ["other", "inf"]]
-    assert found["series"]["losses"] == ["nan"]
+    document = json.loads(json.dumps(page(snapshot(worker(0), event_log=event_log, series=series)), allow_nan=False))
+    assert document["training"]["logs"] == [["loss", "nan"], ["other", "inf"]]
+    assert document["series"]["losses"] == ["nan"]
 
 
 def test_what_is_told_is_not_kept() -> None:
@@ -183,8 +183,8 @@ def test_a_flood_is_bounded() -> None:
     """Of many events the last are kept, of long tracebacks the end; retries do not drive out errors."""
     event_log = EventLog()
     event_log.record("worker 0", "error", "first", "x" * 100_000 + "end")
-    for number in range(5000):
-        event_log.record("worker 0", "retry", f"again {number}")
+    for index in range(5000):
+        event_log.record("worker 0", "retry", f"again {index}")
     assert len(event_log.events) == MAX_EVENTS
     (error,) = event_log.errors
     assert len(error.detail) == MAX_DETAIL
@@ -228,9 +228,9 @@ def test_a_series_forgets_no_function(steps: list[tuple[float, int]], most: int)
 def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A role that has answered is silent when it does not twice; one that never has, at once."""
     peers = coordinator.strategy.tasks[:2]
-    found: dict[PeerAddress, Answer] = dict.fromkeys(peers, "it does not answer")
-    found[peers[0]] = node_pb2.StatusReply(state="serving")
-    monkeypatch.setattr(Asker, "ask", lambda *_: found)
+    answers: dict[PeerAddress, Answer] = dict.fromkeys(peers, "it does not answer")
+    answers[peers[0]] = node_pb2.StatusReply(state="serving")
+    monkeypatch.setattr(Asker, "ask", lambda *_: answers)
 
     async def silent() -> list[list[str]]:
         watch = Watch(coordinator.context)
@@ -239,7 +239,7 @@ def test_one_miss_is_none(coordinator: ClusterCoordinator, monkeypatch: pytest.M
         for _ in range(4):
             await watch._ask_once()
             shown.append([peer.task for peer in peers if peer.task not in watch._replies])
-            found[peers[0]] = "it does not answer" if len(shown) < 3 else node_pb2.StatusReply(state="serving")
+            answers[peers[0]] = "it does not answer" if len(shown) < 3 else node_pb2.StatusReply(state="serving")
         watch.close()
         return shown
 
@@ -259,7 +259,7 @@ def test_the_words_of_the_launcher() -> None:
     (row,) = (
         row for row in page(snapshot(worker(0), worker(1), worker(2), event_log=event_log))["workers"] if row["story"]
     )
-    assert [each["text"] for each in row["story"]] == [
+    assert [entry["text"] for entry in row["story"]] == [
         "is back",
         "(pid 7) was killed by SIGKILL; restarted as pid 8",
     ]

@@ -117,9 +117,9 @@ def test_a_pass_that_was_left_goes_on(
 ) -> None:
     """What was given out is not given again; what is left comes first."""
     step = visited.step()
-    for number, part in enumerate(data):
+    for index, part in enumerate(data):
         coordinator.schedule(step, args=(part,))
-        if number == 4:
+        if index == 4:
             break
     rest = list(data)
     assert len(rest) == 16 - 5
@@ -156,8 +156,8 @@ def test_what_failed_is_given_out_again(
 def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     """Columns, files with a reader, a function, a mapped file, whatever has a length: they arrive as they are."""
     np.save(tmp_path / "x.npy", np.arange(12.0))
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(f"{number}a\n{number}b\n")
+    for index in range(3):
+        (tmp_path / f"{index}.txt").write_text(f"{index}a\n{index}b\n")
 
     def lines(path: Path) -> list[str]:
         return path.read_text().split()
@@ -178,19 +178,19 @@ def test_sources_of_a_user(coordinator: ClusterCoordinator, tmp_path: Path) -> N
         len(files)
 
     def endless(path: Path) -> Iterator[str]:
-        return (f"{path.name} {number}" for number in itertools.count())
+        return (f"{path.name} {index}" for index in itertools.count())
 
     def some(part: Any) -> list[str]:
-        found = [batch[-1] for batch, _ in zip(part, range(2), strict=False)]
+        last_lines = [batch[-1] for batch, _ in zip(part, range(2), strict=False)]
         part.skip_rest()
-        return found
+        return last_lines
 
     (part,) = distribute([tmp_path / "0.txt"], reader=endless).batch(4)
     assert coordinator.schedule(some, args=(part,)).fetch(TIMEOUT) == ["0.txt 3", "0.txt 7"]
     path = str(tmp_path / "x.npy")
     for source in (lambda: np.load(path), np.load(path, mmap_mode="r"), [float(n) for n in range(12)]):
-        found = gathered(distribute(source).map(lambda x: x + 1).batch(5).map(lambda batch: batch * 2))
-        assert np.concatenate(found).tolist() == [2.0 * (n + 1) for n in range(12)]
+        batches = gathered(distribute(source).map(lambda x: x + 1).batch(5).map(lambda batch: batch * 2))
+        assert np.concatenate(batches).tolist() == [2.0 * (n + 1) for n in range(12)]
     assert [np.asarray(x).tolist() for x in distribute(np.arange(3)).local()] == [0, 1, 2]
 
 
@@ -300,9 +300,9 @@ def test_checkpoints_while_functions_run(
 ) -> None:
     """The position is of the same moment as the variables, whenever a checkpoint is made."""
     step, data = visited.step(), data.repeat(4)
-    for number, part in enumerate(data):
+    for index, part in enumerate(data):
         coordinator.schedule(step, args=(part,))
-        if number % 16 == 5:
+        if index % 16 == 5:
             manager.save()
     coordinator.join(TIMEOUT)
     assert visited.all_are(4)
@@ -318,16 +318,16 @@ def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
     """Where it takes long, elements of a worker's next functions are read while one runs: no more than asked for."""
     folder = str(Path(gate.path).parent)
 
-    def read(number: int) -> int:
-        (Path(folder) / f"mark-{number}").touch()
+    def read(example: int) -> int:
+        (Path(folder) / f"mark-{example}").touch()
         time.sleep(0.01)
-        return number
+        return example
 
     def step(part: Any) -> int:
-        (number,) = part
-        if number >= 10:
+        (example,) = part
+        if example >= 10:
             wait_for_file(gate.path)
-        return int(number)
+        return int(example)
 
     data = coordinator.distribute_dataset(list(range(30))).map(read).prefetch(1)
     parts = iter(data)
@@ -349,9 +349,9 @@ def test_it_is_read_ahead(coordinator: ClusterCoordinator, gate: Gate) -> None:
 def test_slow_data_can_be_seen(coordinator: ClusterCoordinator) -> None:
     """The share of the time that functions wait."""
 
-    def slow(number: int) -> int:
+    def slow(example: int) -> int:
         time.sleep(0.02)
-        return number
+        return example
 
     def step(part: Any) -> None:
         for _ in part:
@@ -365,16 +365,16 @@ def test_slow_data_can_be_seen(coordinator: ClusterCoordinator) -> None:
 # Bad input
 
 
-def picky(number: int) -> int:
+def picky(example: int) -> int:
     """Can't read some."""
-    if number % 10 == 3:
-        raise OSError(f"no example {number}")
-    return int(number)
+    if example % 10 == 3:
+        raise OSError(f"no example {example}")
+    return int(example)
 
 
 def collect(part: Any) -> list[int]:
     """A step."""
-    return [int(number) for number in part]
+    return [int(example) for example in part]
 
 
 def test_what_cannot_be_read_is_named(coordinator: ClusterCoordinator) -> None:
@@ -393,8 +393,8 @@ def test_what_cannot_be_read_can_be_skipped(coordinator: ClusterCoordinator, cap
     data = coordinator.distribute_dataset(np.arange(20), retries=1, on_error="skip").map(picky).parts(4)
     values = [coordinator.schedule(collect, args=(part,)) for part in data]
     coordinator.join(TIMEOUT)
-    found = [number for value in values for number in value.fetch()]
-    assert sorted(found) == [number for number in range(20) if number % 10 != 3]
+    collected = [example for value in values for example in value.fetch()]
+    assert sorted(collected) == [example for example in range(20) if example % 10 != 3]
     assert (data.skipped, data.epoch) == (2, 1)
     assert sum("skipped 1 example: dataset 'data-1'" in record.message for record in caplog.records) == 2
 
@@ -414,9 +414,9 @@ def test_a_step_that_does_not_read_its_part(coordinator: ClusterCoordinator) -> 
         return int(next(part))
 
     def one_and_no_more(part: Any) -> int:
-        found = next(part)
+        example = next(part)
         part.skip_rest()
-        return int(found)
+        return int(example)
 
     with pytest.raises(errors.MisuseError, match=r"read 1 elements of its part .*which has more: loop over it"):
         coordinator.schedule(one, args=(next(iter(data)),)).fetch(TIMEOUT)
@@ -447,8 +447,8 @@ class Column:
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, number: int) -> Any:
-        return self._values[number]
+    def __getitem__(self, index: int) -> Any:
+        return self._values[index]
 
 
 class Loader:
@@ -471,8 +471,8 @@ def test_columns_of_others(coordinator: ClusterCoordinator) -> None:
         data = coordinator.distribute_dataset(source).batch(2)
         assert data.examples == 4
         (first, _) = data.local()
-        for found, expected in zip(first.values() if isinstance(first, dict) else first, (x, y), strict=True):
-            np.testing.assert_array_equal(found, expected[:2])
+        for column, expected in zip(first.values() if isinstance(first, dict) else first, (x, y), strict=True):
+            np.testing.assert_array_equal(column, expected[:2])
 
 
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
@@ -523,14 +523,14 @@ def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
 
     def pipelines() -> int:
         gc.collect()
-        found = [thing for thing in gc.get_objects() if type(thing).__name__ == "Pipeline"]
-        return sum(pipeline.name == "to be dropped" for pipeline in found)
+        things = [thing for thing in gc.get_objects() if type(thing).__name__ == "Pipeline"]
+        return sum(pipeline.name == "to be dropped" for pipeline in things)
 
     def has_any(_: int) -> tuple[int, bool]:
         return experimental_get_current_worker_index(), pipelines() > 0
 
     def having() -> dict[int, bool]:
-        return dict(coordinator.schedule(has_any, args=(number,)).fetch(TIMEOUT) for number in range(8))
+        return dict(coordinator.schedule(has_any, args=(index,)).fetch(TIMEOUT) for index in range(8))
 
     data = coordinator.distribute_dataset(np.arange(10), name="to be dropped").batch(2)
     for part in data:
@@ -570,10 +570,10 @@ def test_a_pass_comes_back_to_what_failed(coordinator: ClusterCoordinator) -> No
     parts = iter(data)
 
     def fails_once(part: Any, fail: bool) -> int:
-        (number,) = part
+        (example,) = part
         if fail:
             raise ValueError("once")
-        return int(number)
+        return int(example)
 
     first = [next(parts) for _ in range(6)]
     value = coordinator.schedule(fails_once, args=(first[1], True))
@@ -614,10 +614,10 @@ def test_a_loop_that_drops_its_parts_ends(data: DistributedDataset) -> None:
 def test_a_map_function_that_exits(coordinator: ClusterCoordinator) -> None:
     """Nothing after it can be read, so it fails, even if unreadable examples are skipped."""
 
-    def exits(number: int) -> int:
-        if number == 2:
+    def exits(example: int) -> int:
+        if example == 2:
             raise SystemExit("no more")
-        return int(number)
+        return int(example)
 
     data = coordinator.distribute_dataset(np.arange(10), name="mine", on_error="skip", retries=1).map(exits).parts(10)
     coordinator.schedule(collect, args=(next(iter(data)),))

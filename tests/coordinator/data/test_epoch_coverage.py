@@ -32,18 +32,18 @@ class EpochCoverageMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 12), epoch=st.integers(0, EPOCHS - 1))
     def take(self, most: int, epoch: int) -> None:
         """The next range is the first consecutive items that are free."""
-        found = self.coverage.take(epoch, lambda start: start + most)
-        free = [place for place in range(USED) if (epoch, place) not in self.states]
+        taken = self.coverage.take(epoch, lambda start: start + most)
+        free = [index for index in range(USED) if (epoch, index) not in self.states]
         if not free:
-            assert found is None
+            assert taken is None
             return
         expected = [free[0]]
         while len(expected) < most and expected[-1] + 1 in free:
             expected.append(expected[-1] + 1)
-        assert found is not None
-        assert list(range(*found)) == expected
-        self.states |= dict.fromkeys([(epoch, place) for place in expected], "assigned")
-        self.pending.append((epoch, *found))
+        assert taken is not None
+        assert list(range(*taken)) == expected
+        self.states |= dict.fromkeys([(epoch, index) for index in expected], "assigned")
+        self.pending.append((epoch, *taken))
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -52,7 +52,7 @@ class EpochCoverageMachine(RuleBasedStateMachine):
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         for _ in range(2):
             self.coverage.commit(epoch, start, stop)
-        self.states |= dict.fromkeys([(epoch, place) for place in range(start, stop)], "visited")
+        self.states |= dict.fromkeys([(epoch, index) for index in range(start, stop)], "visited")
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -60,14 +60,14 @@ class EpochCoverageMachine(RuleBasedStateMachine):
         """A function has failed: its places are free again."""
         epoch, start, stop = self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
         self.coverage.release(epoch, start, stop)
-        for place in range(start, stop):
-            del self.states[epoch, place]
+        for index in range(start, stop):
+            del self.states[epoch, index]
 
     @rule(epoch=st.integers(0, EPOCHS - 1), start=st.integers(0, USED - 1), count=st.integers(1, 4))
     def commit_what_was_released(self, epoch: int, start: int, count: int) -> None:
         """Another function had it, too, and has ended well."""
-        places = [(epoch, place) for place in range(start, min(start + count, USED))]
-        if not any(self.states.get(place) == "assigned" for place in places):
+        places = [(epoch, index) for index in range(start, min(start + count, USED))]
+        if not any(self.states.get(example) == "assigned" for example in places):
             self.coverage.commit(epoch, start, places[-1][1] + 1)
             self.states |= dict.fromkeys(places, "visited")
 
@@ -75,7 +75,7 @@ class EpochCoverageMachine(RuleBasedStateMachine):
     def save(self) -> None:
         """A checkpoint is made."""
         self.saved = json.dumps(self.coverage.state())
-        self.saved_visited = {place for place, state in self.states.items() if state == "visited"}
+        self.saved_visited = {example for example, state in self.states.items() if state == "visited"}
 
     @precondition(lambda self: not self.pending)
     @rule()
@@ -88,7 +88,7 @@ class EpochCoverageMachine(RuleBasedStateMachine):
     @invariant()
     def it_agrees(self) -> None:
         """With the model, in all that is asked."""
-        states = [[self.states.get((epoch, place)) for place in range(USED)] for epoch in range(EPOCHS)]
+        states = [[self.states.get((epoch, index)) for index in range(USED)] for epoch in range(EPOCHS)]
         whole = [set(state) == {"visited"} for state in states] + [False]
         given = [all(state) for state in states] + [False]
         assert self.coverage.epoch == whole.index(False)

@@ -141,8 +141,8 @@ def contexts(context: InputContext) -> Iterable[Any]:
 def test_the_context(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
     """The context distinguishes workers, under our names and TensorFlow's (row 19, for the better)."""
     iterator = iter(coordinator.create_per_worker_dataset(contexts))
-    found = everywhere(coordinator, next, iterator)
-    assert found == [(worker, NUM_WORKERS, worker, NUM_WORKERS, 1, 64) for worker in range(NUM_WORKERS)]
+    seen = everywhere(coordinator, next, iterator)
+    assert seen == [(worker, NUM_WORKERS, worker, NUM_WORKERS, 1, 64) for worker in range(NUM_WORKERS)]
 
 
 def seeds(cluster: LocalCluster, everywhere: Everywhere, seed: int) -> list[int]:
@@ -150,10 +150,10 @@ def seeds(cluster: LocalCluster, everywhere: Everywhere, seed: int) -> list[int]
     with ParameterServerStrategy(cluster, seed=seed) as strategy:
         coordinator = ClusterCoordinator(strategy)
         dataset, other = (coordinator.create_per_worker_dataset(contexts) for _ in range(2))
-        found = []
+        drawn = []
         for iterator in (iter(dataset), iter(dataset), iter(other)):
-            found += [elements[1] for elements in everywhere(coordinator, take, iterator, 2)]
-        return found
+            drawn += [elements[1] for elements in everywhere(coordinator, take, iterator, 2)]
+        return drawn
 
 
 def test_seeds(cluster: LocalCluster, everywhere: Everywhere) -> None:
@@ -189,16 +189,16 @@ def test_a_dataset_as_an_argument(coordinator: ClusterCoordinator, everywhere: E
         def twice(dataset: Any) -> list[list[int]]:
             return [list(dataset), [next(iter(dataset))], list(iter(dataset))]
 
-        found = [[1, 2, 3], [1], [1, 2, 3]]
-        assert everywhere(coordinator, twice, dataset) == [found] * NUM_WORKERS
-        assert everywhere(coordinator, lambda dataset=dataset: twice(dataset)) == [found] * NUM_WORKERS
+        expected = [[1, 2, 3], [1], [1, 2, 3]]
+        assert everywhere(coordinator, twice, dataset) == [expected] * NUM_WORKERS
+        assert everywhere(coordinator, lambda dataset=dataset: twice(dataset)) == [expected] * NUM_WORKERS
         assert everywhere(coordinator, take, iter(dataset.build()), 2) == [[1, 2]] * NUM_WORKERS
         returned = coordinator.schedule(iter, args=(dataset,))
         with pytest.raises(
             errors.MisuseError, match="returned a per-worker iterator that this coordinator no longer has"
         ):
             returned.fetch(TIMEOUT)
-        assert coordinator.schedule(lambda each: each, args=(dataset,)).fetch(TIMEOUT) is dataset
+        assert coordinator.schedule(lambda dataset: dataset, args=(dataset,)).fetch(TIMEOUT) is dataset
 
 
 def test_the_peers_wrapper(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:
@@ -357,8 +357,8 @@ class Unloadable:
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, number: int) -> int:
-        return number
+    def __getitem__(self, index: int) -> int:
+        return index
 
     def __reduce__(self) -> Any:
         return refuse_to_load, ()
@@ -405,8 +405,8 @@ def test_an_error_that_a_step_takes_care_of(coordinator: ClusterCoordinator) -> 
 @pytest.mark.parametrize(
     ("dataset_fn", "error", "message"),
     [
-        (lambda: 3, TypeError, "dataset_fn returned a int: it must return something to iterate over"),
-        (lambda: None, TypeError, "dataset_fn returned a NoneType"),
+        (lambda: 3, TypeError, "dataset_fn returned an int: it must return something to iterate over"),
+        (lambda: None, TypeError, "dataset_fn returned None"),
         (exits, errors.FunctionError, "SystemExit: no data"),
         (lambda context, more: [], TypeError, "missing 1 required positional argument: 'more'"),
     ],
@@ -484,8 +484,8 @@ def test_a_new_iterator_every_epoch(coordinator: ClusterCoordinator) -> None:
     for _ in range(20):
         iterator = iter(dataset)
         values += [coordinator.schedule(next, args=(iterator,)) for _ in range(3)]
-    found = coordinator.fetch(values, TIMEOUT)
-    assert all(0 in found[at : at + 3] for at in range(0, len(found), 3)), "each began at its start"
+    elements = coordinator.fetch(values, TIMEOUT)
+    assert all(0 in elements[at : at + 3] for at in range(0, len(elements), 3)), "each began at its start"
 
 
 def test_a_captured_iterator(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
@@ -540,12 +540,12 @@ def test_a_dataset_by_several_threads_of_a_step(coordinator: ClusterCoordinator)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: range(1000)))
 
     def step(iterator: Iterator[int]) -> list[int]:
-        found: list[int] = []
-        threads = [threading.Thread(target=lambda: found.extend(iterator)) for _ in range(4)]
+        elements: list[int] = []
+        threads = [threading.Thread(target=lambda: elements.extend(iterator)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return sorted(found)
+        return sorted(elements)
 
     assert coordinator.schedule(step, args=(iterator,)).fetch(TIMEOUT) == list(range(1000))

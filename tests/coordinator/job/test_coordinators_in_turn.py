@@ -62,10 +62,10 @@ class Server:
 
     def restart(self, *, kept: bool) -> None:
         """The process dies, and another one begins, with what there was or without."""
-        found = None
+        restored = None
         if kept and self.role._identity.store_id:
-            found = Restored(self.role.store, self.role._identity, "all of it")
-        self.start(found)
+            restored = Restored(self.role.store, self.role._identity, "all of it")
+        self.start(restored)
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Coordinator:
 
     number: int
     request: node_pb2.AttachRequest
-    found: list[node_pb2.HelloReply] = field(default_factory=list)
+    hellos: list[node_pb2.HelloReply] = field(default_factory=list)
     must_hold: list[int] = field(default_factory=list)  # by server, what it has to hold as it is taken
     streams: dict[int, tuple[FakeCall, Iterator[Any]]] = field(default_factory=dict)
     store_id: dict[int, int] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Coordinator:
     @property
     def job(self) -> int:
         """Its number."""
-        number: int = self.request.job
-        return number
+        job: int = self.request.job
+        return job
 
 
 class CoordinatorsMachine(RuleBasedStateMachine):
@@ -126,18 +126,18 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         request.coordinator.CopyFrom(make_identity("chief", 0))
         mine = Coordinator(self.count, request)
         hello = node_pb2.HelloRequest(identity=request.coordinator)
-        mine.found = [server.node.hello(hello, FakeCall()) for server in self.servers]  # type: ignore[arg-type]
-        mine.must_hold = continue_job(request, mine.found)
+        mine.hellos = [server.node.hello(hello, FakeCall()) for server in self.servers]  # type: ignore[arg-type]
+        mine.must_hold = continue_job(request, mine.hellos)
         if request.coordinator_number > 1:
-            assert {reply.job_id for reply in mine.found} == {request.job_id}, "goes on with half a job"
-            assert {reply.job_name for reply in mine.found} == {script}, "goes on with another's job"
+            assert {reply.job_id for reply in mine.hellos} == {request.job_id}, "goes on with half a job"
+            assert {reply.job_name for reply in mine.hellos} == {script}, "goes on with another's job"
         self.coordinators.append(mine)
 
-    @precondition(lambda self: any(not each.ready for each in self.coordinators))
+    @precondition(lambda self: any(not coordinator.ready for coordinator in self.coordinators))
     @rule(which=coordinators_of, steps=st.integers(1, SERVERS + 1))
     def goes_on(self, which: int, steps: int) -> None:
         """Take that many steps towards its work, or as many as it can."""
-        beginning = [each for each in self.coordinators if not each.ready]
+        beginning = [coordinator for coordinator in self.coordinators if not coordinator.ready]
         mine = beginning[which % len(beginning)]
         for _ in range(steps):
             left = [server for server in range(SERVERS) if server not in mine.streams]
@@ -146,7 +146,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             else:
                 self.look(mine)
 
-    @precondition(lambda self: any(each.ready for each in self.coordinators))
+    @precondition(lambda self: any(coordinator.ready for coordinator in self.coordinators))
     @rule(which=coordinators_of, server=st.integers(0, SERVERS - 1))
     def dials_again(self, which: int, server: int) -> None:
         """Where its connection was lost."""
@@ -155,7 +155,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             self.attach(mine, server)
 
     def one_that_works(self, which: int) -> Coordinator:
-        working = [each for each in self.coordinators if each.ready]
+        working = [coordinator for coordinator in self.coordinators if coordinator.ready]
         return working[which % len(working)]
 
     def attach(self, mine: Coordinator, server: int) -> None:
@@ -186,7 +186,9 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         if master is not None and master is not mine and server in master.streams:
             assert mine.request.take_over, "two coordinators at a time"
         assert mine.job not in self.shut_out[server], "let in again after the next one"
-        self.shut_out[server] |= {each.job for each in self.coordinators if server in each.ever_attached} - {mine.job}
+        self.shut_out[server] |= {
+            coordinator.job for coordinator in self.coordinators if server in coordinator.ever_attached
+        } - {mine.job}
         mine.streams[server], mine.store_id[server] = (call, events), event.store_id
         mine.ever_attached.add(server)
         if held != mine.request.job_id:
@@ -236,7 +238,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         data = self.servers[index].service.push(iter([pack(request, chunks)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
-    @precondition(lambda self: any(each.ready for each in self.coordinators))
+    @precondition(lambda self: any(coordinator.ready for coordinator in self.coordinators))
     @rule(which=coordinators_of, server=st.integers(0, SERVERS - 1))
     def updates(self, which: int, server: int) -> None:
         """Adds one, whether it has the server still or not: only the one that was let in last is heard."""
@@ -244,8 +246,8 @@ class CoordinatorsMachine(RuleBasedStateMachine):
         self.count += 1
         held = self.servers[server].role.store.held()[0]
         update = ps_pb2.UpdateRequest(job=mine.job, incarnation=mine.job, sequence=self.count)
-        number = held[0].spec.id if held else VARIABLE
-        item = update.items.add(variable=number, shard=server, nth=1, kind=ps_pb2.ADD, value_bytes=8)
+        variable_id = held[0].spec.id if held else VARIABLE
+        item = update.items.add(variable=variable_id, shard=server, nth=1, kind=ps_pb2.ADD, value_bytes=8)
         item.rows.all = True
         try:
             reply = self.push(server, ps_pb2.Request(update=update), 1.0)
@@ -279,7 +281,7 @@ class CoordinatorsMachine(RuleBasedStateMachine):
             self.drop(mine, server)
         self.coordinators.remove(mine)
 
-    @precondition(lambda self: any(each.ready for each in self.coordinators))
+    @precondition(lambda self: any(coordinator.ready for coordinator in self.coordinators))
     @rule(which=coordinators_of, server=st.integers(0, SERVERS - 1))
     def ends(self, which: int, server: int) -> None:
         """Its job, on one server after the other, as late as can be."""

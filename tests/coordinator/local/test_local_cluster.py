@@ -138,7 +138,7 @@ class House:
     @staticmethod
     def behave(behaviours: dict[tuple[str, int], str]) -> dict[str, str]:
         """Variables that tell stand-ins what to do."""
-        return {f"BEHAVIOUR_{role}_{index}": what for (role, index), what in behaviours.items()}
+        return {f"BEHAVIOUR_{role}_{index}": behaviour for (role, index), behaviour in behaviours.items()}
 
     def diary(self) -> list[str]:
         """What the stand-ins have done so far."""
@@ -225,11 +225,11 @@ def house(tmp_path: Path) -> House:
 
 def _children() -> set[str]:
     """The processes that this one has started and not reaped; other tests may share a cluster."""
-    found: set[str] = set()
+    children: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            found.update((task / "children").read_text().split())
-    return found
+            children.update((task / "children").read_text().split())
+    return children
 
 
 @pytest.fixture(autouse=True)
@@ -703,13 +703,13 @@ def test_run_kills_a_script_that_does_not_end(house: House) -> None:
 
 def children_of(parent: int, name: str) -> list[int]:
     """The children of a process that have the name in their command line."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if its_parent == parent and name.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -802,10 +802,10 @@ def test_another_one_of_the_process(house: House, caplog: pytest.LogCaptureFixtu
     told = [record.getMessage() for record in caplog.records if "another local cluster" in record.getMessage()]
     assert f"{pids[0]}, {pids[1]}, started at {__file__}:" in told[-1]
     assert len(told) == len(before) * 2 + 1
-    found = LocalCluster.running()
-    assert found == [*before, *clusters]
-    for each in found[len(before) :]:
-        each.stop()
+    running = LocalCluster.running()
+    assert running == [*before, *clusters]
+    for other in running[len(before) :]:
+        other.stop()
     assert LocalCluster.running() == before
     caplog.clear()
     with house.cluster():

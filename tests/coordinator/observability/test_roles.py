@@ -55,7 +55,7 @@ class Since:
         """The increase, over all roles whose name begins so and all labels."""
         after = self.scrape()
         full = f"pscluster_{role.split()[0]}_{name}"
-        return sum(after[each].total(full) - self._before[each].total(full) for each in after if each.startswith(role))
+        return sum(after[task].total(full) - self._before[task].total(full) for task in after if task.startswith(role))
 
     def value(self, role: str, name: str, **labels: str) -> float:
         """The current value for one role and these labels."""
@@ -141,8 +141,8 @@ def test_every_metric_is_there(own_strategy: ParameterServerStrategy) -> None:
     for role, address in addresses(own_strategy).items():
         telemetry = kinds[role.split()[0]]
         described = {
-            f"pscluster_{telemetry.role}_{each.name.removesuffix('_total')}": each.kind
-            for each in telemetry.described()
+            f"pscluster_{telemetry.role}_{metric.name.removesuffix('_total')}": metric.kind
+            for metric in telemetry.described()
         }
         assert scrape(address).kinds == described
 
@@ -158,12 +158,12 @@ def test_failures_and_waiting(own_strategy: ParameterServerStrategy, tmp_path: P
     for _ in range(20):
         coordinator.schedule(wait, args=(gate.path,))
     until(lambda: since.total("worker", "functions_running") == 2, "both workers run one")
-    found = since.scrape()["coordinator"]
-    waiting = found.value("pscluster_coordinator_queue_functions")
-    assert waiting + found.value("pscluster_coordinator_functions_running") == 20
-    assert found.total("pscluster_coordinator_worker_functions") == 20 - waiting
+    scraped = since.scrape()["coordinator"]
+    waiting = scraped.value("pscluster_coordinator_queue_functions")
+    assert waiting + scraped.value("pscluster_coordinator_functions_running") == 20
+    assert scraped.total("pscluster_coordinator_worker_functions") == 20 - waiting
     assert waiting > 0
-    assert found.value("pscluster_coordinator_queue_age_seconds") > 0
+    assert scraped.value("pscluster_coordinator_queue_age_seconds") > 0
     gate.open()
     coordinator.join()
 
@@ -186,13 +186,13 @@ def test_many_variables_have_few_labels(own_strategy: ParameterServerStrategy) -
     strategy = own_strategy
     since = Since(strategy)
     with strategy.scope():
-        made = [Variable(np.zeros(4, np.float32), name=f"one of many {number}") for number in range(MAX_LABELS + 20)]
+        made = [Variable(np.zeros(4, np.float32), name=f"one of many {index}") for index in range(MAX_LABELS + 20)]
     for variable in made:
         variable.assign_add(np.ones(4, np.float32))
-    found = since.scrape()["ps 0"]
+    scraped = since.scrape()["ps 0"]
     name = "pscluster_ps_variable_pushes_total"
-    assert len(found.labels(name, "variable")) == MAX_LABELS + 1
-    assert found.value(name, variable=OTHER) >= 20
+    assert len(scraped.labels(name, "variable")) == MAX_LABELS + 1
+    assert scraped.value(name, variable=OTHER) >= 20
     assert since.total("ps", "variable_pushes_total") == len(made)
 
 

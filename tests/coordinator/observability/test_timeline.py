@@ -35,19 +35,19 @@ def nested(events: Sequence[Event]) -> dict[tuple[int, int], list[tuple[int, Eve
             assert event["ts"] >= 0 or event["pid"] == WORKERS
             assert event["dur"] >= 0
             rows[event["pid"], event["tid"]].append(event)
-    found: dict[tuple[int, int], list[tuple[int, Event]]] = {}
+    by_row: dict[tuple[int, int], list[tuple[int, Event]]] = {}
     for row, mine in rows.items():
         mine.sort(key=lambda event: (event["ts"], -event["dur"]))
         open_until: list[float] = []
-        found[row] = []
+        by_row[row] = []
         for event in mine:
             end = event["ts"] + event["dur"]
             while open_until and open_until[-1] <= event["ts"] + 1e-6:
                 open_until.pop()
             assert not open_until or end <= open_until[-1] + 1e-6, f"{event} does not nest"
-            found[row].append((len(open_until), event))
+            by_row[row].append((len(open_until), event))
             open_until.append(end)
-    return found
+    return by_row
 
 
 def test_a_step_is_a_row(sharding_strategy: ParameterServerStrategy, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class FakeConnection:
 
     def tell(self, kind: worker_pb2.Outcome.Kind, *functions: int, seconds: float = 1.0) -> None:
         """Deliver outcomes."""
-        self._tell([Outcome(function=number, kind=kind, seconds=seconds) for number in functions])
+        self._tell([Outcome(function=function, kind=kind, seconds=seconds) for function in functions])
 
     def tell_value(self, function: int, value: value_pb2.Value) -> None:
         """Deliver a result."""
@@ -241,7 +241,7 @@ async def until(predicate: Callable[..., object], *args: object) -> None:
             await asyncio.sleep(0)
 
 
-async def settled() -> None:
+async def loop_at_rest() -> None:
     """Let everything on the loop come to rest."""
     for _ in range(100):
         await asyncio.sleep(0)
@@ -265,8 +265,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCluster]
     monkeypatch.setattr(dispatch, "end_job", no_end)
     monkeypatch.setattr(worker_link, "LEAVE_SECONDS", 0.0)
     yield make
-    for each in made:
-        loop.run(each.dispatcher.close("the test is over"), TIMEOUT)
+    for cluster in made:
+        loop.run(cluster.dispatcher.close("the test is over"), TIMEOUT)
 
 
 def on_loop(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -292,7 +292,7 @@ def test_a_worker_leaves_with_a_message_on_its_way(fake: Callable[..., FakeClust
         assert first.recalls == [[2]], "all is asked back, as the worker may not read for long"
         cluster.schedule()
         await until(lambda: first.steps_ended)
-        await settled()
+        await loop_at_rest()
         assert cluster.state(0) == [2], "it gets nothing more"
         first.end()
         await until(lambda: len(worker.connections) == 2 and worker.last.functions)
@@ -380,9 +380,9 @@ def test_only_a_worker_without_any_function_steals(fake: Callable[..., FakeClust
         assert first.last.recalls == []
         cluster.dispatcher.state.steal(1)
         await until(lambda: first.last.recalls)
-        ((place,),) = first.last.recalls
+        ((position,),) = first.last.recalls
         stolen = cluster.state(0)[1]
-        assert place == 3, "the later one of those it has"
+        assert position == 3, "the later one of those it has"
         first.last.tell(Outcome.RETURNED, stolen)
         await until(lambda: stolen in idle.functions)
         assert cluster.state(1) == [stolen]
@@ -434,19 +434,19 @@ def test_a_worker_forgets_functions_that_were_not_used_for_longest(
     monkeypatch.setattr(definitions_cache, "MAX_DEFINITIONS", 4)
     cluster = fake()
     (worker,) = cluster.workers
-    functions = [capture(functools.partial(abs, number)) for number in range(20)]
+    functions = [capture(functools.partial(abs, n)) for n in range(20)]
     often = functions[0]
 
     async def scenario() -> None:
         await cluster.start()
-        number = 0
+        function_number = 0
         for function in functions[1:]:
-            for each in (function, often):
-                cluster.schedule(each)
-                number += 1
-                await until(lambda number: cluster.state(0) == [number], number)
-                await until(lambda number: number in worker.last.functions, number)
-                worker.last.tell(Outcome.DONE, number)
+            for scheduled in (function, often):
+                cluster.schedule(scheduled)
+                function_number += 1
+                await until(lambda function_number: cluster.state(0) == [function_number], function_number)
+                await until(lambda function_number: function_number in worker.last.functions, function_number)
+                worker.last.tell(Outcome.DONE, function_number)
         await until(lambda: not cluster.state(0))
         known = cluster.dispatcher.state.workers[0].known
         assert often.digest in known
@@ -544,7 +544,7 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
             assert dispatcher.waits.cancel([value], None) == 1
         await until(lambda: value.status is not RemoteValueStatus.NOT_READY)
         await until(lambda: all(server.shutting_out == [(1, 2)] for server in cluster.servers))
-        await settled()
+        await loop_at_rest()
         assert worker.last.recalls[0] == [1]
         assert not dispatcher.waits.done()
         assert not scheduler.take_barrier("a cut"), "an update of it may still be applied"
@@ -556,7 +556,7 @@ def test_a_function_that_is_ended_and_goes_on(fake: Callable[..., FakeCluster], 
                 dispatcher.waits.done()
         assert dispatcher.waits.done()
         other = cluster.schedule()
-        await settled()
+        await loop_at_rest()
         assert worker.last.functions == [1], "the worker still runs the first"
         worker.last.tell_value(1, encode(7))
         await until(lambda: worker.last.functions == [1, 2])
@@ -582,7 +582,7 @@ def test_what_waits_for_a_function_that_is_ended(fake: Callable[..., FakeCluster
         assert worker.last.recalls == [[1, 2], [3, 4]]
         worker.last.tell(Outcome.RETURNED, 2, 3, 4)
         await until(lambda: cluster.state(0) == [])
-        await settled()
+        await loop_at_rest()
         assert worker.last.functions == [1, 2, 3, 4], "it still runs the first"
         worker.last.tell(Outcome.CANCELLED, 1)
         await until(lambda: worker.last.functions == [1, 2, 3, 4, 3, 4])
@@ -675,10 +675,10 @@ def test_a_worker_says_that_a_server_is_lost(fake: Callable[..., FakeCluster], l
         await cluster.start()
         value = cluster.schedule()
         await until(lambda: worker.last.functions)
-        (number,) = worker.last.functions
-        worker.last._tell([Outcome(function=number, kind=Outcome.FAILED, failure=failure_of(said))])
+        (function_number,) = worker.last.functions
+        worker.last._tell([Outcome(function=function_number, kind=Outcome.FAILED, failure=failure_of(said))])
         await until(lambda: value.status is RemoteValueStatus.FAILED)
-        await settled()
+        await loop_at_rest()
         assert not cluster.dispatcher.waits.done(), "its error may have to be final"
         if lost:
             cluster.servers[1].verdict = PSUnavailableError("ps 1 is lost")
@@ -764,17 +764,19 @@ def test_ctrl_c_while_a_function_is_handed_over(fake: Callable[..., FakeCluster]
 
     async def scenario() -> None:
         await cluster.start()
-        for number, name in enumerate(("offer", "reserve", "give"), 1):
+        for function_number, name in enumerate(("offer", "reserve", "give"), 1):
             await until(lambda: dispatcher._scheduler.workers[0].idle)
             scheduler, values = dispatcher._scheduler, list[RemoteValue]()
             dispatcher._outcomes._scheduler = Interrupted(scheduler, name)  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
                 values.append(cluster.schedule())
             dispatcher._outcomes._scheduler = scheduler
-            await until(lambda number: number in cluster.state(0), number)
+            await until(lambda function_number: function_number in cluster.state(0), function_number)
             places = [position for position, _ in worker.last.sent]
             assert places == sorted(set(places)), "no place is given twice"
-            worker.last.tell(Outcome.DONE, *[each for each in worker.last.functions if each == number])
+            worker.last.tell(
+                Outcome.DONE, *[function for function in worker.last.functions if function == function_number]
+            )
             await until(lambda: dispatcher.waits.done())
         assert worker.last.functions == [1, 2, 3, 3]
 
@@ -796,7 +798,7 @@ def test_what_is_scheduled_after_an_error_is_not_asked_back(fake: Callable[..., 
             cluster.dispatcher.waits.done()
         cluster.schedule()
         assert worker.last.functions == [1, 2]
-        await settled()
+        await loop_at_rest()
         assert worker.last.recalls == []
         worker.last.tell(Outcome.DONE, 2)
 
@@ -855,7 +857,7 @@ def test_a_strategy_without_references_is_still_closed(cluster: LocalCluster) ->
     """Its roles are told at exit that the job is over, though its script has long forgotten it; closed, it goes."""
     held = weakref.ref(ParameterServerStrategy(cluster).context)
     gc.collect()
-    (job,) = (each for each in open_jobs() if each is held())
+    (job,) = (open_job for open_job in open_jobs() if open_job is held())
     job.close("the test has ended")
     del job
     gc.collect()
@@ -875,16 +877,16 @@ def test_a_worker_that_builds_a_dataset_delays_no_other(fake: Callable[..., Fake
 
     async def scenario() -> None:
         await cluster.start()
-        await settled()
+        await loop_at_rest()
         slow.may_upload.clear()
         cluster.dispatcher.definitions.add_resource(ResourceRecipe(worker_pb2.Resource(id=1), capture(nothing)))
         await until(lambda: slow.last.uploading and len(quick.last.uploads) == 2)
-        for number in range(1, 6):
+        for function_number in range(1, 6):
             cluster.schedule()
-            await until(lambda: number in quick.last.functions)  # noqa: B023  (called here)
-            quick.last.tell(Outcome.DONE, number)
+            await until(lambda: function_number in quick.last.functions)  # noqa: B023  (called here)
+            quick.last.tell(Outcome.DONE, function_number)
             await until(lambda: not cluster.state(0))
-            await settled()  # its own outcome has woken it, and it sleeps again
+            await loop_at_rest()  # its own outcome has woken it, and it sleeps again
         slow.may_upload.set()
 
     on_loop(scenario)
@@ -928,7 +930,7 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
         checked.clear()
         cluster.workers[2].last.tell(Outcome.DONE, *cluster.state(2), seconds=5.0)
         await until(lambda: 2 in checked)
-        await settled()
+        await loop_at_rest()
         answers = 0
         while not all(cluster.state(index) for index in range(3)):
             if answers < len(holder.recalls):  # of each only one comes back: the others run by now

@@ -139,9 +139,9 @@ def test_what_a_script_forgot_is_said(cluster: LocalCluster, gate: Gate, caplog:
     """The log says at the job's end how many functions have not run, and which error was never raised; nothing else."""
 
     def said() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job ended")]
+        messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("the job ended")]
         caplog.clear()
-        return found
+        return messages
 
     with ParameterServerStrategy(cluster) as strategy:
         coordinator = ClusterCoordinator(strategy)
@@ -447,17 +447,17 @@ def test_iterators_and_variables_are_usable_afterwards(coordinator: ClusterCoord
         counter.assign_add(1)
         return experimental_get_current_worker_index(), next(iterator)
 
-    def found(count: int) -> list[tuple[int, int]]:
+    def elements_of(count: int) -> list[tuple[int, int]]:
         fetched: list[tuple[int, int]] = coordinator.fetch(
             [coordinator.schedule(step, args=(iterator,)) for _ in range(count)], TIMEOUT
         )
         return fetched
 
-    before = found(20)
+    before = elements_of(20)
     coordinator.schedule(fails)
     with pytest.raises(ValueError, match="it failed"):
         coordinator.join(TIMEOUT)
-    both = before + found(20)
+    both = before + elements_of(20)
     for worker in range(NUM_WORKERS):
         elements = sorted(element for index_, element in both if index_ == worker)
         assert elements == list(range(len(elements))), "no element was lost, none came twice"

@@ -70,9 +70,9 @@ def test_as_one_process_does_it(coordinator: ClusterCoordinator, w: Variable, da
 
     named = {"examples": Examples()}
     for shards in (1, 3, 200):
-        found = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=TIMEOUT)
-        assert sorted(found["examples"][0]) == list(range(EXAMPLES))
-        assert found == in_one_process(step, named, data, shards)
+        results = coordinator.evaluate(step, data, [Examples()], shards=shards, timeout=TIMEOUT)
+        assert sorted(results["examples"][0]) == list(range(EXAMPLES))
+        assert results == in_one_process(step, named, data, shards)
     assert data.epoch == data.visited == 0
 
 
@@ -89,10 +89,10 @@ def test_metrics_of_ours(
         labels = numbers % 2
         return {"mean": (numbers,), "area": (labels, np.where(labels, 0.8, 0.3)), "sum": x[:, 0]}
 
-    found = coordinator.evaluate(step, data, {"mean": kept, "area": free, "sum": metrics.Sum()}, timeout=TIMEOUT)
-    assert found["mean"] == (EXAMPLES - 1) / 2
-    assert found["area"] == 1.0
-    assert found["sum"] == pytest.approx(sum(float(x[:, 0].sum()) for _, x in data.local()), abs=1e-3)
+    results = coordinator.evaluate(step, data, {"mean": kept, "area": free, "sum": metrics.Sum()}, timeout=TIMEOUT)
+    assert results["mean"] == (EXAMPLES - 1) / 2
+    assert results["area"] == 1.0
+    assert results["sum"] == pytest.approx(sum(float(x[:, 0].sum()) for _, x in data.local()), abs=1e-3)
     assert kept.result() == 0.0
 
 
@@ -105,22 +105,22 @@ def test_nothing_else_runs(coordinator: ClusterCoordinator, w: Variable, gate: G
     def train() -> None:
         w.assign_add(np.ones(4))
 
-    def step(number: Any) -> tuple[Any]:
-        if number == 0:
+    def step(example: Any) -> tuple[Any]:
+        if example == 0:
             (Path(folder) / "mark-evaluating").touch()
             wait_for_file(gate.path)
         return (w.numpy()[0],)
 
     before = [coordinator.schedule(train) for _ in range(10)]
     with ThreadPoolExecutor(2) as pool:
-        found = pool.submit(coordinator.evaluate, step, data, [metrics.Mean(), metrics.Sum()])
+        evaluation = pool.submit(coordinator.evaluate, step, data, [metrics.Mean(), metrics.Sum()])
         until(lambda: (Path(folder) / "mark-evaluating").exists(), "it is evaluated")
         assert all(value.status.value == "ready" for value in before)
         later = pool.submit(coordinator.schedule, train)
         with pytest.raises(TimeoutError):
             later.result(0.2)
         gate.open()
-        assert found.result(TIMEOUT) == {"mean": 10.0, "sum": 400.0}
+        assert evaluation.result(TIMEOUT) == {"mean": 10.0, "sum": 400.0}
         later.result(TIMEOUT).fetch(TIMEOUT)
     assert w.numpy()[0] == 11
 
@@ -144,10 +144,10 @@ def test_an_evaluation_waits_for_another_one(coordinator: ClusterCoordinator, ga
     """As long as its timeout lets it."""
     data, path = coordinator.distribute_dataset(np.arange(4)), gate.path
 
-    def step(number: Any) -> tuple[Any]:
+    def step(example: Any) -> tuple[Any]:
         (Path(path).parent / "mark-running").touch()
         wait_for_file(path)
-        return (number,)
+        return (example,)
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(coordinator.evaluate, step, data, [metrics.Sum()])
@@ -162,17 +162,17 @@ def test_an_evaluation_that_takes_too_long(coordinator: ClusterCoordinator, gate
     """Leaves nothing behind: what has not begun never does."""
     data, path = coordinator.distribute_dataset(np.arange(40)), gate.path
 
-    def step(number: Any) -> tuple[Any]:
-        leave_mark(path, str(number))
+    def step(example: Any) -> tuple[Any]:
+        leave_mark(path, str(example))
         wait_for_file(path)
-        return (number,)
+        return (example,)
 
     with pytest.raises(errors.WaitTimeoutError, match=r"not done after"):
         coordinator.evaluate(step, data, [metrics.Sum()], shards=40, timeout=0.5)
     gate.open()
     coordinator.join(TIMEOUT)
     assert len(marks(gate)) <= 2 * NUM_WORKERS
-    assert coordinator.evaluate(lambda number: (number,), data, [metrics.Sum()], timeout=TIMEOUT) == {"sum": 780.0}
+    assert coordinator.evaluate(lambda example: (example,), data, [metrics.Sum()], timeout=TIMEOUT) == {"sum": 780.0}
 
 
 def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
@@ -182,7 +182,7 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
         evaluate(len, data, [])
     with pytest.raises(errors.MisuseError, match=r"several metrics are named \['sum'\]: give them names, or a dict"):
         evaluate(len, data, [metrics.Sum(), metrics.Sum()])
-    with pytest.raises(errors.MisuseError, match=r"metric 'x', a int, has no initial, update"):
+    with pytest.raises(errors.MisuseError, match=r"metric 'x', an int, has no initial, update"):
         evaluate(len, data, {"x": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="shards is 0; it must be a whole number, 1 or more, or 'auto'"):
         evaluate(len, data, [metrics.Sum()], shards=0)
@@ -202,8 +202,8 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
 class Totals(Examples):
     """A metric that takes a dict."""
 
-    def update(self, state: dict[str, Any], found: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {"seen": state["seen"], "sum": state["sum"] + found["values"].sum()}
+    def update(self, state: dict[str, Any], batch: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"seen": state["seen"], "sum": state["sum"] + batch["values"].sum()}
 
 
 def test_dicts_of_results(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:

@@ -85,10 +85,10 @@ def close(gate: Gate) -> None:
 def evaluating(gate: Gate, evaluate: Callable[[], Any]) -> Iterator[Any]:
     """Within the block an evaluation, a step of which waits at the gate, is under way; gives what it finds."""
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(evaluate)
+        evaluation = pool.submit(evaluate)
         try:
-            until(lambda: found.done() or "evaluating" in marks(gate), "it is evaluated")
-            yield found
+            until(lambda: evaluation.done() or "evaluating" in marks(gate), "it is evaluated")
+            yield evaluation
         finally:
             gate.open()
 
@@ -118,25 +118,27 @@ def test_bit_for_bit_what_was_there(
         rows = embedding_lookup(table, numbers % ROWS)
         return numbers, x @ w_ + bias_ + rows.sum(1) + table[2:8].sum() + w.variables[1].numpy().sum()
 
-    def train(number: int) -> int:
+    def train(index: int) -> int:
         w.assign_add(np.full(3, 0.25, np.float32))
-        bias.assign(np.float32(number))
+        bias.assign(np.float32(index))
         table.assign_add(np.full((ROWS, 3), 0.5, np.float32))
-        return number
+        return index
 
     gate.open()
     expected = as_one_process(step, data, 7)
     close(gate)
     before = table.numpy()
-    with evaluating(gate, lambda: coordinator.evaluate(step, data, [Examples()], shards=7, concurrent=True)) as found:
+    with evaluating(
+        gate, lambda: coordinator.evaluate(step, data, [Examples()], shards=7, concurrent=True)
+    ) as evaluation:
         assert copies(strategy), "they are there while it goes on"
-        assert [each.name for each in strategy.variables] == ["table", "w", "bias"]
+        assert [variable.name for variable in strategy.variables] == ["table", "w", "bias"]
         for count in (10, 20):
-            values = [coordinator.schedule(train, args=(number,)) for number in range(count)]
+            values = [coordinator.schedule(train, args=(index,)) for index in range(count)]
             assert coordinator.fetch(values, TIMEOUT) == list(range(count))
         np.testing.assert_allclose(table.numpy(), before + 15, rtol=1e-5)
         gate.open()
-        assert found.result(TIMEOUT) == expected
+        assert evaluation.result(TIMEOUT) == expected
     np.testing.assert_allclose(table.numpy(), before + 15, rtol=1e-5)
     assert sorted(expected["examples"][0]) == list(range(EXAMPLES))
     assert data.epoch == data.visited == 0
@@ -169,11 +171,11 @@ def test_of_one_moment(
         def evaluate() -> Any:
             return coordinator.evaluate(step, data, [Examples()], shards=3, concurrent=True, timeout=TIMEOUT)
 
-        with evaluating(gate, evaluate) as found:
+        with evaluating(gate, evaluate) as evaluation:
             values += [coordinator.schedule(train) for _ in range(30)]
             coordinator.fetch(values, TIMEOUT)
             gate.open()
-            seen, total = found.result(TIMEOUT)["examples"]
+            seen, total = evaluation.result(TIMEOUT)["examples"]
         (moment,) = set(seen)
         assert 60 * again <= moment <= 60 * again + 60
         assert len(seen) == len(data)
@@ -202,10 +204,12 @@ def test_averages_and_slots(
     expected = as_one_process(step, data, 2)
     assert expected["examples"][1] not in (0, float(w.numpy().sum()))
     close(gate)
-    with evaluating(gate, lambda: coordinator.evaluate(step, data, [Examples()], shards=2, concurrent=True)) as found:
+    with evaluating(
+        gate, lambda: coordinator.evaluate(step, data, [Examples()], shards=2, concurrent=True)
+    ) as evaluation:
         coordinator.fetch([coordinator.schedule(train) for _ in range(5)], TIMEOUT)
         gate.open()
-        assert found.result(TIMEOUT) == expected
+        assert evaluation.result(TIMEOUT) == expected
     assert sgd.iterations == 10
 
 
@@ -220,16 +224,16 @@ def test_what_the_step_writes(
 
     before = table.numpy()
     for _ in range(3):
-        found = coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
-        assert found["sum"] == sum(range(EXAMPLES))
+        results = coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
+        assert results["sum"] == sum(range(EXAMPLES))
     np.testing.assert_array_equal(table.numpy(), before)
     assert copies(strategy) == []
 
 
 def test_without_variables(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
     """A step that reaches none, such as a function by its name, needs no barrier: nothing is copied."""
-    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
-    assert found["sum"] == sum(range(EXAMPLES))
+    results = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
+    assert results["sum"] == sum(range(EXAMPLES))
 
 
 def as_it_is(batch: Any) -> tuple[Any]:
@@ -258,8 +262,8 @@ def test_a_step_that_fails(
     coordinator.join(TIMEOUT)
     coordinator.fetch(values, TIMEOUT)
     np.testing.assert_allclose(table.numpy(), before + 200, rtol=1e-5)
-    found = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
-    assert found["sum"] == sum(range(EXAMPLES))
+    results = coordinator.evaluate(as_it_is, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)
+    assert results["sum"] == sum(range(EXAMPLES))
     assert copies(strategy) == []
 
 
@@ -280,14 +284,14 @@ def test_a_function_that_fails_elsewhere(
         at_first(path)
         return (table.numpy(),)
 
-    with evaluating(gate, lambda: coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True)) as found:
+    with evaluating(gate, lambda: coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True)) as evaluation:
         failed = coordinator.schedule(fails)
         with pytest.raises(ValueError, match="mine"):
             failed.fetch(TIMEOUT)
         with pytest.raises(
             errors.CancelledError, match=r"cancelled because another function failed first \(.*ValueError"
         ):
-            found.result(TIMEOUT)
+            evaluation.result(TIMEOUT)
         with pytest.raises(
             errors.CancelledError, match=r"cancelled because another function failed first \(.*ValueError"
         ):
@@ -319,9 +323,9 @@ def test_a_timeout(
 
     with evaluating(
         gate, lambda: coordinator.evaluate(step, data, [metrics.Sum()], shards=1, concurrent=True, timeout=1)
-    ) as found:
+    ) as evaluation:
         with pytest.raises(errors.WaitTimeoutError, match=r"not evaluated after 1 s: .* with workers"):
-            found.result(TIMEOUT)
+            evaluation.result(TIMEOUT)
         assert copies(strategy) == [], "it is not waited for the step that still runs"
         coordinator.fetch([coordinator.schedule(train) for _ in range(20)], TIMEOUT)
         assert "read" not in marks(gate)
@@ -401,21 +405,21 @@ def test_a_checkpoint_meanwhile(
     def evaluate() -> Any:
         return coordinator.evaluate(step, data, [metrics.Mean()], shards=4, concurrent=True)
 
-    with evaluating(gate, evaluate) as found, ThreadPoolExecutor(1) as pool:
+    with evaluating(gate, evaluate) as evaluation, ThreadPoolExecutor(1) as pool:
         writing = pool.submit(Checkpoint(strategy).write, saved)
         until(lambda: "a checkpoint" in coordinator.explain(), "it is to be made")
         gate.open()  # a checkpoint waits for functions that run, those of an evaluation, too
         writing.result(TIMEOUT)
-        assert found.result(TIMEOUT) == {"mean": 2.0}
+        assert evaluation.result(TIMEOUT) == {"mean": 2.0}
     index = read_index(saved)
     assert set(index.variables) == {"table"}
     close(gate)
-    with evaluating(gate, evaluate) as found, ThreadPoolExecutor(1) as pool:
+    with evaluating(gate, evaluate) as evaluation, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(Checkpoint(strategy).read, saved + "-before")
         until(lambda: "a checkpoint" in coordinator.explain(), "it is to be restored")
         gate.open()
         reading.result(TIMEOUT)
-        assert found.result(TIMEOUT) == {"mean": 2.0}
+        assert evaluation.result(TIMEOUT) == {"mean": 2.0}
     np.testing.assert_array_equal(table.numpy(), np.ones((ROWS, 3)))
 
 
@@ -427,11 +431,10 @@ def test_several_at_once(coordinator: ClusterCoordinator, table: Variable, data:
         return (table.numpy().mean(),)
 
     with ThreadPoolExecutor(4) as pool:
-        found = [
-            pool.submit(coordinator.evaluate, step, data, [metrics.Mean()], concurrent=number != 2)
-            for number in range(4)
+        evaluations = [
+            pool.submit(coordinator.evaluate, step, data, [metrics.Mean()], concurrent=index != 2) for index in range(4)
         ]
-        assert [each.result(TIMEOUT) for each in found] == [{"mean": 1.0}] * 4
+        assert [evaluation.result(TIMEOUT) for evaluation in evaluations] == [{"mean": 1.0}] * 4
 
 
 def test_what_is_refused(
@@ -490,7 +493,7 @@ def test_nothing_is_left_on_the_workers(
 
     def left() -> int:
         gc.collect()
-        return sum(each.ephemeral for each in gc.get_objects() if type(each) in (Variable, ShardedVariable))
+        return sum(variable.ephemeral for variable in gc.get_objects() if type(variable) in (Variable, ShardedVariable))
 
     for _ in range(3):
         coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True, timeout=TIMEOUT)

@@ -267,27 +267,27 @@ def test_one_rule_for_what_is_captured(coordinator: ClusterCoordinator, caplog: 
     loss, scores = names["loss"], names["scores"]
     data = coordinator.distribute_dataset(np.ones(4)).batch(2)
 
-    def found() -> set[float]:
+    def scores_of_all() -> set[float]:
         training = coordinator.fit(loss, data, verbose=0).history["loss"]
         sums = [
             coordinator.evaluate(scores, data, {"sum": metrics.Sum()}, concurrent=concurrent)["sum"]
             for concurrent in (False, True)
         ]
         (scheduled,) = coordinator.schedule(scores, args=(np.ones(2),)).fetch(TIMEOUT)
-        return {*training, *(each / 2 for each in sums), scheduled}
+        return {*training, *(total / 2 for total in sums), scheduled}
 
-    assert found() == {2.0}
+    assert scores_of_all() == {2.0}
     names["rate"], names["offset"][0] = 10.0, 5.0
-    assert found() == {2.0}
+    assert scores_of_all() == {2.0}
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.partition(" that it was")[0] for text in told] == [
         "loss keeps using the rate",
         "scores keeps using the rate",
     ]
     names["helper"].__code__ = (lambda x: -x).__code__
-    assert found() == {-2.0}
+    assert scores_of_all() == {-2.0}
     exec("def helper(x): return x * rate + offset[0]", names)
-    assert found() == {25.0}, "a new function has the values of now"
+    assert scores_of_all() == {25.0}, "a new function has the values of now"
 
 
 class Alike(Scaler):
@@ -307,28 +307,28 @@ def test_a_line_that_makes_many_functions(
     monkeypatch.setattr(captured_functions, "MANY_MADE", 20)
 
     class Model:
-        def step(self, number: int) -> int:
-            return number
+        def step(self, index: int) -> int:
+            return index
 
     def warned() -> list[str]:
         coordinator.join(TIMEOUT)
-        found = [record.getMessage() for record in caplog.records if "was created again" in record.getMessage()]
+        messages = [record.getMessage() for record in caplog.records if "was created again" in record.getMessage()]
         caplog.clear()
-        return found
+        return messages
 
     model = Model()
-    for number in range(50):
-        coordinator.schedule(model.step, args=(number,))
-        coordinator.schedule(operator.neg, args=(number,))
+    for index in range(50):
+        coordinator.schedule(model.step, args=(index,))
+        coordinator.schedule(operator.neg, args=(index,))
     assert warned() == []
-    for number in range(50):
-        coordinator.schedule(lambda number=number: number)
+    for index in range(50):
+        coordinator.schedule(lambda index=index: index)
     (text,) = warned()
     assert "<lambda> (" in text
     assert f"{Path(__file__).name}:" in text
-    for number in range(50):
-        coordinator.schedule(functools.partial(operator.add, number), args=(1,))
-        coordinator.schedule(Model().step, args=(number,))
+    for index in range(50):
+        coordinator.schedule(functools.partial(operator.add, index), args=(1,))
+        coordinator.schedule(Model().step, args=(index,))
     partial, method = sorted(warned())
     assert partial.startswith("a partial of add was created again for 20 calls")
     assert method.startswith("test_a_line_that_makes_many_functions.<locals>.Model.step (")
@@ -684,17 +684,17 @@ def test_what_stays_in_the_script(
             (manager, "save and restore in the script"),
         ]:
             held, kind = {"it": [thing]}, type(thing).__name__
-            what = rf"is a pscluster\..*\.{kind}, which stays in the script: {mend}"
+            reason = rf"is a pscluster\..*\.{kind}, which stays in the script: {mend}"
             ways: list[tuple[Callable[..., object], str]] = [
                 (lambda thing=thing: thing, "thing"),
                 (lambda held=held: held, r"held\['it'\]\[0\]"),
                 (functools.partial(triple, thing), r"args\[0\]"),
             ]
             for captured, name in ways:
-                with pytest.raises(TypeError, match=f"its variable .{name}. {what}"):
+                with pytest.raises(TypeError, match=f"its variable .{name}. {reason}"):
                     coordinator.schedule(captured)
             if thing is not value:
-                with pytest.raises(TypeError, match=rf"args\[0\]\['it'\]\[0\] {what}"):
+                with pytest.raises(TypeError, match=rf"args\[0\]\['it'\]\[0\] {reason}"):
                     coordinator.schedule(triple, args=(held,))
     assert value.fetch(TIMEOUT) == 3
     assert coordinator.done()
@@ -1047,13 +1047,13 @@ def test_the_current_worker_index(coordinator: ClusterCoordinator, gate: Gate) -
     """Inside a function it is the worker's, in a thread of the function's too; elsewhere RuntimeError (row 48)."""
 
     def step(path: str) -> list[int]:
-        found = [experimental_get_current_worker_index()]
-        thread = threading.Thread(target=lambda: found.append(experimental_get_current_worker_index()))
+        indices = [experimental_get_current_worker_index()]
+        thread = threading.Thread(target=lambda: indices.append(experimental_get_current_worker_index()))
         thread.start()
         thread.join()
-        leave_mark(path, str(found[0]))
+        leave_mark(path, str(indices[0]))
         wait_for_file(path)
-        return found
+        return indices
 
     values = [coordinator.schedule(step, args=(gate.path,)) for _ in range(NUM_WORKERS)]
     until(lambda: marks(gate) == {str(i) for i in range(NUM_WORKERS)}, "every worker has one")
@@ -1085,11 +1085,11 @@ def test_run_and_reduce_as_in_the_tutorial(strategy: ParameterServerStrategy, co
         }
 
     x = np.array([1.0, 3.0], np.float32)
-    found = coordinator.schedule(step, args=(x,)).fetch(TIMEOUT)
-    assert found["sum"] == 10
-    assert found["mean"]["l"].tolist() == [1, 9]
-    assert found["mean over"] == {"l": [5]}
-    assert (found["replicas"], found["local"]) == (1, (2,))
+    results = coordinator.schedule(step, args=(x,)).fetch(TIMEOUT)
+    assert results["sum"] == 10
+    assert results["mean"]["l"].tolist() == [1, 9]
+    assert results["mean over"] == {"l": [5]}
+    assert (results["replicas"], results["local"]) == (1, (2,))
     assert w.numpy().tolist() == [-2, -6]
     assert strategy.num_replicas_in_sync == 1
     assert strategy.run(triple, args=(2,)) == 6, "on the coordinator, too"
@@ -1111,22 +1111,22 @@ def test_nothing_is_made_inside_a_step(strategy: ParameterServerStrategy, coordi
 
 def test_one_coordinator_a_strategy(strategy: ParameterServerStrategy) -> None:
     """Making the coordinator of a strategy again gives the same one, from several threads too (row 20)."""
-    found: list[ClusterCoordinator] = []
+    coordinators: list[ClusterCoordinator] = []
     barrier = threading.Barrier(4)
 
     def make() -> None:
         barrier.wait(TIMEOUT)
-        found.append(ClusterCoordinator(strategy))
+        coordinators.append(ClusterCoordinator(strategy))
 
     threads = [threading.Thread(target=make) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    assert len(found) == 4
-    assert len(set(map(id, [*found, ClusterCoordinator(strategy=strategy)]))) == 1
-    assert found[0].strategy is strategy
-    assert found[0].schedule(triple, args=(1,)).fetch(TIMEOUT) == 3
+    assert len(coordinators) == 4
+    assert len(set(map(id, [*coordinators, ClusterCoordinator(strategy=strategy)]))) == 1
+    assert coordinators[0].strategy is strategy
+    assert coordinators[0].schedule(triple, args=(1,)).fetch(TIMEOUT) == 3
 
 
 @pytest.mark.parametrize("wrong", [None, "strategy", LocalCluster, 3])
@@ -1184,9 +1184,9 @@ def test_after_the_strategy_is_closed(cluster: LocalCluster, gate: Gate) -> None
     queued = coordinator.schedule(triple, args=(1,))
     raised: list[BaseException] = []
 
-    def waits(what: Callable[[], object]) -> None:
+    def waits(call: Callable[[], object]) -> None:
         try:
-            what()
+            call()
         except errors.CancelledError as error:
             raised.append(error)
 

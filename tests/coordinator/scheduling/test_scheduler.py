@@ -236,8 +236,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         sent = self.sent[index]
         reached = data.draw(st.sampled_from([sent[0].position, sent[0].position - 1])) if sent else 0
-        found = self.scheduler.late(index, reached, self.now)
-        late, first = (None, None) if found is None else found
+        outcome = self.scheduler.late(index, reached, self.now)
+        late, first = (None, None) if outcome is None else outcome
         if not sent or sent[0].position > reached:
             assert late is None
             return
@@ -328,11 +328,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=workers, seconds=seconds, data=st.data())
     def finish(self, index: int, seconds: float, data: st.DataObject) -> None:
         if (task := self.one_sent(index, data)) is not None:
-            found = self.scheduler.finish(index, task.id, seconds)
+            finished = self.scheduler.finish(index, task.id, seconds)
             if self.asked[index] is task:
-                assert found is None, "it returned too late"
+                assert finished is None, "it returned too late"
                 return
-            assert found is task
+            assert finished is task
             self.sent[index].remove(task)
             self.end([task], State.DONE)
 
@@ -479,15 +479,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         stealer = scheduler.workers[index]
         stealer.idle = self.up[index]
-        found, held = scheduler.steal_for(index), max(self.sent, key=len)
+        stolen, held = scheduler.steal_for(index), max(self.sent, key=len)
         asked = scheduler.workers[self.sent.index(held)].recalled
         if not stealer.idle or self.has(index) or self.queued() or self.error is not None or len(held) < 2 or asked:
-            assert found is None
+            assert stolen is None
         else:
-            assert found is not None
-            assert self.sent[found[0]] is held
-            assert 0 < len(found[1]) < len(held)
-            assert list(found[1]) == held[-len(found[1]) :], "the later ones: what it runs is the first"
+            assert stolen is not None
+            assert self.sent[stolen[0]] is held
+            assert 0 < len(stolen[1]) < len(held)
+            assert list(stolen[1]) == held[-len(stolen[1]) :], "the later ones: what it runs is the first"
 
     def has(self, index: int) -> bool:
         """Return whether the worker runs anything."""
@@ -569,14 +569,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end([task], State.DONE)
 
 
-def same_numbers(found: Sequence[int | None], expected: Sequence[int | None]) -> bool:
+def same_numbers(actual: Sequence[int | None], expected: Sequence[int | None]) -> bool:
     """The same ones, in any order."""
-    return sorted(map(str, found)) == sorted(map(str, expected))
+    return sorted(map(str, actual)) == sorted(map(str, expected))
 
 
-def same(found: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
+def same(actual: Sequence[Task[str]], expected: Sequence[Task[str]]) -> bool:
     """The same tasks, in any order, none twice."""
-    return sorted(task.id for task in found) == sorted(task.id for task in expected)
+    return sorted(task.id for task in actual) == sorted(task.id for task in expected)
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -591,7 +591,7 @@ def scheduler_with(
 ) -> tuple[Scheduler[int], list[Task[int]]]:
     """A scheduler with functions in its queue and workers that are up."""
     scheduler: Scheduler[int] = Scheduler(WORKERS, max_attempts)
-    made = [Task(number) for number in range(tasks)]
+    made = [Task(task_id) for task_id in range(tasks)]
     for task in made:
         scheduler.add(task)
     for index in range(up):
@@ -681,9 +681,9 @@ def test_a_final_error_stays() -> None:
     assert scheduler.idle
 
 
-def same_ids(found: Sequence[Task[int]], expected: Sequence[Task[int]]) -> bool:
+def same_ids(actual: Sequence[Task[int]], expected: Sequence[Task[int]]) -> bool:
     """The same tasks, in any order."""
-    return sorted(task.id for task in found) == sorted(task.id for task in expected)
+    return sorted(task.id for task in actual) == sorted(task.id for task in expected)
 
 
 @pytest.mark.parametrize("up", [1, 2, 3])
@@ -717,8 +717,8 @@ def test_one_has_the_queue_to_itself() -> None:
     assert not scheduler.may_add("other"), "it was not its to end"
     scheduler.end_exclusive("me")
     assert scheduler.may_add("other")
-    for number in range(2):
-        scheduler.add(Task(number))
+    for task_id in range(2):
+        scheduler.add(Task(task_id))
     assert not scheduler.may_add("other")
 
 

@@ -103,7 +103,7 @@ def test_futures() -> None:
 @pytest.mark.parametrize("timeout", [None, TIMEOUT])
 def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait has timed out, and has not the lock again: who notifies now takes it for one that still waits."""
-    condition, ended, found, come = Condition(), threading.Event(), list[bool](), False
+    condition, ended, results, come = Condition(), threading.Event(), list[bool](), False
     restore = condition._acquire_restore  # type: ignore[attr-defined]
 
     def note(state: object) -> None:
@@ -114,7 +114,7 @@ def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeyp
 
     def wait() -> None:
         with condition:
-            found.append(condition.wait_for(lambda: come, timeout))
+            results.append(condition.wait_for(lambda: come, timeout))
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
@@ -125,4 +125,4 @@ def test_what_comes_as_a_piece_ends_is_not_missed(timeout: float | None, monkeyp
         come = True
         condition.notify_all()
     waiter.join(TIMEOUT)
-    assert found == [True]
+    assert results == [True]

@@ -95,15 +95,15 @@ def optimizer(strategy: ParameterServerStrategy) -> optimizers.Optimizer:
 
 def epochs_of(callback: callbacks.Callback, coordinator: ClusterCoordinator, losses: list[float]) -> CallbackList:
     """A loop of one's own, in which epochs come to these losses."""
-    found = CallbackList([callback], coordinator, epochs=len(losses))
-    found.on_train_begin()
+    callback_list = CallbackList([callback], coordinator, epochs=len(losses))
+    callback_list.on_train_begin()
     for epoch, loss in enumerate(losses):
-        found.on_epoch_begin(epoch)
-        found.on_epoch_end(epoch, {"loss": loss})
-        if found.training.stop_training:
+        callback_list.on_epoch_begin(epoch)
+        callback_list.on_epoch_end(epoch, {"loss": loss})
+        if callback_list.training.stop_training:
             break
-    found.on_train_end()
-    return found
+    callback_list.on_train_end()
+    return callback_list
 
 
 # Loops of one's own
@@ -156,10 +156,10 @@ def test_states_go_to_whom_they_are_of(coordinator: ClusterCoordinator, optimize
         return CallbackList([callbacks.EarlyStopping("loss"), plateau, callbacks.TensorBoard()], coordinator)
 
     first = made()
-    for each in first.callbacks[:2]:
-        each.on_train_begin()
-        each.on_epoch_end(0, {"loss": 3.0})
-        each.on_epoch_end(1, {"loss": 4.0})
+    for callback in first.callbacks[:2]:
+        callback.on_train_begin()
+        callback.on_epoch_end(0, {"loss": 3.0})
+        callback.on_epoch_end(1, {"loss": 4.0})
     states = json.loads(json.dumps(first.states()))
     second = made()
     assert json.loads(json.dumps(second.states()))[0]["state"]["best"] == math.inf
@@ -170,7 +170,7 @@ def test_states_go_to_whom_they_are_of(coordinator: ClusterCoordinator, optimize
     assert other.states() == first.states()
     last = CallbackList([callbacks.TensorBoard()], coordinator)
     before = last.states()
-    last.load_states([each for each in states if each["callback"] != "TensorBoard"])
+    last.load_states([state for state in states if state["callback"] != "TensorBoard"])
     assert last.states() == before
 
 
@@ -294,12 +294,12 @@ def test_a_plateau(
     rates: list[float],
 ) -> None:
     """Check the rate after each epoch; the logs have the rate during it."""
-    found: list[float] = []
+    seen: list[float] = []
     logged: list[float] = []
 
     class Looks(callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            found.append(float(optimizer.learning_rate))  # type: ignore[arg-type]
+            seen.append(float(optimizer.learning_rate))  # type: ignore[arg-type]
             logged.append(logs["learning_rate"])
 
     plateau = callbacks.ReduceLROnPlateau(optimizer, "loss", **arguments)
@@ -307,7 +307,7 @@ def test_a_plateau(
     calls.on_train_begin()
     for epoch, loss in enumerate(losses):
         calls.on_epoch_end(epoch, {"loss": loss})
-    assert found == pytest.approx(rates)
+    assert seen == pytest.approx(rates)
     assert logged == pytest.approx([1, *rates[:-1]])
 
 
@@ -337,7 +337,7 @@ def test_what_is_refused(
     """When a callback is made; or when the training begins."""
     with strategy.scope():
         scheduled = optimizers.SGD(ExponentialDecay(0.1, 10, 0.5), name="scheduled")
-    place = str(tmp_path)
+    directory = str(tmp_path)
     bad: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: callbacks.EarlyStopping("loss", mode="up"), ValueError, "mode is 'up'; it must be"),  # type: ignore[arg-type]
         (
@@ -354,17 +354,17 @@ def test_what_is_refused(
         (lambda: callbacks.LearningRateScheduler(0.1, max), TypeError, "give the optimizer .*, not a float"),  # type: ignore[arg-type]
         (lambda: callbacks.LearningRateScheduler(optimizer, 0.1), TypeError, "schedule is a float; it must be"),  # type: ignore[arg-type]
         (
-            lambda: callbacks.ModelCheckpoint(place, save_freq=0),
+            lambda: callbacks.ModelCheckpoint(directory, save_freq=0),
             ValueError,
             "save_freq is 0; it must be a whole number of steps, 1 or more, or 'epoch'",
         ),
         (
-            lambda: callbacks.ModelCheckpoint(place, save_best_only=True, save_freq=3),
+            lambda: callbacks.ModelCheckpoint(directory, save_best_only=True, save_freq=3),
             ValueError,
             "save_best_only goes with save_freq='epoch'",
         ),
         (
-            lambda: callbacks.BackupAndRestore(place, every=0),
+            lambda: callbacks.BackupAndRestore(directory, every=0),
             ValueError,
             "every is 0; it must be a number of seconds, above 0, or None",
         ),
@@ -379,7 +379,7 @@ def test_what_is_refused(
             r"min_lr is -0.1; it must be a number, 0 or more",
         ),
         (
-            lambda: callbacks.TensorBoard(place, update_freq=-1),
+            lambda: callbacks.TensorBoard(directory, update_freq=-1),
             ValueError,
             "update_freq is -1; it must be a whole number of steps, 0 or more, or 'epoch'",
         ),
@@ -390,7 +390,7 @@ def test_what_is_refused(
     for callback in (
         callbacks.EarlyStopping(),
         callbacks.ReduceLROnPlateau(optimizer),
-        callbacks.ModelCheckpoint(place, save_best_only=True),
+        callbacks.ModelCheckpoint(directory, save_best_only=True),
     ):
         with pytest.raises(errors.MisuseError, match=r"monitors 'val_loss', but nothing is evaluated: give fit\(\)"):
             coordinator.fit(model.step(), data, callbacks=[callback], verbose=0)
@@ -515,9 +515,9 @@ def test_checkpoints_of_steps(coordinator: ClusterCoordinator, model: Counter, t
     data = coordinator.distribute_dataset(np.arange(STEPS))
     keeps = callbacks.ModelCheckpoint(str(tmp_path), save_freq=3, max_to_keep=None)
     coordinator.fit(model.step(), data, epochs=2, callbacks=[keeps], verbose=0)
-    found = saved_counts(coordinator, model, tmp_path)
-    assert len(found) == 2
-    assert all(least <= count <= 2 * STEPS for least, count in zip((3, 6), found, strict=True))
+    counts = saved_counts(coordinator, model, tmp_path)
+    assert len(counts) == 2
+    assert all(least <= count <= 2 * STEPS for least, count in zip((3, 6), counts, strict=True))
 
 
 def test_no_checkpoint_can_be_made(
@@ -529,17 +529,17 @@ def test_no_checkpoint_can_be_made(
 ) -> None:
     """Saving below a regular file fails: that is logged, training continues, and the best value stays as it was."""
     (tmp_path / "file").write_text("no directory")
-    place = str(tmp_path / "file" / "below")
-    keeps = callbacks.ModelCheckpoint(place, "loss", save_best_only=True)
-    stopping = callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True, directory=place)
-    backup = callbacks.BackupAndRestore(place)
+    directory = str(tmp_path / "file" / "below")
+    keeps = callbacks.ModelCheckpoint(directory, "loss", save_best_only=True)
+    stopping = callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True, directory=directory)
+    backup = callbacks.BackupAndRestore(directory)
     coordinator.fit(model.step(best=9), data, epochs=2, callbacks=[backup, keeps, stopping], verbose=0)
     assert model.value == 2
     assert caplog.text.count("no checkpoint was made; training continues: ") == 4
     assert keeps.state()["best"] == stopping.best == math.inf
     (tmp_path / "file").unlink()
     coordinator.fit(model.step(best=9), data, epochs=2, callbacks=[keeps], verbose=0)
-    assert saved_counts(coordinator, model, Path(place)) == [3, 4]
+    assert saved_counts(coordinator, model, Path(directory)) == [3, 4]
 
 
 class Dies(callbacks.Callback):
@@ -593,15 +593,15 @@ def test_an_epoch_that_was_visited_and_not_told_of(
 def test_going_on_from_a_backup(cluster: LocalCluster, tmp_path: Path, save_freq: Any, every: float | None) -> None:
     """With the variables and the position in the data of one moment, so that every step counts once; then it goes."""
     epochs: list[list[int]] = []
-    for number in range(2):
+    for run in range(2):
         with ParameterServerStrategy(cluster) as strategy:
             model, coordinator = Counter(strategy), ClusterCoordinator(strategy)
             data = coordinator.distribute_dataset(np.arange(2 * STEPS))
             backup = callbacks.BackupAndRestore(str(tmp_path / "backup"), save_freq=save_freq, every=every)
             log = callbacks.CSVLogger(tmp_path / "log.csv")
-            calls = [backup, log, Dies(2, 5)][: 3 - number]
+            calls = [backup, log, Dies(2, 5)][: 3 - run]
             arguments: dict[str, Any] = {"epochs": 4, "steps_per_execution": 1, "callbacks": calls, "verbose": 0}
-            if not number:
+            if not run:
                 with pytest.raises(RuntimeError, match="power failure"):
                     coordinator.fit(model.step(), data, **arguments)
                 assert backup.restored is not None
@@ -681,21 +681,21 @@ def test_places_where_nothing_can_be_written(
 ) -> None:
     """Are found at the begin: nothing was trained by then."""
     (tmp_path / "file").write_text("no directory")
-    place = tmp_path / "file" / "below"
+    path = tmp_path / "file" / "below"
     with pytest.raises(NotADirectoryError) as raised:
-        coordinator.fit(model.step(), data, callbacks=[callbacks.CSVLogger(place)], verbose=0)
+        coordinator.fit(model.step(), data, callbacks=[callbacks.CSVLogger(path)], verbose=0)
     assert raised.value.__notes__ == ["raised by the callback CSVLogger.on_train_begin"]
-    with pytest.raises(errors.ConfigurationError, match=f"{place}.* can't be written: "):
-        coordinator.fit(model.step(), data, callbacks=[callbacks.TensorBoard(place)], verbose=0)
+    with pytest.raises(errors.ConfigurationError, match=f"{path}.* can't be written: "):
+        coordinator.fit(model.step(), data, callbacks=[callbacks.TensorBoard(path)], verbose=0)
     assert model.value == 0
 
 
 def scalars_of(directory: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """What TensorBoard itself finds there: by run and name, steps and values."""
     command = [sys.executable, "-c", SCALARS, str(directory)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert found.returncode == 0, found.stderr
-    runs = json.loads(found.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert result.returncode == 0, result.stderr
+    runs = json.loads(result.stdout)
     return {run: {tag: [(s, v) for s, v in events] for tag, events in tags.items()} for run, tags in runs.items()}
 
 

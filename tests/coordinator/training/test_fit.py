@@ -69,8 +69,8 @@ class Counted:
         def step(numbers: Array) -> Any:
             seen.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
             mean = float(numbers.mean())
-            found = action(numbers)
-            return {"loss": mean, "twice": 2 * mean} if found is None else found
+            logs = action(numbers)
+            return {"loss": mean, "twice": 2 * mean} if logs is None else logs
 
         return step
 
@@ -141,8 +141,8 @@ class Raises(Callback):
         self.hook, self.batch = hook, batch
         setattr(self, hook, self._raise)
 
-    def _raise(self, number: Any = None, logs: Any = None) -> None:
-        if self.error is not None and ("batch" not in self.hook or number >= self.batch):
+    def _raise(self, index: Any = None, logs: Any = None) -> None:
+        if self.error is not None and ("batch" not in self.hook or index >= self.batch):
             error, self.error = self.error, None
             raise error
 
@@ -243,8 +243,8 @@ def test_a_dataset_without_end(coordinator: ClusterCoordinator, model: Counted, 
 def test_files(coordinator: ClusterCoordinator, model: Counted, tmp_path: Path) -> None:
     """A file is a unit of the data; how many steps it makes is known once it has been read."""
     names: list[str] = []
-    for number, numbers in enumerate(np.split(np.arange(EXAMPLES), [3, 20, 21, 40])):
-        names.append(str(tmp_path / f"{number}.npy"))
+    for index, numbers in enumerate(np.split(np.arange(EXAMPLES), [3, 20, 21, 40])):
+        names.append(str(tmp_path / f"{index}.npy"))
         np.save(names[-1], numbers)
     data = coordinator.distribute_dataset(names, reader=np.load).shuffle().batch(4)
     with pytest.raises(ValueError, match="can't be counted in a dataset of files: omit"):
@@ -260,9 +260,7 @@ def test_files(coordinator: ClusterCoordinator, model: Counted, tmp_path: Path) 
 
 def test_per_worker_datasets(coordinator: ClusterCoordinator, model: Counted) -> None:
     """An epoch has the steps asked for, packed, over the elements of whichever worker runs them."""
-    data = coordinator.create_per_worker_dataset(
-        lambda: (np.array([number % EXAMPLES]) for number in itertools.count())
-    )
+    data = coordinator.create_per_worker_dataset(lambda: (np.array([index % EXAMPLES]) for index in itertools.count()))
     recorder = Recorder()
     arguments: dict[str, Any] = {"epochs": 2, "steps_per_epoch": 10, "steps_per_execution": 4, "verbose": 0}
     history = coordinator.fit(model.step(), data, callbacks=[recorder], **arguments)
@@ -366,8 +364,8 @@ def test_packing_changes_no_bit(trained: Callable[[Any], tuple[list[bytes], dict
     variables, history = trained(1)
     assert len(history["loss"]) == 3
     for packing in (7, "auto"):
-        found, losses = trained(packing)
-        assert found == variables
+        values, losses = trained(packing)
+        assert values == variables
         assert losses["loss"] == pytest.approx(history["loss"], rel=1e-12)
 
 
@@ -384,7 +382,7 @@ def test_short_steps_are_packed(coordinator: ClusterCoordinator) -> None:
             assert self.training.execution is not None
             functions[-1].add(self.training.execution.what)
 
-    coordinator.fit(lambda number: None, data, epochs=2, callbacks=[Functions()], verbose=0)
+    coordinator.fit(lambda example: None, data, epochs=2, callbacks=[Functions()], verbose=0)
     assert len(functions[0]) < 100
     assert len(functions[1]) < 50
     assert len(functions[1]) >= 4 * NUM_WORKERS, "each worker has several, lest some wait for the last one"
@@ -459,8 +457,8 @@ def test_a_result_that_comes_as_it_is_no_longer_waited_for(
             "much",
             r"the step returned a str as 'loss'; it must be a number: return the loss, a dict of numbers, or None",
         ),
-        (np.zeros((2, 3)), r"returned a ndarray of shape \(2, 3\) as 'loss'"),
-        ({"loss": 1.0, "other": None}, "returned a NoneType as 'other'"),
+        (np.zeros((2, 3)), r"returned an ndarray of shape \(2, 3\) as 'loss'"),
+        ({"loss": 1.0, "other": None}, "returned None as 'other'"),
         ((1.0, 2.0), r"returned a tuple of shape \(2,\) as 'loss'"),
     ],
 )
@@ -663,7 +661,7 @@ def test_two_trainings(coordinator: ClusterCoordinator, model: Counted, data: Di
 def test_a_training_that_is_over(cluster: LocalCluster, tmp_path: Path) -> None:
     """A script that is run again learns from the checkpoint that a training has ended, skips it, and runs the next."""
     histories: list[list[int]] = []
-    for number in range(2):
+    for run in range(2):
         with ParameterServerStrategy(cluster) as strategy:
             model, coordinator = Counted(strategy), ClusterCoordinator(strategy)
             data = coordinator.distribute_dataset(np.arange(EXAMPLES)).batch(SIZE)
@@ -673,7 +671,7 @@ def test_a_training_that_is_over(cluster: LocalCluster, tmp_path: Path) -> None:
             second = coordinator.fit(model.step(), data, verbose=0)
             assert model.counts == [3] * EXAMPLES
             histories += [first.epoch, second.epoch]
-            assert len(histories) == 2 * (number + 1)
+            assert len(histories) == 2 * (run + 1)
     assert histories == [[0, 1], [0], [], [0]]
 
 
@@ -793,10 +791,10 @@ def test_a_notebook(coordinator: ClusterCoordinator, notebook: list[Any]) -> Non
     with ProgressLine(coordinator, 3, Console(force_jupyter=True), label="epoch 1/1") as line:
         for _ in range(3):
             line.update(1, loss=0.5)
-    texts = [each.text for each in notebook if hasattr(each, "text") and each.text.strip()]
+    texts = [shown.text for shown in notebook if hasattr(shown, "text") and shown.text.strip()]
     assert "loss 0.5000" in texts[-1]
     assert "3/3" in texts[-1]
-    widgets = [each for each in notebook if hasattr(each, "cleared")]
+    widgets = [widget for widget in notebook if hasattr(widget, "cleared")]
     assert len(widgets) == any("\u2501" in text for text in texts), "with a bar"
     assert len(widgets) == (importlib.util.find_spec("ipywidgets") is not None)
     assert all(widget.cleared > 1 for widget in widgets)
@@ -807,10 +805,10 @@ def test_progress_over_what_is_skipped(
 ) -> None:
     """What can't be read is done with, too: the line comes to its end."""
 
-    def unreadable(number: Any) -> Any:
-        if number == 17:
+    def unreadable(example: Any) -> Any:
+        if example == 17:
             raise ValueError("torn")
-        return number
+        return example
 
     data = coordinator.distribute_dataset(np.arange(EXAMPLES), on_error="skip", retries=0).map(unreadable).batch(SIZE)
     coordinator.fit(model.step(), data)

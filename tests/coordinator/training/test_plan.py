@@ -74,8 +74,8 @@ class Data:
                 self.sizes.append(size)
             return stop
 
-        found = self.coverage.take(epoch, stop_of)
-        return None if found is None else (training_epoch, epoch, *found)
+        interval = self.coverage.take(epoch, stop_of)
+        return None if interval is None else (training_epoch, epoch, *interval)
 
 
 @st.composite
@@ -112,10 +112,10 @@ def test_parts_tile_each_epoch(data: Data, per_epoch: int, epochs: int, changes:
     """Functions follow one another, and none crosses the end of an epoch of the data or the training."""
     plan = data.plan(per_epoch)
     parts = all_parts(data, plan, epochs, changes)
-    elements = [data.element(epoch, place) for _, epoch, start, stop in parts for place in range(start, stop)]
+    elements = [data.element(epoch, index) for _, epoch, start, stop in parts for index in range(start, stop)]
     assert elements == sorted(elements)
     assert sorted(set(elements)) == list(range(epochs * per_epoch)), "no element is left out, none is too many"
-    places = [(epoch, place) for _, epoch, start, stop in parts for place in range(start, stop)]
+    places = [(epoch, index) for _, epoch, start, stop in parts for index in range(start, stop)]
     assert len(places) == len(set(places))
     for training_epoch, epoch, start, stop in parts:
         first, last = data.element(epoch, start), data.element(epoch, stop - 1)
@@ -155,17 +155,17 @@ def test_who_goes_on_cuts_the_same(
     for part in parts:
         if part[0] < training_epoch or part in done:
             again.coverage.commit(*part[1:])
-    found = again.plan(per_epoch)
-    found.origin = 99, 99
-    assert found.fits(data.kept[training_epoch])
-    found.load(data.kept[training_epoch])
-    found.begin_epoch(training_epoch)
-    left = list(iter(lambda: again.take(found, training_epoch), None))
+    resumed = again.plan(per_epoch)
+    resumed.origin = 99, 99
+    assert resumed.fits(data.kept[training_epoch])
+    resumed.load(data.kept[training_epoch])
+    resumed.begin_epoch(training_epoch)
+    left = list(iter(lambda: again.take(resumed, training_epoch), None))
     assert left == [part for part in mine if part not in done]
     visited = sum(-(-(stop - start) // data.items_per_element) for _, _, start, stop in done)
     epoch, places = again.coverage.epoch, again.coverage.visited(again.coverage.epoch)
     earlier = {epoch for _, epoch, _, _ in mine} == {epoch}  # of one epoch of the data, it is exact
-    assert not earlier or found.done(epoch, places) == training_epoch * per_epoch + visited
+    assert not earlier or resumed.done(epoch, places) == training_epoch * per_epoch + visited
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=6))
@@ -295,7 +295,7 @@ def test_how_many_are_scheduled(seconds: float | None, workers: int) -> None:
 def test_sizes_hold_from_their_elements_on() -> None:
     """Before the first one it is one step."""
     plan = Plan("data", 100, 1, 100, 100, cuts=[(10, 3), (40, 7)])
-    sizes = [(size, len(list(run))) for size, run in itertools.groupby(plan.size_at(each) for each in range(100))]
+    sizes = [(size, len(list(run))) for size, run in itertools.groupby(plan.size_at(element) for element in range(100))]
     assert sizes == [(1, 10), (3, 30), (7, 60)]
 
 
@@ -303,23 +303,23 @@ def test_what_functions_cost_beside_their_steps() -> None:
     """The overhead is a worker's wait between two functions plus the coordinator's time, once enough have ended."""
     overhead, now, cpu = Overhead(2), 100.0, 7.0
     overhead.begin(now, cpu)
-    found = []
-    for number in range(40):
+    measured = []
+    for index in range(40):
         now, cpu = now + 0.02, cpu + 0.002
-        begin = number // 2 * 0.04 + number % 2 * 1000.0  # each worker has a clock of its own
-        found.append(overhead.add(number % 2, begin, begin + 0.039, now, cpu))
-    assert found[:15] == [None] * 15, "sixteen functions at least"
-    assert found[15] == pytest.approx(0.001 + 0.002)
-    assert found[31] == pytest.approx(0.001 + 0.002), "and anew"
-    assert len([each for each in found if each is not None]) == 2
+        begin = index // 2 * 0.04 + index % 2 * 1000.0  # each worker has a clock of its own
+        measured.append(overhead.add(index % 2, begin, begin + 0.039, now, cpu))
+    assert measured[:15] == [None] * 15, "sixteen functions at least"
+    assert measured[15] == pytest.approx(0.001 + 0.002)
+    assert measured[31] == pytest.approx(0.001 + 0.002), "and anew"
+    assert len([value for value in measured if value is not None]) == 2
     overhead.begin(now, cpu)
-    assert all(overhead.add(0, each, each, now + each / 1000, cpu) is None for each in range(100)), "in 0.1 s"
+    assert all(overhead.add(0, second, second, now + second / 1000, cpu) is None for second in range(100)), "in 0.1 s"
 
 
 def test_a_worker_that_was_started_again_has_another_clock() -> None:
     """What lies between the two says nothing."""
     overhead = Overhead(1)
     overhead.begin(0.0, 0.0)
-    times = [*(100.0 + each for each in range(10)), *(1.0 + each for each in range(10))]
-    found = [overhead.add(0, begin, begin + 0.75, number, 0.0) for number, begin in enumerate(times)]
-    assert next(each for each in found if each is not None) == pytest.approx(0.25)
+    times = [*(100.0 + second for second in range(10)), *(1.0 + second for second in range(10))]
+    measured = [overhead.add(0, begin, begin + 0.75, index, 0.0) for index, begin in enumerate(times)]
+    assert next(value for value in measured if value is not None) == pytest.approx(0.25)

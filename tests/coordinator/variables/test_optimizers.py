@@ -252,7 +252,7 @@ def test_variables_that_take_no_gradients(cutting: ParameterServerStrategy) -> N
     calls: list[tuple[list[Any], type[Exception], str]] = [
         ([(ones, w), (ones, counts)], errors.InvalidUpdateError, "'counts' is int32: only floats take gradients"),
         ([(ones, w), (ones, w)], errors.MisuseError, "'w' is given twice: add its gradients first"),
-        ([(ones, w), (ones, np.zeros(5))], TypeError, r"takes pairs \(gradient, variable\).* a ndarray"),
+        ([(ones, w), (ones, np.zeros(5))], TypeError, r"takes pairs \(gradient, variable\).* an ndarray"),
         ([(w, ones)], TypeError, r"takes pairs \(gradient, variable\)"),
     ]
     for pairs, error, said in calls:

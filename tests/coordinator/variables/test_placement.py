@@ -45,9 +45,9 @@ def test_by_bytes_ties_go_to_fewer_shards_then_to_the_first() -> None:
 def test_by_bytes_stays_balanced(variables: list[list[int]], num_ps: int) -> None:
     """No server is ahead of another by more than the largest shard, and the account adds up."""
     placer, again = ShardPlacer(num_ps), ShardPlacer(num_ps, "bytes")
-    for number, sizes in enumerate(variables):
-        owners = placer.place(str(number), rows(*sizes), I1)
-        assert owners == again.place(str(number), rows(*sizes), I1)
+    for index, sizes in enumerate(variables):
+        owners = placer.place(str(index), rows(*sizes), I1)
+        assert owners == again.place(str(index), rows(*sizes), I1)
         assert len(owners) == len(sizes)
     held = [load.nbytes for load in placer.loads]
     sizes = [size for variable in variables for size in variable]

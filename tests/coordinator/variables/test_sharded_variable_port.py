@@ -694,9 +694,9 @@ class TestJoined:
         with strategy.scope():
             adam = optimizers.Adam(0.1)
         gradient = np.arange(8, dtype=np.float32).reshape(4, 2)
-        for each in (same, v):
-            adam.apply_gradients([(gradient, each)])
-            adam.apply_gradients([(IndexedSlices(gradient[:2], [3, 0]), each)])
+        for target in (same, v):
+            adam.apply_gradients([(gradient, target)])
+            adam.apply_gradients([(IndexedSlices(gradient[:2], [3, 0]), target)])
         np.testing.assert_array_equal(v.numpy(), same.numpy())
         np.testing.assert_array_equal(adam.slot(b, "m").numpy(), adam.slot(same, "m").numpy()[1:])
         with pytest.raises(TypeError, match="no slots of its own; ask for a slot of one of"):
@@ -731,5 +731,5 @@ class TestJoined:
             return batch * v.numpy().sum()
 
         for concurrent in (False, True):
-            found = coordinator.evaluate(total, data, [metrics.Sum()], concurrent=concurrent, timeout=60)
-            assert found == {"sum": 6 * 4134.0}
+            results = coordinator.evaluate(total, data, [metrics.Sum()], concurrent=concurrent, timeout=60)
+            assert results == {"sum": 6 * 4134.0}

@@ -150,7 +150,7 @@ def as_tensor(data: Any) -> Any:
     if hasattr(data, "__dlpack__"):
         assert data.__dlpack_device__() == (1, 0)
         return np.from_dlpack(Capsule(data.__dlpack__(max_version=(1, 0))))
-    return np.array([as_tensor(data[place]) for place in range(len(data))] if hasattr(data, "__len__") else data)
+    return np.array([as_tensor(data[index]) for index in range(len(data))] if hasattr(data, "__len__") else data)
 
 
 def test_each_way_to_convert_is_one_read(cutting: ParameterServerStrategy, tables: Tables, cuts: int) -> None:
@@ -165,11 +165,11 @@ def test_each_way_to_convert_is_one_read(cutting: ParameterServerStrategy, table
     for variable, twin in tables:
         for convert in [*whole, *elements, *([list] if cuts == 1 else [])]:
             before = requests()
-            found = convert(variable)
+            converted = convert(variable)
             assert requests() - before == min(cuts, NUM_PS)
-            np.testing.assert_array_equal(found, twin)
-        found = as_tensor(variable)
-        found[:] = 0
+            np.testing.assert_array_equal(converted, twin)
+        converted = as_tensor(variable)
+        converted[:] = 0
         same(variable, twin)
         assert (twin[1, 1] in variable, -5 in variable) == (True, False)
         for convert in whole:
@@ -201,9 +201,9 @@ def test_operators(cutting: ParameterServerStrategy, dtype: Any) -> None:
             (a, w, function(a, b)),
             (3, w, function(3, b)),
         ]:
-            found = function(left, right)
-            np.testing.assert_array_equal(found, expected, err_msg=name)
-            assert found.dtype == expected.dtype, name
+            result = function(left, right)
+            np.testing.assert_array_equal(result, expected, err_msg=name)
+            assert result.dtype == expected.dtype, name
     np.testing.assert_array_equal(v @ b.T, a @ b.T)
     np.testing.assert_array_equal(a.T @ w, a.T @ b)
     np.testing.assert_array_equal(v @ w[:].T, a @ b.T)
@@ -373,14 +373,14 @@ def test_rows_in_the_order_of_the_ids(tables: Tables) -> None:
     for variable, twin in tables:
         for ids in LOOKUPS:
             expected = twin[np.asarray(ids, np.int64)]
-            found = [
+            gathered = [
                 variable.sparse_read(ids),
                 variable.sparse_read(ids, name="rows"),
                 variable.gather(ids),
                 embedding_lookup(variable, ids),
                 embedding_lookup([variable, variable], [ids, [0]])[0],
             ]
-            for rows in found:
+            for rows in gathered:
                 np.testing.assert_array_equal(rows, expected)
                 assert (rows.dtype, rows.shape) == (expected.dtype, expected.shape)
 
@@ -530,8 +530,8 @@ def by_shape(shape: tuple[int, ...], dtype: Any) -> Array:
 def by_part(shape: tuple[int, ...], dtype: Any, partition_shape: Any = None, partition_offset: Any = None) -> Array:
     """An initial value of a part, which says where it was called."""
     whole: Array = np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    part = tuple(slice(a, a + n) for a, n in zip(partition_offset, partition_shape, strict=True))
-    return whole[part]
+    slices = tuple(slice(a, a + n) for a, n in zip(partition_offset, partition_shape, strict=True))
+    return whole[slices]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -630,7 +630,7 @@ def test_the_list_of_variables(cutting: ParameterServerStrategy) -> None:
     cutting.save_progress(step=1)
     listed = cutting.variables
     assert listed[1] is v
-    assert [each.name for each in listed] == ["first", "v", "other"]
+    assert [variable.name for variable in listed] == ["first", "v", "other"]
     assert v in listed
     assert 0 not in listed
     assert (listed.index(v), listed.count(v)) == (1, 1)

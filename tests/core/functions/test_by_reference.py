@@ -206,7 +206,7 @@ def test_functions_arrive_with_their_arguments(module: Any) -> None:
     big, small, thing = np.arange(100_000), np.ones(3), Thing("w")
     inner = functools.partial(module.plain, big)
     inner.__qualname__ = "what keeps it from being joined with the outer one"  # type: ignore[attr-defined]
-    found = there(
+    resolved = there(
         functools.partial(
             functools.partial(module.everything, 1, a=2),
             {"functions": [module.plain, functools.partial(module.everything, big, module.Windows.named), len, np.sum]},
@@ -216,7 +216,7 @@ def test_functions_arrive_with_their_arguments(module: Any) -> None:
             inner=inner,
         )
     )
-    args, keywords = found(4)
+    args, keywords = resolved(4)
     assert (args[0], args[-1]) == (1, 4)
     plain, nested, *installed = args[1]["functions"]
     assert plain(4) == 2.0
@@ -238,17 +238,17 @@ def test_handles_can_be_renamed(module: Any) -> None:
     captured = capture(functools.partial(module.everything, Thing("w"), [module.plain]), policy=OFF)
     copies = captured.renamed(lambda handle: (handle.handle_kind, "copy"))
     assert [handle.handle_key for handle in copies.handles] == ["w"]
-    for each, key in ((copies, "copy"), (captured, "w")):
-        (form,) = each.forms()
+    for shipped, key in ((copies, "copy"), (captured, "w")):
+        (form,) = shipped.forms()
         assert resolve(form, form.arrays, things)()[0][0] == f"the receiver's thing {key}"
     assert copies.digest != captured.digest
 
 
 def made_by_exec() -> Any:
     """A function that is in no file."""
-    found: dict[str, Any] = {}
-    exec("def step(): pass", found)
-    return found["step"]
+    namespace: dict[str, Any] = {}
+    exec("def step(): pass", namespace)
+    return namespace["step"]
 
 
 def test_what_can_not_go_says_why(module: Any) -> None:
@@ -295,9 +295,9 @@ def test_globals_are_what_the_file_makes_of_them(module: Any) -> None:
         said = (
             r"it uses the global 'HANDLE' of users_steps.py, a list, which is or holds a handle, .*: pass it as an arg"
         )
-        for each in (function, functools.partial(function)):
+        for candidate in (function, functools.partial(function)):
             with pytest.raises(TypeError, match=said):
-                sent(each)
+                sent(candidate)
     with pytest.raises(
         TypeError, match=r"global 'SECRET' of users_helpers.py, an? \S+Thing, which is or holds a handle"
     ):
@@ -400,8 +400,8 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
     assert received(*named("users_steps", "plain", Path(module.__file__)))(3) == 1.5
     assert received(*named("users_steps", "Windows.named"))(3) == ("Windows", 3)
     for form in (named, argument_of):
-        found = received(*form("pscluster.ps.initializers", "Zeros"))
-        assert initializers.Zeros in (found, *getattr(found, "args", ()))
+        resolved = received(*form("pscluster.ps.initializers", "Zeros"))
+        assert initializers.Zeros in (resolved, *getattr(resolved, "args", ()))
         with pytest.raises(MisuseError, match=r"peers may not name (what is in )?pscluster\.worker\.data\.per_worker"):
             received(*form("pscluster.worker.data.per_worker", "given"))  # only workers accept datasets
         with pytest.raises(MisuseError, match=r"peers may not name .*pscluster\.worker\.data\.sources"):
@@ -428,15 +428,15 @@ def test_the_list_has_all_that_is_public() -> None:
     modules = ("callbacks", "errors", "initializers", "metrics", "optimizers")
     public = {name: getattr(api, name) for name in (*api.__all__, *modules)}
     for library in (api.errors, api.initializers, api.metrics, schedules, optim):
-        classes = {name: found for name, found in vars(library).items() if isinstance(found, type)}
+        classes = {name: value for name, value in vars(library).items() if isinstance(value, type)}
         public |= {
-            name: found
-            for name, found in classes.items()
-            if not name.startswith("_") and found.__module__.startswith(library.__name__)
+            name: value
+            for name, value in classes.items()
+            if not name.startswith("_") and value.__module__.startswith(library.__name__)
         }
-    for name, found in public.items():
-        listed = getattr(found, "__qualname__", "") in EVERYWHERE.get(getattr(found, "__module__", ""), ())
-        assert listed or name in NOT_FOR_PEERS or isinstance(found, types.ModuleType), name
+    for name, value in public.items():
+        listed = getattr(value, "__qualname__", "") in EVERYWHERE.get(getattr(value, "__module__", ""), ())
+        assert listed or name in NOT_FOR_PEERS or isinstance(value, types.ModuleType), name
     for module_name, listed_names in [*EVERYWHERE.items(), *ON_WORKERS.items()]:
         for name in listed_names:
             assert operator.attrgetter(name)(importlib.import_module(module_name)) is not None
@@ -522,8 +522,8 @@ def test_a_pickle_is_not_looked_at(module: Any, tmp_path: Path) -> None:
 def mutated(message: bytes, changes: list[tuple[int, int]]) -> bytes:
     """The message with some bytes changed."""
     data = bytearray(message)
-    for place, byte in changes:
-        data[place % len(data)] = byte
+    for position, byte in changes:
+        data[position % len(data)] = byte
     return bytes(data)
 
 
@@ -576,9 +576,9 @@ def test_who_may_send_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         policy.policy_of(None, environ={"PSCLUSTER_ALLOW_PICKLE": "maybe"})
     assert policy.policy_of(None, environ={}).pickles
     assert policy.policy_of(True, exposed, environ={}).pickles
-    found = policy.policy_of(None, exposed, environ={})
-    assert not found.pickles
-    assert "since this role listens on 0.0.0.0:1: give all roles a token" in found.why
+    chosen = policy.policy_of(None, exposed, environ={})
+    assert not chosen.pickles
+    assert "since this role listens on 0.0.0.0:1: give all roles a token" in chosen.why
     assert "--no-pickle, or PSCLUSTER_ALLOW_PICKLE=0" in policy.policy_of(False, exposed, environ={}).why
 
 
@@ -586,11 +586,11 @@ def test_where_functions_are_taken_from(tmp_path: Path, monkeypatch: pytest.Monk
     """From the folders and packages that are named; by default the current folder and those of PYTHONPATH."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "on_path").mkdir()
-    found = policy.policy_of(False, environ={"PYTHONPATH": f"{tmp_path / 'on_path'}{os.pathsep}/not/there"})
-    assert found.folders == (tmp_path.resolve(), (tmp_path / "on_path").resolve())
+    chosen = policy.policy_of(False, environ={"PYTHONPATH": f"{tmp_path / 'on_path'}{os.pathsep}/not/there"})
+    assert chosen.folders == (tmp_path.resolve(), (tmp_path / "on_path").resolve())
     environ = {"PSCLUSTER_FUNCTIONS_FROM": f"{tmp_path}{os.pathsep}my.package", "PYTHONPATH": "/"}
-    found = policy.policy_of(False, environ=environ)
-    assert (found.folders, found.packages) == ((tmp_path.resolve(),), ("my.package",))
+    chosen = policy.policy_of(False, environ=environ)
+    assert (chosen.folders, chosen.packages) == ((tmp_path.resolve(),), ("my.package",))
     assert policy.policy_of(False, "", ["on_path"], environ).folders == ((tmp_path / "on_path").resolve(),)
     with pytest.raises(ConfigurationError, match=r"names '/not/there', which is neither a folder here nor a package"):
         policy.policy_of(False, "", ["/not/there"])

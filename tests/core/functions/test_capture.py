@@ -65,9 +65,9 @@ SAME, CODE = None, Changes(True, [])
 @pytest.mark.parametrize("name", ["helper", "step", "with_model", "shortened", "uses_cached", "model", "Stepper"])
 def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
     """What has not changed stays unchanged at every check, whatever other values change."""
-    found = Captures(cell[name])
+    captures = Captures(cell[name])
     cell["unused"] = 2
-    assert [changed(found) for _ in range(3)] == [SAME] * 3
+    assert [changed(captures) for _ in range(3)] == [SAME] * 3
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_nothing_has_changed(cell: dict[str, Any], name: str) -> None:
 )
 def test_changes(cell: dict[str, Any], name: str, line: str, expected: Changes | None) -> None:
     """Changed code, including that of helpers, makes a new function; a changed value is reported once, by name."""
-    found = Captures(cell[name])
+    captures = Captures(cell[name])
     cell["old"] = cell["model"]
     exec(line, cell)
-    first = changed(found)
+    first = changed(captures)
     assert (first and (first.code, sorted(first.values))) == (expected and (expected.code, sorted(expected.values)))
     if expected != CODE:
-        assert changed(found) is SAME, "once"
+        assert changed(captures) is SAME, "once"
         exec("def other(x): return 7\ntype(old).loss = None", cell)
-        assert changed(found) == CODE, "the rest is still looked at"
+        assert changed(captures) == CODE, "the rest is still looked at"
 
 
 def test_closures() -> None:
@@ -126,24 +126,24 @@ def test_closures() -> None:
         return step, assign
 
     step, assign = make()
-    found = Captures(step)
-    assert changed(found) is SAME
+    captures = Captures(step)
+    assert changed(captures) is SAME
     assign(0.2)
-    assert changed(found) == Changes(False, ["rate"])
+    assert changed(captures) == Changes(False, ["rate"])
     assign(0.3)
-    assert changed(found) is SAME, "told of once"
+    assert changed(captures) is SAME, "told of once"
     assign(0.3, lambda: 2)
-    assert changed(found) == CODE
+    assert changed(captures) == CODE
 
 
 def test_methods(cell: dict[str, Any]) -> None:
     """A bound method is checked as its function and those of its class; the object may change in place."""
     stepper: Any = cell["Stepper"]()
-    found = Captures(stepper.run)
+    captures = Captures(stepper.run)
     stepper.attribute = 3
-    assert changed(found) is SAME
+    assert changed(captures) is SAME
     exec("def helper(x): return 0", cell)
-    assert changed(found) == CODE
+    assert changed(captures) == CODE
 
 
 def test_large_functions(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +153,12 @@ def test_large_functions(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     now = 100.0
     monkeypatch.setattr("pscluster.core.functions.capture.time.monotonic", lambda: now)
     for line in ("v77 = -1", "def f3(): return 0"):
-        found = Captures(cell["big"])
-        assert changed(found) is SAME  # a complete check
+        captures = Captures(cell["big"])
+        assert changed(captures) is SAME  # a complete check
         exec(line, cell)
-        assert False in [found.are_same() for _ in found._groups]
+        assert False in [captures.are_same() for _ in captures._groups]
         now += 1.0
-        assert not found.are_same()
+        assert not captures.are_same()
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -173,33 +173,33 @@ def test_nothing_is_kept_alive() -> None:
         return step, [weakref.ref(step), weakref.ref(token), weakref.ref(array)]
 
     step, kept = make()
-    found = Captures(step)
+    captures = Captures(step)
     del step
     gc.collect()
-    assert [each() for each in kept] == [None] * 3
-    assert changed(found) == CODE
+    assert [reference() for reference in kept] == [None] * 3
+    assert changed(captures) == CODE
 
 
 def test_an_id_that_is_used_again(cell: dict[str, Any]) -> None:
     """A deleted value is not mistaken for another one at the same address."""
-    found = Captures(cell["step"])
+    captures = Captures(cell["step"])
     for _ in range(50):
         cell["weights"] = None
         cell["weights"] = np.array([1.0])
-        if (told := changed(found)) is not SAME:
+        if (told := changed(captures)) is not SAME:
             break
     assert told == Changes(False, ["weights"])
 
 
 def test_several_threads(cell: dict[str, Any]) -> None:
     """Checks from several threads report changes, and none fails."""
-    found, told, failed = Captures(cell["step"]), list[str](), list[BaseException]()
+    captures, told, failed = Captures(cell["step"]), list[str](), list[BaseException]()
 
     def look() -> None:
         try:
             for _ in range(2000):
-                if not found.are_same():
-                    told.extend(found.changes().values)
+                if not captures.are_same():
+                    told.extend(captures.changes().values)
         except BaseException as error:
             failed.append(error)
 

@@ -456,9 +456,9 @@ SCRIPTS = {
 def test_what_lets_a_script_go_by_reference(tmp_path: Path) -> None:
     """A function that uses anything that the file does not say, or no longer says, is sent by value."""
     paths = []
-    for number, (old, new, change) in enumerate(SCRIPTS.values()):
+    for index, (old, new, change) in enumerate(SCRIPTS.values()):
         text = BASE.replace(old, new) if old else BASE
-        paths.append(tmp_path / f"script_{number}.py")
+        paths.append(tmp_path / f"script_{index}.py")
         paths[-1].write_text(text.replace("CHANGE", change))
     # Like `pscluster coordinator SCRIPT`; one process for all.
     runner = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_name='__main__'); print()"
@@ -590,17 +590,17 @@ def test_helpers_of_a_module_that_was_edited(module: Any, tmp_path: Path, monkey
     monkeypatch.delitem(sys.modules, "users_steps")
     monkeypatch.setitem(sys.modules, "users_steps", steps)
     before = [capture(names["step"]), capture(steps.step)]
-    assert [each.by_reference is None for each in before] == [True, False]
-    first = [called(each, 1) for each in before]
+    assert [definition.by_reference is None for definition in before] == [True, False]
+    first = [called(definition, 1) for definition in before]
     path = Path(module.__file__)
     path.write_text(path.read_text().replace("def plain(", "def plain(x): return 'edited'\ndef old(", 1))
     importlib.reload(module)
     names["plain"] = steps.plain = module.plain
     after = [capture(names["step"]), capture(steps.step)]
     module.plain = steps.step = None  # on the worker there are the first versions
-    assert not {each.digest for each in before} & {each.digest for each in after}
+    assert not {definition.digest for definition in before} & {definition.digest for definition in after}
     assert "edited" not in first
-    assert [called(each, 1) for each in after] == ["edited"] * 2
+    assert [called(definition, 1) for definition in after] == ["edited"] * 2
 
 
 def test_a_function_by_value_is_not_kept_alive() -> None:

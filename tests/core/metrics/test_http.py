@@ -52,10 +52,10 @@ def server(telemetry: OneRole) -> Iterator[MetricsServer]:
 def test_what_is_served(server: MetricsServer, telemetry: OneRole) -> None:
     """It serves metrics under their full names with any text as a label, health, readiness with its reason, nothing
     else."""
-    found = scrape(server.address)
-    assert found.value("pscluster_one_things_total", kind="a") == 1
-    assert found.labels("pscluster_one_things_total", "kind") == {"a", 'quote " and \\ and\nline'}
-    assert found.kinds["pscluster_one_memory_bytes"] == "gauge"
+    scraped = scrape(server.address)
+    assert scraped.value("pscluster_one_things_total", kind="a") == 1
+    assert scraped.labels("pscluster_one_things_total", "kind") == {"a", 'quote " and \\ and\nline'}
+    assert scraped.kinds["pscluster_one_memory_bytes"] == "gauge"
     assert get(server.address, "/healthz") == (200, "alive\n")
     assert get(server.address, "/readyz") == (503, "it is starting\n")
     telemetry.why_not_ready = lambda: ""
@@ -125,22 +125,22 @@ def test_off_loopback_with_certificates(telemetry: OneRole, tmp_path: Path) -> N
     options = RoleOptions(metrics_host="0.0.0.0", token=TOKEN, tls=load_tls("ps", tmp_path))
     server = serve_metrics(telemetry, options)
     assert server is not None
-    place = "127.0.0.1", server.server_port
+    address = "127.0.0.1", server.server_port
     trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
     try:
         with ExitStack() as stack:
             for _ in range(100):
-                stack.enter_context(socket.create_connection(place, timeout=SECONDS))
-            connection = http.client.HTTPSConnection(*place, timeout=SECONDS, context=trust)
+                stack.enter_context(socket.create_connection(address, timeout=SECONDS))
+            connection = http.client.HTTPSConnection(*address, timeout=SECONDS, context=trust)
             connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
             answer = connection.getresponse()
             assert answer.status == 200
             assert Scraped(answer.read().decode()).value("pscluster_one_things_total", kind="a") == 1
             connection.close()
         with pytest.raises((OSError, http.client.HTTPException)):
-            get("{}:{}".format(*place), "/metrics", {"Authorization": f"Bearer {TOKEN}"})
+            get("{}:{}".format(*address), "/metrics", {"Authorization": f"Bearer {TOKEN}"})
         with pytest.raises(ssl.SSLCertVerificationError):
-            ssl.create_default_context().wrap_socket(socket.create_connection(place), server_hostname="127.0.0.1")
+            ssl.create_default_context().wrap_socket(socket.create_connection(address), server_hostname="127.0.0.1")
     finally:
         server.close()
 
@@ -169,8 +169,8 @@ def test_ports() -> None:
     for wrong in ("", "-1", "65536", "on", "80a", "\u0663"):
         with pytest.raises(ConfigurationError, match=r"the port for metrics is .*give one from 1 to 65535, 0"):
             metrics_port_of(wrong)
-    found = options_of_environ({"PSCLUSTER_METRICS_PORT": "9100", "PSCLUSTER_METRICS_HOST": "::1"})
-    assert (found.metrics_port, found.metrics_host, found.token) == (9100, "::1", None)
+    options = options_of_environ({"PSCLUSTER_METRICS_PORT": "9100", "PSCLUSTER_METRICS_HOST": "::1"})
+    assert (options.metrics_port, options.metrics_host, options.token) == (9100, "::1", None)
     assert options_of_environ({}).metrics_port == 0
 
 
@@ -178,11 +178,11 @@ def test_ports() -> None:
 def test_many_that_say_nothing_keep_no_caller_out(server: MetricsServer, sent: bytes) -> None:
     """With hundreds of connections that never end their request an orderly client is still answered."""
     with ExitStack() as stack:
-        for number in range(300):
+        for index in range(300):
             idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS))
             with suppress(OSError):
                 idle.sendall(sent)
-            if number % 50 == 0:
+            if index % 50 == 0:
                 assert get(server.address, "/healthz")[0] == 200
                 assert len(threads()) <= 3 * exposition._CONNECTIONS
         assert scrape(server.address).value("pscluster_one_things_total", kind="a") == 1
@@ -215,8 +215,8 @@ def test_who_takes_too_long_is_cut_off(telemetry: OneRole, monkeypatch: pytest.M
 )
 def test_rubbish(server: MetricsServer, rubbish: bytes) -> None:
     """Something other than a request costs its sender the connection, and others nothing."""
-    place = "127.0.0.1", server.server_port
-    with socket.create_connection(place, timeout=SECONDS) as caller, suppress(OSError):
+    address = "127.0.0.1", server.server_port
+    with socket.create_connection(address, timeout=SECONDS) as caller, suppress(OSError):
         caller.sendall(rubbish)
         caller.shutdown(socket.SHUT_WR)
         while caller.recv(1 << 16):

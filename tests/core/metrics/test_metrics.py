@@ -46,8 +46,8 @@ def test_many_that_lie_between_two(first: float, last: float, count: int) -> Non
     """Values added in one call are counted as if each were added."""
     at_once, one_by_one = Histogram((1.0, 2.0, 4.0)), Histogram((1.0, 2.0, 4.0))
     at_once.add_falling(first, last, count)
-    for place in range(count):
-        one_by_one.add(first - (first - last) / max(count - 1, 1) * place)
+    for index in range(count):
+        one_by_one.add(first - (first - last) / max(count - 1, 1) * index)
     assert at_once.counts == one_by_one.counts
     assert at_once.total == pytest.approx(one_by_one.total)
 
@@ -96,23 +96,24 @@ def test_the_document_has_them(role: type[Telemetry]) -> None:
         rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
         kinds = {"histogram": " (histogram)"}
         assert rows == [
-            [f"| `{each.name}`", ", ".join(each.labels), f"{each.help}{kinds.get(each.kind, '')} |"] for each in metrics
+            [f"| `{metric.name}`", ", ".join(metric.labels), f"{metric.help}{kinds.get(metric.kind, '')} |"]
+            for metric in metrics
         ]
 
 
 def test_nothing_is_called_between_the_reading_and_the_writing_of_a_counter() -> None:
     """Otherwise additions by other threads would be lost; see `pscluster.core.metrics.registry`."""
-    found = []
+    unsafe = []
     for path in sorted(Path(__file__).parents[3].glob("*/pscluster/*/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
                 added = ast.unparse(node.value)
-                calls = any(isinstance(part, ast.Call) for part in ast.walk(node.value))
+                calls = any(isinstance(child, ast.Call) for child in ast.walk(node.value))
                 if calls and re.search(
                     r"count|_pulled|_pushed|monotonic|perf_counter", f"{ast.unparse(node.target)} {added}"
                 ):
-                    found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                    unsafe.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert unsafe == []
 
 
 def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -> None:

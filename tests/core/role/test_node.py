@@ -157,10 +157,10 @@ class AttachmentMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stream_ends(self, data: st.DataObject) -> None:
         """Streams end in any order."""
-        number = data.draw(st.sampled_from(sorted(self.streams)))
-        del self.streams[number]
-        self.attached.discard(number)
-        self.attachment.detach(number)
+        stream = data.draw(st.sampled_from(sorted(self.streams)))
+        del self.streams[stream]
+        self.attached.discard(stream)
+        self.attachment.detach(stream)
 
     @rule(job=jobs)
     def end(self, job: int) -> None:
@@ -375,7 +375,7 @@ class TestNodeService:
             assert [self.hello_of("worker", 1), self.hello_of("chief", 7)] == [[], []]
             assert [self.hello_of("worker", index) for index in (7, 7, 8)] == [[0, 1]] * 3
             told = [stream.next(), stream.next()]
-            assert [(each.kind, each.identity.name) for each in told if each is not None] == [
+            assert [(event.kind, event.identity.name) for event in told if event is not None] == [
                 (node_pb2.AttachEvent.UNLISTED, "worker 7 (there)"),
                 (node_pb2.AttachEvent.UNLISTED, "worker 8 (there)"),
             ]

@@ -135,7 +135,7 @@ def test_streams() -> None:
 def test_many_calls_at_once() -> None:
     """With many threads on one channel, counters may overtake each other, and none is used twice."""
     with serving() as (address, _), open_channel(address, None, TOKEN) as channel, ThreadPoolExecutor(16) as pool:
-        bodies = [str(number).encode() for number in range(200)]
+        bodies = [str(index).encode() for index in range(200)]
         assert list(pool.map(lambda body: call(channel, "UnaryUnary", body), bodies)) == bodies
 
 

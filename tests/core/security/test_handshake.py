@@ -41,7 +41,7 @@ def _hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def _fields(*parts: bytes) -> bytes:
-    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return b"".join(len(field).to_bytes(4, "big") + field for field in parts)
 
 
 def test_the_test_vector() -> None:

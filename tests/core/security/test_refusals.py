@@ -78,8 +78,8 @@ def test_reports() -> None:
     assert refusals.report(0.0) == (
         f"refused {BURST:,} calls without a valid proof of the cluster token: {BURST:,} from 10.0.0.1"
     )
-    for number in range(7):
-        refusals.refused(f"ipv4:10.0.1.{number}:1", 1.0)
+    for index in range(7):
+        refusals.refused(f"ipv4:10.0.1.{index}:1", 1.0)
     assert refusals.report(1.0) == ""
     assert refusals.report(REPORT_SECONDS).endswith(", 2 from 2 other addresses")
     refusals.refused("ipv4:10.0.2.1:1", 1.0)

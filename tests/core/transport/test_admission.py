@@ -23,8 +23,8 @@ def test_the_longest_wait_is_cut_off_first() -> None:
     with ThreadPoolExecutor(1) as pool:
         entered = pool.submit(room.enter, calls[3], 11)
         until(lambda: not (calls[0].is_active() or calls[2].is_active()), "both others are cut off")
-        for each in waiting:
-            room.leave(each)
+        for admitted in waiting:
+            room.leave(admitted)
         room.leave(entered.result(TIMEOUT))
     assert [call.is_active() for call in calls] == [False, True, False, True]
     assert (room.used, room.cut_off) == (0, 2)
@@ -39,12 +39,12 @@ def test_a_new_call_waits_for_the_memory_of_those_cut_off(monkeypatch: pytest.Mo
         third, fourth = FakeCall(), FakeCall()
         entered = [pool.submit(room.enter, call, 5) for call in (third, fourth)]
         until(lambda: room.cut_off == 2, "both are cut off")
-        assert not any(each.done() for each in entered)
+        assert not any(future.done() for future in entered)
         assert room.used == 20
         room.leave(first)
         room.leave(second)
-        for each in entered:
-            room.leave(each.result(TIMEOUT))
+        for future in entered:
+            room.leave(future.result(TIMEOUT))
     assert (third.is_active(), fourth.is_active(), room.used) == (True, True, 0)
 
 

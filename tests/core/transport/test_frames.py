@@ -104,16 +104,16 @@ class TestPack:
         assert bytes(unpack(data, ps_pb2.Request)[1]) == b"abcdefghij"
 
 
-def field(number: int, wire_type: int, content: bytes) -> bytes:
+def field(field_number: int, wire_type: int, content: bytes) -> bytes:
     """One field of a message, as bytes."""
-    assert number < 16, "so that the tag takes one byte"
-    return bytes([number << 3 | wire_type]) + content
+    assert field_number < 16, "so that the tag takes one byte"
+    return bytes([field_number << 3 | wire_type]) + content
 
 
-def chunk(number: int, content: bytes) -> bytes:
+def chunk(field_number: int, content: bytes) -> bytes:
     """A field with a length."""
     assert len(content) < 128, "so that the length takes one byte"
-    return field(number, 2, bytes([len(content)]) + content)
+    return field(field_number, 2, bytes([len(content)]) + content)
 
 
 class TestUnpack:
@@ -231,19 +231,19 @@ class TestPieces:
     @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 20))
     def test_copies_nothing(self, sizes: list[int], size: int) -> None:
         """The output consists of views of the input."""
-        buffers: list[Buffer] = [bytearray(number) for number in sizes]
+        buffers: list[Buffer] = [bytearray(length) for length in sizes]
         for group in pieces(buffers, size):
-            for part in group:
-                assert isinstance(part, memoryview)
-                assert any(part.obj is buffer for buffer in buffers)
+            for piece in group:
+                assert isinstance(piece, memoryview)
+                assert any(piece.obj is buffer for buffer in buffers)
 
     def test_is_lazy(self) -> None:
         """A buffer is requested only when its turn comes: a large read is never whole in memory."""
         asked = []
 
         def source() -> Any:
-            for number in range(3):
-                asked.append(number)
+            for index in range(3):
+                asked.append(index)
                 yield bytes(10)
 
         groups = pieces(source(), 10)
@@ -285,9 +285,9 @@ class TestAssembler:
         """However it is cut, the payload is complete with the last frame and not before."""
         parts = [data[i : i + size] for i in range(0, len(data), size)] or [b""]
         assembler = Assembler(100)
-        for number, part in enumerate(parts, 1):
+        for nth, piece in enumerate(parts, 1):
             assert not assembler.complete
-            assembler.add(*frame(part, total=len(data) if number == 1 else 0, last=number == len(parts)))
+            assembler.add(*frame(piece, total=len(data) if nth == 1 else 0, last=nth == len(parts)))
         assert assembler.complete
         assert bytes(assembler.joined()) == data
         assert b"".join(assembler.chunks) == data

@@ -173,13 +173,13 @@ def test_a_stream_leaves_nothing(channel: grpc.Channel) -> None:
     first = opened(channel)
     assert ask(first, b"x") == b"x"
     files, threads = len(os.listdir("/proc/self/fd")), threads_of_calls()
-    for number in range(200):
+    for index in range(200):
         stream = opened(channel)
         assert ask(stream, b"x") == b"x"
-        if number % 3 == 0:
+        if index % 3 == 0:
             stream.send(b"end")
             assert end_of(stream).code() is grpc.StatusCode.OK
-        elif number % 3 == 1:
+        elif index % 3 == 1:
             stream.send(b"silence")
         stream.close()
         stream.close()

@@ -114,16 +114,16 @@ def test_no_read_is_of_two_values(variable: Variable) -> None:
     failures: list[BaseException] = []
 
     def repeatedly(change: object) -> None:
-        number = 0
+        nth = 0
         try:
             while not over.is_set():
-                number += 1
-                change(number)  # type: ignore[operator]
+                nth += 1
+                change(nth)  # type: ignore[operator]
         except BaseException as error:
             failures.append(error)
 
-    def assign(number: int) -> None:
-        variable.assign(np.full((2, SIZE), number % 251, np.uint8))
+    def assign(nth: int) -> None:
+        variable.assign(np.full((2, SIZE), nth % 251, np.uint8))
 
     def add(_: int) -> None:
         variable.assign_add(np.ones((2, SIZE), np.uint8))

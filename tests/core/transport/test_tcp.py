@@ -77,8 +77,8 @@ class Service:
 
     def count_down(self, request: bytes, _context: grpc.ServicerContext) -> Iterator[bytes]:
         """Send this many messages."""
-        for number in reversed(range(int(request))):
-            yield str(number).encode() + LARGE
+        for count in reversed(range(int(request))):
+            yield str(count).encode() + LARGE
 
     def total(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """The number of bytes of all messages; refuses at the first that begins so, or reads on if it may."""
@@ -154,8 +154,8 @@ def server(
 
 def where(server: DataServer) -> Where:
     """The server's address."""
-    found: Where = server._listener.getsockname()
-    return found
+    address: Where = server._listener.getsockname()
+    return address
 
 
 def tls_for(server: DataServer) -> Tls | None:
@@ -187,12 +187,12 @@ def open_stream(port: DataPort, method: str = "Echo", metadata: Any = METADATA) 
 
 def rest_of(stream: DataStream) -> tuple[list[bytes], StreamEndedError]:
     """All messages to the end of the call, and how it ended."""
-    found = []
+    replies = []
     while True:
         try:
-            found.append(stream.receive())
+            replies.append(stream.receive())
         except StreamEndedError as end:
-            return found, end
+            return replies, end
 
 
 def called(port: DataPort, method: str, *requests: bytes) -> tuple[list[bytes], StreamEndedError]:
@@ -201,9 +201,9 @@ def called(port: DataPort, method: str, *requests: bytes) -> tuple[list[bytes], 
     for request in requests:
         stream.send(request)
     stream.end()
-    found = rest_of(stream)
+    outcome = rest_of(stream)
     port.give_back(stream)
-    return found
+    return outcome
 
 
 def connected(server: DataServer) -> socket.socket:
@@ -219,9 +219,9 @@ def packets_over(plain: socket.socket, server: DataServer) -> Connection:
     """The connection, in TLS if the server wants it."""
     if (tls := tls_for(server)) is None:
         return Connection(plain)
-    found = TlsConnection(plain, tls, "127.0.0.1")
-    client_module._secure(found)
-    return found
+    connection = TlsConnection(plain, tls, "127.0.0.1")
+    client_module._secure(connection)
+    return connection
 
 
 def send_raw(connection: Connection, data: bytes) -> None:
@@ -465,11 +465,11 @@ def test_who_goes_is_no_error(server: DataServer, port: DataPort, caplog: pytest
 
     ways = (("CountDown", amid_an_answer), ("Total", amid_a_message), ("Echo", amid_a_message), ("Echo", between_two))
     with caplog.at_level(logging.DEBUG, "pscluster"):
-        for number in range(12):
+        for index in range(12):
             for method, way in ways:
                 stream = open_stream(port, method)
                 way(stream)
-                if number % 2:
+                if index % 2:
                     stream._connection.shut()
                 stream.close()
         until(lambda: not server._peers, "all are gone")
@@ -511,19 +511,19 @@ def test_a_server_that_is_gone_meanwhile(port: DataPort, server: DataServer) -> 
 
 def test_a_port_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        number = taken.getsockname()[1]
+        port_number = taken.getsockname()[1]
     port = DataPort("ps 3")
     assert not port.usable()
     assert port.connect("/test/Echo", METADATA) is None
-    port.is_at(("127.0.0.1", number))
+    port.is_at(("127.0.0.1", port_number))
     assert port.usable()
     with caplog.at_level(logging.INFO, client_module.__name__):
         assert port.connect("/test/Echo", METADATA) is None
-    assert f"ps 3: its data port {number}" in caplog.text
+    assert f"ps 3: its data port {port_number}" in caplog.text
     assert not port.usable()  # for a while
-    port.is_at(("127.0.0.1", number))
+    port.is_at(("127.0.0.1", port_number))
     assert not port.usable()  # the same
-    port.is_at(("127.0.0.1", number + 1))
+    port.is_at(("127.0.0.1", port_number + 1))
     assert port.usable()
     port.is_at(None)
     assert not port.usable()
@@ -566,8 +566,8 @@ def test_of_many_unauthenticated_connections_the_oldest_are_closed(server: DataS
     crowd = [connected(server) for _ in range(MAX_UNAUTHENTICATED + 3)]
     assert all(is_closed(oldest) for oldest in crowd[:2])
     assert called(port, "Same", b"x")[0] == [b"x"]
-    for each in crowd:
-        each.close()
+    for connection in crowd:
+        connection.close()
 
 
 def _packet(kind: int, body: bytes = b"", size: int | None = None, mark: int = 0xD5) -> bytes:
@@ -641,18 +641,18 @@ def test_garbage_comes(answer: bytes, code: grpc.StatusCode) -> None:
     """It comes from another process, which has the port now: that is left alone until the role is elsewhere."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = DataPort("ps 0")
-        port.is_at(("127.0.0.1", number := listener.getsockname()[1]))
+        port.is_at(("127.0.0.1", port_number := listener.getsockname()[1]))
         for moved in (True, False):
             stream = open_stream(port)
             other, _ = listener.accept()
             if moved:
-                port.is_at(("127.0.0.2", number))
+                port.is_at(("127.0.0.2", port_number))
             with other:
                 other.sendall(answer)
                 assert rest_of(stream)[1].code() is code
             stream.close()
             assert port.usable() == (moved or code is grpc.StatusCode.INTERNAL)
-            port.is_at(("127.0.0.1", number))
+            port.is_at(("127.0.0.1", port_number))
             assert port.usable() == (moved or code is grpc.StatusCode.INTERNAL)
 
 
@@ -696,7 +696,7 @@ def test_sending_does_not_wait(port: DataPort, service: Service) -> None:
     order."""
     stream = open_prompt(port, "Total")
     stream.send(b"wait")
-    sent = [b"wait", *[bytes([number]) * (1 << 20) for number in range(40)]]
+    sent = [b"wait", *[bytes([index]) * (1 << 20) for index in range(40)]]
     for message in sent[1:]:
         stream.send(message)
     stream.end()

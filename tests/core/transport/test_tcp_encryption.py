@@ -112,7 +112,7 @@ def connected_pair(certificates: Path) -> tuple[TlsConnection, TlsConnection]:
             socket.create_connection(listener.getsockname()), Tls(certificates / "worker"), "127.0.0.1"
         )
         theirs = TlsConnection(listener.accept()[0], Tls(certificates / "ps"))
-        for shaking in [pool.submit(each.shake_hands) for each in (ours, theirs)]:
+        for shaking in [pool.submit(connection.shake_hands) for connection in (ours, theirs)]:
             shaking.result(TIMEOUT)
     return ours, theirs
 
@@ -144,10 +144,10 @@ def test_both_directions_at_once(certificates: Path) -> None:
     ends = connected_pair(certificates)
     with ThreadPoolExecutor(4) as pool:
         work = [pool.submit(send, end) for end in ends]
-        work += [pool.submit(receive, end, number == 0) for number, end in enumerate(ends)]
+        work += [pool.submit(receive, end, index == 0) for index, end in enumerate(ends)]
         try:
-            for each in work:
-                each.result(TIMEOUT)
+            for future in work:
+                future.result(TIMEOUT)
         finally:
             for end in ends:
                 end.shut()
@@ -165,8 +165,8 @@ def test_shut_while_both_directions_wait(certificates: Path) -> None:
         assert reading.result(TIMEOUT) == (Kind.END, b"")
         reading = pool.submit(ours.receive)
         ours.shut()
-        for each in (reading, writing):
-            assert isinstance(each.exception(TIMEOUT), OSError)
+        for future in (reading, writing):
+            assert isinstance(future.exception(TIMEOUT), OSError)
     ours.close()
     theirs.close()
 
@@ -263,7 +263,7 @@ def test_who_finds_no_trust(
         "of another time": earlier,
     }
     with serving(certificates / "ps") as server:
-        for what, context in contexts.items():
+        for name, context in contexts.items():
             plain = socket.create_connection(("127.0.0.1", server.port), TIMEOUT)
             with (
                 plain,
@@ -271,7 +271,7 @@ def test_who_finds_no_trust(
                 context.wrap_socket(plain, server_hostname="127.0.0.1") as caller,
             ):
                 caller.recv(1)
-            until(lambda: not server._peers, what)
+            until(lambda: not server._peers, name)
         port = port_to(server, tmp_path / "other" / "worker")
         with caplog.at_level(logging.INFO, client_module.__name__):
             assert port.connect(PULL, ()) is None

@@ -131,7 +131,7 @@ def test_two_processes_want_the_same_socket(folder: Path, monkeypatch: pytest.Mo
     lock = SocketLock(path)
     assert sorted(os.listdir(folder)) == ["ps-0.lock"]
     with listen(path), listen(data_path(path)):
-        assert {stat.S_IMODE(os.stat(each).st_mode) for each in (path, data_path(path))} == {0o600}
+        assert {stat.S_IMODE(os.stat(socket_path).st_mode) for socket_path in (path, data_path(path))} == {0o600}
     lock.close()
     (folder / "ps-0.data").write_text("somebody's")
     with pytest.raises(ConfigurationError, match="the file is not a socket"):
@@ -227,10 +227,10 @@ def test_folders_for_sockets_are_short_whatever_tmpdir_is(monkeypatch: pytest.Mo
     for variable in ("TMPDIR", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    found = list(candidate_folders())
-    assert found
-    assert found[0] == "/tmp"
-    assert all(len(place) < MAX_PATH_BYTES // 2 for place in found)
+    folders = list(candidate_folders())
+    assert folders
+    assert folders[0] == "/tmp"
+    assert all(len(candidate) < MAX_PATH_BYTES // 2 for candidate in folders)
     mine = folder / "run"
     mine.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(mine))

@@ -107,7 +107,7 @@ def travelled(obj: Any, limit: int = 64 << 10, **how: Any) -> Any:
     """The object after being sent, with attachments in new writable memory."""
     attachments: list[memoryview] = []
     sent = encode(obj, attachments=attachments, inline_limit=limit).SerializeToString()
-    return decode(Value.FromString(sent), attachments=[bytearray(part) for part in attachments], **how)
+    return decode(Value.FromString(sent), attachments=[bytearray(attachment) for attachment in attachments], **how)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -227,7 +227,7 @@ def test_large_text_and_bytes_travel_beside() -> None:
     obj = ["é" * 100, b"\xff" * 200, "\ud800" * 100, bytearray(300), memoryview(b"m" * 150)]
     attachments: list[memoryview] = []
     encode(obj, attachments=attachments, inline_limit=99)
-    assert [len(part) for part in attachments] == [200, 200, 300, 300, 150]
+    assert [len(attachment) for attachment in attachments] == [200, 200, 300, 300, 150]
     assert travelled(obj, 99) == [obj[0], obj[1], obj[2], bytes(300), b"m" * 150]
 
 
@@ -683,6 +683,6 @@ def test_damaged_values_are_refused_or_decoded(obj: Any, edits: list[tuple[int, 
     """A real value with a few bytes changed, or its end cut off, gives a value or a ProtocolError."""
     attachments: list[memoryview] = []
     sent = bytearray(encode([obj, Thing("t")], attachments=attachments, inline_limit=16).SerializeToString())
-    for place, byte in edits:
-        sent[place % len(sent)] = byte
-    _outcome(bytes(sent[: len(sent) - cut]), [bytearray(part) for part in attachments])
+    for position, byte in edits:
+        sent[position % len(sent)] = byte
+    _outcome(bytes(sent[: len(sent) - cut]), [bytearray(attachment) for attachment in attachments])

@@ -321,16 +321,16 @@ class FaultInterceptor(grpc.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the handler unchanged, unless a fault strikes, or may strike within the stream."""
-        found = continuation(details)
-        if found is None:
+        served = continuation(details)
+        if served is None:
             return None
-        handler: Any = found
+        handler: Any = served
         path = details.method
         fault = self._faults.due(f"rpc:{path}")
         if handler.request_streaming and handler.response_streaming:
             behaviour: Any = _Messages(self._faults, path, handler.stream_stream, fault).serve
         elif fault is None:
-            return found
+            return served
         else:
             behaviour = _Struck(self._faults, path, handler, fault).serve
         word = {False: "unary", True: "stream"}

@@ -41,7 +41,7 @@ both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG])
 
 def copying(held: Store, source: int, copy_id: int, *optimizers: int, **changes: Any) -> ps_pb2.CreateRequest:
     """The request for a copy."""
-    spec = next(each.spec for each in held.held()[0] if each.spec.id == source)
+    spec = next(variable.spec for variable in held.held()[0] if variable.spec.id == source)
     request = ps_pb2.CreateRequest(job=held.job, variable=spec)
     request.variable.id, request.variable.name, request.variable.evaluation = copy_id, f"copies/{copy_id}", 1
     for name, value in changes.items():
@@ -100,8 +100,8 @@ def test_what_optimizers_keep(held: Store, client: Client) -> None:
     make(held, copying(held, 1, 5, 2))
     make(held, copying(held, 1, 6))
     client.update(dense(ps_pb2.APPLY_GRADIENT, np.ones((4, 2)), optimizer=2))
-    shards = {each.spec.id: each.shards[0] for each in held.held()[0]}
-    source, copy, plain = (shards[number] for number in (1, 5, 6))
+    shards = {variable.spec.id: variable.shards[0] for variable in held.held()[0]}
+    source, copy, plain = (shards[variable_id] for variable_id in (1, 5, 6))
     assert (set(source.slots), source.steps) == ({2, 3}, {2: 2, 3: 1})
     assert (set(copy.slots), copy.steps, set(copy.averages)) == ({2}, {2: 1}, {2})
     assert (plain.slots, plain.steps, plain.averages) == ({}, {}, {})
@@ -145,16 +145,16 @@ def test_of_nothing(held: Store) -> None:
         request.initializer.numbers = numbers
         with pytest.raises(error, match=said):
             make(held, request)
-    assert [each.spec.id for each in held.held()[0]] == [1]
+    assert [variable.spec.id for variable in held.held()[0]] == [1]
 
 
 def test_deleted_together(held: Store) -> None:
     """All copies of one evaluation are deleted, and no others; a late creation request makes none of them again."""
-    requests = [copying(held, 1, number, evaluation=number // 6 + 1) for number in (5, 6, 7)]
+    requests = [copying(held, 1, copy_id, evaluation=copy_id // 6 + 1) for copy_id in (5, 6, 7)]
     for request in requests:
         make(held, request)
     held.delete("", evaluation=2)
-    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/5"]
+    assert [variable.spec.name for variable in held.held()[0]] == ["v1", "copies/5"]
     for request in requests[1:]:
         with pytest.raises(StaleError, match="was deleted, with all others"):
             make(held, request)
@@ -162,7 +162,7 @@ def test_deleted_together(held: Store) -> None:
     held.take_over(JOB + 1)
     requests[1].job = JOB + 1
     make(held, requests[1])
-    assert [each.spec.name for each in held.held()[0]] == ["v1", "copies/5", "copies/6"]
+    assert [variable.spec.name for variable in held.held()[0]] == ["v1", "copies/5", "copies/6"]
 
 
 @both
@@ -177,13 +177,13 @@ def test_on_disk_is_the_value(tmp_path: Path, kind: Durability) -> None:
         client.update(dense(ps_pb2.ADD, np.ones((4, 2))))
         manager.save()
         client.update(dense(ps_pb2.ADD, np.ones((2, 2)), 1, 1))
-        found = found_in(killed(tmp_path / "s"), kind)
-        np.testing.assert_array_equal(values_of(found, 5, 0), np.arange(8.0).reshape(4, 2) + 1)
-        np.testing.assert_array_equal(values_of(found, 5, 1), np.arange(8.0, 12.0).reshape(2, 2))
-        np.testing.assert_array_equal(values_of(found, 1, 0), np.arange(8.0).reshape(4, 2) + 2)
+        store = found_in(killed(tmp_path / "s"), kind)
+        np.testing.assert_array_equal(values_of(store, 5, 0), np.arange(8.0).reshape(4, 2) + 1)
+        np.testing.assert_array_equal(values_of(store, 5, 1), np.arange(8.0, 12.0).reshape(2, 2))
+        np.testing.assert_array_equal(values_of(store, 1, 0), np.arange(8.0).reshape(4, 2) + 2)
         held.delete("", evaluation=1)
         manager.save()
-        assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
+        assert [variable.spec.id for variable in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
 
 
 @both
@@ -198,12 +198,12 @@ def test_the_service_saves_when_it_is_asked(tmp_path: Path, kind: Durability) ->
         request = ps_pb2.Request(create=copying(held, 1, 5), last=True)
         reply, _ = unpack(service.push(iter([pack(request)]), context), ps_pb2.Reply)  # type: ignore[arg-type]
         assert reply.HasField("create")
-        assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
+        assert [variable.spec.id for variable in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
         describe = ps_pb2.DescribeRequest(job=JOB, variables=["copies/5"], saved=True)
         assert service.describe(describe, context).variables[0].id == 5  # type: ignore[arg-type]
-        found = found_in(killed(tmp_path / "s"), kind)
-        np.testing.assert_array_equal(values_of(found, 5, 0), np.arange(8.0).reshape(4, 2))
+        store = found_in(killed(tmp_path / "s"), kind)
+        np.testing.assert_array_equal(values_of(store, 5, 0), np.arange(8.0).reshape(4, 2))
         service.delete(ps_pb2.DeleteRequest(job=JOB, evaluation=1), context)  # type: ignore[arg-type]
-        assert [each.spec.id for each in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
+        assert [variable.spec.id for variable in found_in(killed(tmp_path / "s"), kind).held()[0]] == [1]
         with pytest.raises(UnknownVariableError, match="there is no variable 'copies/5'"):
             service.describe(describe, context)  # type: ignore[arg-type]

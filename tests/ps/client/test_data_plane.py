@@ -319,7 +319,9 @@ def test_a_port_for_one_process_does_not_keep_a_local_cluster_from_starting(monk
             ParameterServerStrategy(cluster) as strategy,
         ):
             assert all(is_direct(session_of(strategy.client, server)) for server in range(2))
-            found = {endpoint[0] for server in strategy.client._servers if (endpoint := server._transport._endpoint)}
-            assert len(found) == 2
-            assert {type(where) for where in found} == {kind}
-            assert ("127.0.0.1", 47123) not in found
+            addresses = {
+                endpoint[0] for server in strategy.client._servers if (endpoint := server._transport._endpoint)
+            }
+            assert len(addresses) == 2
+            assert {type(where) for where in addresses} == {kind}
+            assert ("127.0.0.1", 47123) not in addresses

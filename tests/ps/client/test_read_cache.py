@@ -75,10 +75,10 @@ def test_reads_beside_updates(strategy: ParameterServerStrategy) -> None:
     watchers = [threading.Thread(target=watch) for _ in range(2)]
     for watcher in watchers:
         watcher.start()
-    for number in range(1, 21):
+    for expected in range(1, 21):
         v.assign_add(1)
-        for _ in range(number % 4):
-            assert v.numpy()[-1] == number
+        for _ in range(expected % 4):
+            assert v.numpy()[-1] == expected
     over.set()
     for watcher in watchers:
         watcher.join()

@@ -125,7 +125,7 @@ def test_a_pull_of_nothing_has_a_frame(rows: ps_pb2.Rows) -> None:
 def test_threads_that_read_other_lists(strategy: ParameterServerStrategy) -> None:
     """Several threads read more lists at once than are stored."""
     with strategy.scope():
-        variables = [Variable(float(number)) for number in range(10)]
+        variables = [Variable(float(value)) for value in range(10)]
     failures = list[BaseException]()
 
     def work(seed: int) -> None:

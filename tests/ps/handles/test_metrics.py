@@ -114,9 +114,9 @@ def test_auc() -> None:
     labels = rng.integers(0, 2, 5000)
     scores = np.clip(0.5 * labels + rng.normal(0.25, 0.3, 5000), 0, 1)
     coarse, fine = metrics.AUC("coarse", num_thresholds=3), metrics.AUC("fine", num_thresholds=5000)
-    for part in np.array_split(np.arange(5000), 7):
-        coarse.update_state(labels[part], scores[part])
-        fine.update_state(labels[part], scores[part])
+    for indices in np.array_split(np.arange(5000), 7):
+        coarse.update_state(labels[indices], scores[indices])
+        fine.update_state(labels[indices], scores[indices])
     positive, negative = scores[labels == 1][:, None], scores[labels == 0][None]
     exact = (positive > negative).mean() + (positive == negative).mean() / 2
     assert fine.result() == pytest.approx(exact, abs=1e-3)
@@ -135,8 +135,8 @@ def test_states_that_travel() -> None:
     """Without side effects, and in any portions, they give what the servers' states give."""
     labels, scores = np.array([1, 0, 1, 1, 0]), np.array([0.9, 0.4, 0.3, 0.8, 0.6])
     classes: list[Any] = [metrics.Precision, metrics.Recall, metrics.AUC, metrics.MeanSquaredError]
-    for number, cls in enumerate(classes):
-        here = cls(f"here {number}")
+    for index, cls in enumerate(classes):
+        here = cls(f"here {index}")
         with creating_with(None):  # type: ignore[arg-type]
             free = cls()
         assert free.name == cls.__name__.lower()

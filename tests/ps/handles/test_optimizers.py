@@ -181,9 +181,9 @@ class TestRules:
         variable, optimizer, pure = make(start), optimizers.Adam(0.1), Pure(rules.Adam(0.1), start)
         gradient = np.random.default_rng(1).normal(size=start.shape).astype(np.float32)
         ids = np.random.default_rng(2).integers(0, 3500, 3700)
-        for each in (gradient, IndexedSlices(np.concatenate((gradient, gradient[:200])), ids)):
-            optimizer.apply_gradients([(each, variable)])
-            pure.apply(each)
+        for given in (gradient, IndexedSlices(np.concatenate((gradient, gradient[:200])), ids)):
+            optimizer.apply_gradients([(given, variable)])
+            pure.apply(given)
             np.testing.assert_array_equal(variable.numpy(), pure.value)
 
     def test_several_variables_in_a_call(self) -> None:
@@ -512,7 +512,7 @@ class TestSlots:
         slot = optimizer.slot(v, "accumulator")
         assert slot.name == "slotted/ada/accumulator"
         assert (slot.shape, slot.dtype, slot.trainable) == (SHAPE, v.dtype, False)
-        assert [part.device for part in slot.variables] == [part.device for part in v.variables]
+        assert [shard.device for shard in slot.variables] == [shard.device for shard in v.variables]
         np.testing.assert_array_equal(slot.numpy(), np.full(SHAPE, 0.5))
         optimizer.apply_gradients([(IndexedSlices(np.full((1, 3), 2.0), [4]), v)])
         expected = np.full(SHAPE, 0.5)
@@ -593,7 +593,7 @@ class TestBadGradients:
         v, optimizer = make(np.zeros(2), name="twice"), optimizers.SGD(1.0)
         with pytest.raises(errors.MisuseError, match="'twice' is given twice"):
             optimizer.apply_gradients([(np.ones(2), v), (np.ones(2), v)])
-        with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not a ndarray"):
+        with pytest.raises(TypeError, match=r"takes pairs \(gradient, variable\), not an ndarray"):
             optimizer.apply_gradients([(v, np.ones(2))])  # type: ignore[list-item]
         assert not v.numpy().any()
 
@@ -610,10 +610,12 @@ class TestBadGradients:
 def test_the_arguments_of_optimizers_are_the_hyperparameters_of_their_rules(rule: type[rules.UpdateRule]) -> None:
     """Each handle accepts its rule's hyperparameters, by position, in the rule's order and with its defaults."""
     handle = next(
-        each for name, each in vars(optimizers).items() if name.lower() == rule.name and isinstance(each, type)
+        value for name, value in vars(optimizers).items() if name.lower() == rule.name and isinstance(value, type)
     )
     taken = inspect.signature(handle).parameters.values()
-    positional = {each.name: each.default for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD}
+    positional = {
+        parameter.name: parameter.default for parameter in taken if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
     declared = {item.name: item.default for item in fields(rule) if item.name != "weight_decay"}
     assert list(positional.items()) == list(declared.items())
 
@@ -788,7 +790,7 @@ class Tensor:
         self.shape = array.shape
 
     def _without(self, hindrance: str, dtype: str = "") -> Tensor:
-        left = [each for each in self._hindrances if each != hindrance]
+        left = [other for other in self._hindrances if other != hindrance]
         return Tensor(self._array, hindrances=left, dtype=dtype or self.dtype)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:

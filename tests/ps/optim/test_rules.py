@@ -505,9 +505,9 @@ def test_apply_rows_is_add_at_then_the_rule(
     total = np.zeros((15, width), compute_dtype(dtype))
     np.add.at(total, given_ids, grads.astype(total.dtype))
     expected, expected_slots = param.copy(), {name: slot.copy() for name, slot in slots.items()}
-    part, part_slots = expected[touched], {name: slot[touched] for name, slot in expected_slots.items()}
-    apply_dense(rule, part, total[touched], part_slots, 3)
-    expected[touched] = part
+    rows, part_slots = expected[touched], {name: slot[touched] for name, slot in expected_slots.items()}
+    apply_dense(rule, rows, total[touched], part_slots, 3)
+    expected[touched] = rows
     for name, slot in part_slots.items():
         expected_slots[name][touched] = slot
 

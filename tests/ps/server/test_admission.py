@@ -65,7 +65,7 @@ def asking(budget: Budget, *sizes: int) -> Iterator[list[Asker]]:
             stack.callback(asker.done)
             askers.append(asker)
             until(lambda: asker.has.is_set() or len(budget._queue) > 0, "it has asked")  # noqa: B023  (called here)
-            waiting = [each for each in askers if not each.has.is_set()]
+            waiting = [asker for asker in askers if not asker.has.is_set()]
             until(lambda: len(budget._queue) == len(waiting), "all are in the queue")  # noqa: B023
         yield askers
 

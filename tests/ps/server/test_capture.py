@@ -137,11 +137,11 @@ class CaptureMachine(RuleBasedStateMachine):
                 table = array.reshape(count, math.prod(shape[leading:]))
                 table[ids] = self.fresh((len(ids), table.shape[1]), array.dtype)
 
-    @rule(number=st.integers(5, 6))
-    def first_gradient(self, number: int) -> None:
+    @rule(optimizer=st.integers(5, 6))
+    def first_gradient(self, optimizer: int) -> None:
         """Add the arrays of another optimizer."""
         with self.shard.lock:
-            self.shard.slots.setdefault(number, {"m": self.fresh(self.shard.array.shape, np.dtype(np.float32))})
+            self.shard.slots.setdefault(optimizer, {"m": self.fresh(self.shard.array.shape, np.dtype(np.float32))})
 
     def end(self, reading: Reading) -> None:
         assert reading.got == reading.expected
@@ -228,12 +228,12 @@ def test_rows_larger_than_a_mebibyte() -> None:
     with shard.lock:
         before, values = shard.array.tobytes(), shard.capture(Spill())["value"]
     got = b""
-    for number, block in enumerate(values):
+    for index, block in enumerate(values):
         got += block
-        if number in (0, 2, 4):
+        if index in (0, 2, 4):
             with shard.lock:
-                shard.before_rows_change(np.array([number // 2]))
-                shard.array[number // 2] = -1
+                shard.before_rows_change(np.array([index // 2]))
+                shard.array[index // 2] = -1
     assert got == before
     assert (shard.array == -1).all()
 

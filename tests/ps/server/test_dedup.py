@@ -64,14 +64,14 @@ class LedgerMachine(RuleBasedStateMachine):
         """It is restored for some shards: what is remembered of these is replaced."""
         self.term += 1
         self.ledger.open_term(self.term)
-        for place in places:
+        for shard in places:
             named: dict[int, set[int]] = {}
-            for number, key in self.saved:
-                if key[:2] == place:
-                    named.setdefault(number, set()).add(key[2])
-            self.ledger.replace(*place, named)
+            for key_number, key in self.saved:
+                if key[:2] == shard:
+                    named.setdefault(key_number, set()).add(key[2])
+            self.ledger.replace(*shard, named)
         self.applied = {name: 1 for name in self.applied if name[1][:2] not in places}
-        self.applied |= {(("named", number), key): 1 for number, key in self.saved if key[:2] in places}
+        self.applied |= {(("named", key_number), key): 1 for key_number, key in self.saved if key[:2] in places}
 
     @rule(origin=origins, key=keys, late=st.sampled_from([0, 0, 0, 1]))
     def update(self, origin: Origin, key: Key, late: int) -> None:
@@ -93,17 +93,17 @@ class LedgerMachine(RuleBasedStateMachine):
             self.applied[name] = 1
         assert self.ledger.seen(origin, *key)
 
-    @rule(found=st.lists(st.tuples(st.sampled_from(FUNCTIONS), st.sampled_from(FUNCTIONS)), max_size=3))
-    def finish(self, found: list[tuple[int, int]]) -> None:
+    @rule(intervals=st.lists(st.tuples(st.sampled_from(FUNCTIONS), st.sampled_from(FUNCTIONS)), max_size=3))
+    def finish(self, intervals: list[tuple[int, int]]) -> None:
         """Functions end."""
-        self.ledger.finish(found)
-        for start, stop in found:
+        self.ledger.finish(intervals)
+        for start, stop in intervals:
             self.finished.update(range(start, stop))
 
     @rule(client=clients, before=st.sampled_from(SEQUENCES))
-    def settle(self, client: int, before: int) -> None:
+    def forget_answered(self, client: int, before: int) -> None:
         """A client has its answers; the messages that say so may arrive in any order, late ones included."""
-        self.ledger.settle(client, before)
+        self.ledger.forget_answered(client, before)
         self.settled[client] = max(self.settled[client], before)
 
     @rule(client=clients)
@@ -173,7 +173,7 @@ def test_a_closed_client_leaves_one_number() -> None:
     ledger.close(101)
     assert ledger.remembered == 0
     ledger.record(Origin(101, 0, 2), 1, 0, 1)
-    ledger.settle(101, 2)
+    ledger.forget_answered(101, 2)
     assert ledger.remembered == 0
     with pytest.raises(StaleError):
         ledger.admit(Origin(101, 0, 9))

@@ -134,10 +134,10 @@ def test_restored_with_the_shards(held: Store, client: Client) -> None:
     client.update(put("training", "new"), dense(ps_pb2.ADD, np.ones(3)))
     late = client.made(put("progress", "late"))
 
-    def request(number: int, texts: Mapping[str, str] | None = None) -> ps_pb2.RestoreRequest:
+    def request(restore_id: int, texts: Mapping[str, str] | None = None) -> ps_pb2.RestoreRequest:
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value")])
         metadata = None if texts is None else ps_pb2.Metadata(texts=texts)
-        return ps_pb2.RestoreRequest(id=number, shards=[shard], metadata=metadata)
+        return ps_pb2.RestoreRequest(id=restore_id, shards=[shard], metadata=metadata)
 
     before = facts(held)
     parts.stage(held, request(2, {"progress": "restored"}), str)
@@ -177,8 +177,8 @@ def test_restored_with_the_shards(held: Store, client: Client) -> None:
 )
 def test_refused(held: Store, client: Client, change: dict[str, Any], said: str) -> None:
     """Nothing of the request is applied."""
-    part = put("progress", "text")
-    made = client.made(dense(ps_pb2.ADD, np.ones(3)), part)
+    item = put("progress", "text")
+    made = client.made(dense(ps_pb2.ADD, np.ones(3)), item)
     for name, value in change.items():
         setattr(made[0].items[1], name, value)
     before = facts(held)
@@ -189,19 +189,19 @@ def test_refused(held: Store, client: Client, change: dict[str, Any], said: str)
 
 def test_too_many_names(held: Store, client: Client) -> None:
     """The names there are can still be put."""
-    for number in range(MAX_TEXTS):
-        client.update(put(f"{number}", "1"))
+    for index in range(MAX_TEXTS):
+        client.update(put(f"{index}", "1"))
     with pytest.raises(ProtocolError, match=f"17 names in a job's metadata; the limit is {MAX_TEXTS}"):
         client.update(put("more", "1"))
     client.update(put("0", "2"))
-    assert texts(held) == {"0": "2"} | {f"{number}": "1" for number in range(1, MAX_TEXTS)}
+    assert texts(held) == {"0": "2"} | {f"{index}": "1" for index in range(1, MAX_TEXTS)}
 
 
 def test_ordinary_requests_find_no_variable(held: Store, client: Client) -> None:
     """Metadata is neither read nor updated as a variable, nor on another server."""
-    variable, number = METADATA
+    variable, shard = METADATA
     with pytest.raises(PsClusterError, match="there is no variable with id 0"):
-        client.update(dense(ps_pb2.ASSIGN, np.empty(0, np.uint8), variable, number))
+        client.update(dense(ps_pb2.ASSIGN, np.empty(0, np.uint8), variable, shard))
     other = Client(client.manager, Store(1, JOB))
     with pytest.raises(ProtocolError, match="is not for the metadata of ps 0 alone"):
         other.update(put("progress", "x"))
@@ -231,5 +231,5 @@ def test_through_the_service() -> None:
             sent(request(2, name, text), b"XXXX", b"\xff\xfe\xff\xfe")
     assert sent(request(3, "huge", "x" * (MAX_TEXT_BYTES + 1))).refusal.kind == "protocol"
     describe = ps_pb2.DescribeRequest(job=JOB, all=True, metadata=True)
-    found = service.describe(describe, call)  # type: ignore[arg-type]
-    assert (dict(found.metadata), len(found.variables)) == ({"progress": "text"}, 0)
+    described = service.describe(describe, call)  # type: ignore[arg-type]
+    assert (dict(described.metadata), len(described.variables)) == ({"progress": "text"}, 0)

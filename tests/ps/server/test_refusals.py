@@ -77,11 +77,11 @@ def test_updates_and_reads(w: Variable, do: Callable[[Variable], object], said: 
     ("do", "error"),
     [
         (lambda w: w.__setitem__([0, 1], 5), "`scatter_update`"),
-        (lambda w: embedding_lookup(None, [0]), "not a NoneType"),  # type: ignore[arg-type]
-        (lambda w: embedding_lookup([None], [[0]]), "not a NoneType"),  # type: ignore[list-item]
+        (lambda w: embedding_lookup(None, [0]), "not None"),  # type: ignore[arg-type]
+        (lambda w: embedding_lookup([None], [[0]]), "not None"),  # type: ignore[list-item]
         (lambda w: embedding_bag([w, w], [[0]]), "one variable"),  # type: ignore[arg-type]
         (lambda w: optimizers.SGD().apply_gradients([w]), "pairs"),
-        (lambda w: optimizers.SGD().slot(None, "m"), "not to a NoneType"),  # type: ignore[arg-type]
+        (lambda w: optimizers.SGD().slot(None, "m"), "not to None"),  # type: ignore[arg-type]
         (lambda w: list(Variable(1.5)), "scalar"),
     ],
 )
@@ -348,10 +348,10 @@ def test_an_average_of_a_half_type_is_read_whole() -> None:
     average, stop = optimizers.SGD(1.0, use_ema=True).average(v), threading.Event()
 
     def assign() -> None:
-        number = 0
+        count = 0
         while not stop.is_set():
-            number += 1
-            v.assign(number % 100)
+            count += 1
+            v.assign(count % 100)
 
     thread = threading.Thread(target=assign)
     thread.start()

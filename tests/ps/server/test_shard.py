@@ -264,7 +264,7 @@ class Client:
 
 def read_request() -> ps_pb2.ReadRequest:
     """Return a read of both shards, whole."""
-    items = [ps_pb2.ReadItem(variable=VARIABLE, shard=number, rows=ps_pb2.Rows(all=True)) for number in range(2)]
+    items = [ps_pb2.ReadItem(variable=VARIABLE, shard=shard, rows=ps_pb2.Rows(all=True)) for shard in range(2)]
     return ps_pb2.ReadRequest(job=JOB, items=items)
 
 
@@ -412,8 +412,8 @@ def test_a_read_under_real_threads_is_of_one_moment(how: str, monkeypatch: pytes
         thread.start()
     client = Client(held)
     for _ in range(additions):
-        for number, rows in enumerate((6, 4)):
-            client.dense(number, ps_pb2.ADD, np.ones((rows, 5), np.float32))
+        for index, rows in enumerate((6, 4)):
+            client.dense(index, ps_pb2.ADD, np.ones((rows, 5), np.float32))
     over.set()
     for thread in threads:
         thread.join()

@@ -48,7 +48,7 @@ def acknowledgement(name: str, count: int) -> bytes:
 
 def read_journal(path: Path) -> list[Record]:
     """Read all records that are whole."""
-    data, at, found = path.read_bytes(), 0, []
+    data, at, records = path.read_bytes(), 0, []
     while at + _HEAD.size <= len(data):
         kind, inode, offset, *lengths = _HEAD.unpack_from(data, at)
         at += _HEAD.size
@@ -58,8 +58,8 @@ def read_journal(path: Path) -> list[Record]:
         for length in lengths:
             parts.append(data[at : at + length])
             at += length
-        found.append(Record(kind, inode, offset, parts[0].decode(), parts[1].decode(), parts[2]))
-    return found
+        records.append(Record(kind, inode, offset, parts[0].decode(), parts[1].decode(), parts[2]))
+    return records
 
 
 @dataclass

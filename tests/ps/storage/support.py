@@ -254,9 +254,9 @@ def _copied(source: str, target: str) -> None:
 def restored(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store | None:
     """Return the store that a server restores here. Without a log it truncates only a torn end of the last segment."""
     with manager_of(folder, kind) as manager:
-        found = manager.restore()
-        assert found is None or found.identity == IDENTITY
-        return None if found is None else found.store
+        recovered = manager.restore()
+        assert recovered is None or recovered.identity == IDENTITY
+        return None if recovered is None else recovered.store
 
 
 def found_in(folder: Path, kind: Durability = Durability.SNAPSHOT) -> Store:

@@ -177,7 +177,7 @@ class Process:
         data = self.service.push(iter([pack(request, buffers)]), FakeCall())  # type: ignore[arg-type]
         return unpack(data, ps_pb2.Reply)[0]
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until the manager's thread has done all that was requested, so that examples are reproducible."""
         plan = self.manager._plan
         until(lambda: plan._saving is None and not (self.manager._job and plan.due() == -np.inf), "it is at rest")
@@ -194,7 +194,7 @@ class Entry:
 
     key: tuple[int, int, int]  # of its request: job and function, or client and number; and the item
     kind: str
-    place: int
+    element: int
     value: float
     told: bool = False  # acknowledged
     safe: bool = False  # it must be there whatever happens to the process
@@ -216,7 +216,7 @@ class Sent:
     incarnation: int
     function: int
     sequence: int
-    parts: list[tuple[str, int, int, int]]  # kind, variable, shard, place
+    parts: list[tuple[str, int, int, int]]  # kind, variable, shard, element
     answered: bool = False
     boot_id: int = 0  # the process that received it last
 
@@ -250,7 +250,7 @@ class ServerMachine(RuleBasedStateMachine):
         self.lives = 0
         self.settled: dict[int, int] = {}
         self.coordinator_number = 0
-        self.last_variable = self.last_function = self.last_sequence = self.last_place = 0
+        self.last_variable = self.last_function = self.last_sequence = self.last_element = 0
         self.shards: dict[int, list[Held]] = {}
         self.rates = {0.0}  # possible learning rates; 0: there is no optimizer
         self.sent: list[Sent] = []
@@ -288,7 +288,7 @@ class ServerMachine(RuleBasedStateMachine):
     def attach(self) -> None:
         """The coordinator attaches."""
         self.store_id = self.process.attach(self.request())
-        self.process.settle()
+        self.process.wait_until_idle()
 
     @rule(parts=parts, dies=deaths, torn=torn, killed_after=st.booleans())
     def coordinator_dies(self, parts: Drawn, dies: int, torn: bool, killed_after: bool) -> None:
@@ -310,7 +310,7 @@ class ServerMachine(RuleBasedStateMachine):
         """Have the process die in the block, before its nth call, if there are that many."""
         self.disk.copy, self.disk.torn, self.disk.dies_in = None, torn, at or NOWHERE
         yield
-        self.process.settle()
+        self.process.wait_until_idle()
         self.disk.dies_in = NOWHERE
 
     @property
@@ -322,17 +322,17 @@ class ServerMachine(RuleBasedStateMachine):
         """If all goes well from here, everything that was applied is safe: the next request to save succeeds."""
         self.disk.heal()
         self.process.manager.save()
-        self.process.settle()
+        self.process.wait_until_idle()
         self.disk.failed = False  # no more refusals
         self.all_safe()
 
     def all_safe(self) -> None:
         """Note that a generation holds everything."""
-        for held in self.each():
+        for held in self.all_held():
             for entry in held.entries:
                 entry.safe = True
 
-    def each(self) -> Iterator[Held]:
+    def all_held(self) -> Iterator[Held]:
         """Yield all shards."""
         return (held for shards in self.shards.values() for held in shards)
 
@@ -353,18 +353,23 @@ class ServerMachine(RuleBasedStateMachine):
         if len(self.shards) >= 4:
             return
         self.last_variable += 1
-        number, count = self.last_variable, 2 if two else 1
+        variable_id, count = self.last_variable, 2 if two else 1
         ends = [LENGTH * (index + 1) for index in range(count)]
         spec = ps_pb2.VariableSpec(
-            id=number, name=f"v{number}", dtype="float64", shape=[ends[-1]], splits=[{"ends": ends}], owners=[0] * count
+            id=variable_id,
+            name=f"v{variable_id}",
+            dtype="float64",
+            shape=[ends[-1]],
+            splits=[{"ends": ends}],
+            owners=[0] * count,
         )
         zeros = b"".join(bytes(chunk) for chunk in padded(*[np.zeros(LENGTH)] * count).chunks)
         with self.dying(dies, torn):
             made = self.create(ps_pb2.CreateRequest(job=self.job, variable=spec), zeros)
         if self.died:
-            self.start(self.disk.copy, perhaps={number: [Held() for _ in range(count)]})
+            self.start(self.disk.copy, perhaps={variable_id: [Held() for _ in range(count)]})
             return
-        self.shards[number] = [Held() for _ in range(count)]
+        self.shards[variable_id] = [Held() for _ in range(count)]
         if not made:
             self.at_rest()  # it is repeated until it succeeds
         self.all_safe()
@@ -374,18 +379,18 @@ class ServerMachine(RuleBasedStateMachine):
         """A variable."""
         if not self.shards:
             return
-        number = sorted(self.shards)[chosen % len(self.shards)]
+        variable_id = sorted(self.shards)[chosen % len(self.shards)]
         with self.dying(dies, torn):
             try:
-                request = ps_pb2.DeleteRequest(job=self.job, name=f"v{number}")
+                request = ps_pb2.DeleteRequest(job=self.job, name=f"v{variable_id}")
                 self.process.service.delete(request, FakeCall())  # type: ignore[arg-type]
                 deleted = True
             except PsClusterError:
                 assert self.disk.failed
                 deleted = False
-        gone = self.shards.pop(number)
+        gone = self.shards.pop(variable_id)
         if self.died:
-            self.start(self.disk.copy, perhaps={number: gone})
+            self.start(self.disk.copy, perhaps={variable_id: gone})
             return
         if not deleted:
             self.at_rest()
@@ -415,7 +420,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     @property
     def can_update(self) -> bool:
-        return bool(self.shards) and self.last_place < LENGTH - 9
+        return bool(self.shards) and self.last_element < LENGTH - 9
 
     @rule(
         requests=st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=3),
@@ -439,9 +444,9 @@ class ServerMachine(RuleBasedStateMachine):
             return None
         shards = [(variable, shard) for variable, held in self.shards.items() for shard in range(len(held))]
         parts = []
-        for number, kind in drawn:
-            self.last_place += 1
-            parts.append((self.kinds[kind % len(self.kinds)], *shards[number % len(shards)], self.last_place))
+        for index, kind in drawn:
+            self.last_element += 1
+            parts.append((self.kinds[kind % len(self.kinds)], *shards[index % len(shards)], self.last_element))
         function = sequence = 0
         if inside:
             self.last_function += 1
@@ -468,8 +473,8 @@ class ServerMachine(RuleBasedStateMachine):
 
     def below(self, sent: Sent) -> int:
         """Return the number below which all requests of this client were answered."""
-        mine = [each for each in self.sent if each.incarnation == sent.incarnation and not each.function]
-        return min([sent.sequence, *(each.sequence for each in mine if not each.answered)])
+        mine = [other for other in self.sent if other.incarnation == sent.incarnation and not other.function]
+        return min([sent.sequence, *(other.sequence for other in mine if not other.answered)])
 
     def message(self, sent: Sent) -> tuple[ps_pb2.UpdateRequest, list[bytes]]:
         """Return the message of a request, and its payload."""
@@ -478,14 +483,14 @@ class ServerMachine(RuleBasedStateMachine):
         if not sent.function:
             request.settled = self.below(sent)
         buffers = []
-        for nth, (kind, variable, shard, place) in enumerate(sent.parts, 1):
+        for nth, (kind, variable, shard, element) in enumerate(sent.parts, 1):
             item = request.items.add(variable=variable, shard=shard, nth=nth)
-            value = float(place) if kind == "assign" else 1.0
+            value = float(element) if kind == "assign" else 1.0
             item.kind = {"add": ps_pb2.ADD, "assign": ps_pb2.ASSIGN, "gradient": ps_pb2.APPLY_GRADIENT}[kind]
             item.optimizer = OPTIMIZER if kind == "gradient" else 0
             item.rows.ids, item.value_bytes = 1, 8
             item.boot_id, item.seen = self.told.get((variable, shard), (0, 0))
-            ids = np.array([0 if kind == "assign" else place])
+            ids = np.array([0 if kind == "assign" else element])
             buffers += [bytes(chunk) for chunk in padded(ids, np.array([value])).chunks]
         return request, buffers
 
@@ -527,13 +532,13 @@ class ServerMachine(RuleBasedStateMachine):
     def applied(self, sent: Sent, reply: ps_pb2.UpdateReply | None) -> None:
         """Note that items that were not applied before are applied now; with a reply they are acknowledged."""
         fresh = 0
-        for number, (kind, variable, shard, place) in enumerate(sent.parts):
+        for item, (kind, variable, shard, element) in enumerate(sent.parts):
             held = self.shards[variable][shard]
-            entry = next((each for each in held.entries if each.key == sent.key(number)), None)
+            entry = next((applied for applied in held.entries if applied.key == sent.key(item)), None)
             if entry is None:
                 fresh += 1
-                value = {"add": 1.0, "assign": float(place), "gradient": -max(self.rates)}[kind]
-                entry = Entry(sent.key(number), kind, place, value)
+                value = {"add": 1.0, "assign": float(element), "gradient": -max(self.rates)}[kind]
+                entry = Entry(sent.key(item), kind, element, value)
                 held.entries.append(entry)
             if reply is not None:
                 entry.told = True
@@ -556,8 +561,10 @@ class ServerMachine(RuleBasedStateMachine):
         left = sorted(set(range(1, self.last_function + 1)) - self.finished)
         if not left:
             return
-        functions = list({left[number % len(left)] for number in chosen})
-        request = ps_pb2.FinishFunctionsRequest(job=self.job, starts=functions, stops=[each + 1 for each in functions])
+        functions = list({left[index % len(left)] for index in chosen})
+        request = ps_pb2.FinishFunctionsRequest(
+            job=self.job, starts=functions, stops=[start + 1 for start in functions]
+        )
         self.process.service.finish_functions(request, FakeCall())  # type: ignore[arg-type]
         self.finished.update(functions)
 
@@ -671,25 +678,25 @@ class ServerMachine(RuleBasedStateMachine):
         variables, optimizers, _ = store.held()
         here = {held.spec.id for held in variables}
         assert here - perhaps.keys() == self.shards.keys(), "variables that were made, and not deleted"
-        self.shards |= {number: held for number, held in perhaps.items() if number in here}
+        self.shards |= {variable_id: held for variable_id, held in perhaps.items() if variable_id in here}
         rates = {known.spec.numbers["learning_rate"] for known in optimizers} or {0.0}
         assert rates <= self.rates, "another learning rate"
         self.rates = rates
-        for number, shards in self.shards.items():
+        for variable_id, shards in self.shards.items():
             for shard, held in enumerate(shards):
-                self.compare_shard(kind, held, values_of(store, number, shard))
+                self.compare_shard(kind, held, values_of(store, variable_id, shard))
 
     @staticmethod
     def compare_shard(kind: Durability, held: Held, values: Any) -> None:
-        assigned = [entry.place for entry in held.entries if entry.kind == "assign"]
+        assigned = [entry.element for entry in held.entries if entry.kind == "assign"]
         assert values[0] in (0, *assigned)
         last = assigned.index(int(values[0])) if values[0] else -1
         present = []
         for entry in held.entries:
             if entry.kind == "assign":
-                here = assigned.index(entry.place) <= last
+                here = assigned.index(entry.element) <= last
             else:
-                here = values[entry.place] != 0
+                here = values[entry.element] != 0
             if here:
                 present.append(entry)
             else:
@@ -736,15 +743,15 @@ class ServerMachine(RuleBasedStateMachine):
         """Check that no value is wrong, and that applied updates are not applied again."""
         here = {held.spec.id for held in process.role.store.held()[0]}
         process.attach(self.request())
-        for number in here & self.shards.keys():
-            for shard, held in enumerate(self.shards[number]):
-                values = values_of(process.role.store, number, shard)
-                right = {entry.place: entry.value for entry in held.entries if entry.kind != "assign"}
-                assigned = [entry.place for entry in held.entries if entry.kind == "assign"]
+        for variable_id in here & self.shards.keys():
+            for shard, held in enumerate(self.shards[variable_id]):
+                values = values_of(process.role.store, variable_id, shard)
+                right = {entry.element: entry.value for entry in held.entries if entry.kind != "assign"}
+                assigned = [entry.element for entry in held.entries if entry.kind == "assign"]
                 assert values[0] in (0, *assigned)
-                assert all(value in (0, right.get(place, 0)) for place, value in enumerate(values[1:], 1))
+                assert all(value in (0, right.get(element, 0)) for element, value in enumerate(values[1:], 1))
         for sent in self.sent[-8:]:
-            if not sent.function or self.refused(sent) or not all(part[1] in here for part in sent.parts):
+            if not sent.function or self.refused(sent) or not all(item[1] in here for item in sent.parts):
                 continue
             if any(kind == "gradient" for kind, *_ in sent.parts) and "gradient" not in self.kinds:
                 continue
@@ -753,9 +760,9 @@ class ServerMachine(RuleBasedStateMachine):
                 continue
             with contextlib.suppress(UnavailableError):
                 process.push(ps_pb2.Request(update=request), *buffers)
-            for kind, variable, shard, place in sent.parts:
+            for kind, variable, shard, element in sent.parts:
                 if kind == "add":
-                    assert values_of(process.role.store, variable, shard)[place] <= 1, "applied twice"
+                    assert values_of(process.role.store, variable, shard)[element] <= 1, "applied twice"
 
     # What always holds
 
@@ -765,13 +772,13 @@ class ServerMachine(RuleBasedStateMachine):
         if not hasattr(self, "process"):
             return
         store = self.process.role.store
-        for number, shards in self.shards.items():
+        for variable_id, shards in self.shards.items():
             for shard, held in enumerate(shards):
                 expected = np.zeros(LENGTH)
                 for entry in held.entries:
-                    expected[0 if entry.kind == "assign" else entry.place] = entry.value
-                assert values_of(store, number, shard).tolist() == expected.tolist()
-        lost = {f"v{number}": max(held.lost for held in shards) for number, shards in self.shards.items()}
+                    expected[0 if entry.kind == "assign" else entry.element] = entry.value
+                assert values_of(store, variable_id, shard).tolist() == expected.tolist()
+        lost = {f"v{variable_id}": max(held.lost for held in shards) for variable_id, shards in self.shards.items()}
         assert all(count <= lost[name] for name, count in store.lost.items()), "more losses than there were"
 
     def teardown(self) -> None:

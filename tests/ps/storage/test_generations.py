@@ -77,12 +77,12 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, monkeypatch: pytest.Mon
     if blocks == "small":
         small_blocks(monkeypatch)
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
-        for number, name in enumerate(ALL_DTYPES):
-            declare(held, number * 10 + 1, any_bits((), name))
-            declare(held, number * 10 + 2, any_bits((7, 5), name), (3, 3, 7))
-            declare(held, number * 10 + 3, any_bits((0, 3), name))
-            declare(held, number * 10 + 4, any_bits((3, 0), name), (1, 3))
-            declare(held, number * 10 + 5, any_bits((2, 1, 9), name))
+        for index, name in enumerate(ALL_DTYPES):
+            declare(held, index * 10 + 1, any_bits((), name))
+            declare(held, index * 10 + 2, any_bits((7, 5), name), (3, 3, 7))
+            declare(held, index * 10 + 3, any_bits((0, 3), name))
+            declare(held, index * 10 + 4, any_bits((3, 0), name), (1, 3))
+            declare(held, index * 10 + 5, any_bits((2, 1, 9), name))
         manager.save()
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
 
@@ -129,14 +129,14 @@ def test_what_is_remembered_of_updates(tmp_path: Path) -> None:
             other.made(dense(ps_pb2.ADD, twos, shard=1)),
             one.made(dense(ps_pb2.ADD, twos), function=5),
         ]
-        for each in made:
-            one.send(each)
+        for update in made:
+            one.send(update)
         late = closed.made(dense(ps_pb2.ADD, twos))
         held.close_incarnation(11)
         held.finish_functions([(1, 4), (8, 1 << 40)])
         ended = one.made(dense(ps_pb2.ADD, twos), function=3)
-        for number in range(5):
-            one.update(dense(ps_pb2.ADD, twos * number))
+        for index in range(5):
+            one.update(dense(ps_pb2.ADD, twos * index))
         before = facts(held)
         manager.save()
         again = found_in(killed(tmp_path / "s"))
@@ -201,9 +201,9 @@ def test_a_rule_that_is_still_awaited_at_the_next_restart(tmp_path: Path) -> Non
         manager.save()
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        Client(manager, found.store).update(dense(ps_pb2.ADD, np.ones(3, np.float32)))
+        recovered = manager.restore()
+        assert recovered is not None
+        Client(manager, recovered.store).update(dense(ps_pb2.ADD, np.ones(3, np.float32)))
         manager.save()
     assert found_in(copy).held()[2].keys() == {2}
 
@@ -277,20 +277,20 @@ def test_a_rule_by_reference_that_is_another_now(tmp_path: Path, own_rule: OwnRu
         copy = killed(tmp_path / "s")
     own_rule.edit()
     with manager_of(copy, kind) as manager:
-        found = manager.restore()
-        assert found is not None, "all values are lost for want of a rule"
-        assert values_of(found.store, 1).tolist() == [9, 10, 11]
-        assert found.store.held()[2].keys() == {2}
-        client = Client(manager, found.store, 10)
+        recovered = manager.restore()
+        assert recovered is not None, "all values are lost for want of a rule"
+        assert values_of(recovered.store, 1).tolist() == [9, 10, 11]
+        assert recovered.store.held()[2].keys() == {2}
+        client = Client(manager, recovered.store, 10)
         made = client.made(gradient())
         with pytest.raises(UnavailableError, match="is waiting for the rule of optimizer 'mine'"):
             client.send(made)
         assert client.update(dense(ps_pb2.ADD, np.ones(3, np.float32))).applied == 1
         own_rule.source.write_text(RULE_MODULE)
-        own_rule.declare(found.store)
+        own_rule.declare(recovered.store)
         manager.save()
         assert client.send(made).applied == 1
-        assert values_of(found.store, 1).tolist() == [9, 10, 11]
+        assert values_of(recovered.store, 1).tolist() == [9, 10, 11]
         if kind is Durability.SNAPSHOT:
             manager.save()
         assert values_of(found_in(killed(copy)), 1).tolist() == [9, 10, 11]
@@ -325,12 +325,12 @@ class Saved:
             declare(held, 3, np.arange(5, dtype=np.int8))
             declare_rule(held, 4, "adam", ema=0.5)
             client = Client(manager, held)
-            for number in range(2):
-                ones = np.full((3, 5), number + 1, np.float32)
+            for index in range(2):
+                ones = np.full((3, 5), index + 1, np.float32)
                 client.update(dense(ps_pb2.APPLY_GRADIENT, ones, optimizer=4))
                 client.update(rows(ps_pb2.ADD, [1, 4], ones[:2], shard=1))
-                client.update(dense(ps_pb2.ADD, np.array(0.25), variable=2), function=100 + number)
-                held.close_incarnation(number + 50)
+                client.update(dense(ps_pb2.ADD, np.array(0.25), variable=2), function=100 + index)
+                held.close_incarnation(index + 50)
                 manager.save()
                 self.states.append(facts(held))
             self.folder = killed(folder)
@@ -347,9 +347,9 @@ class Saved:
             return "refused"
         if held is None:
             return "nothing"
-        found = facts(held)
-        assert found in self.states, "what was restored never was"
-        return "newest" if found == self.newest else "older"
+        state = facts(held)
+        assert state in self.states, "what was restored never was"
+        return "newest" if state == self.newest else "older"
 
     def mend(self) -> None:
         """Restore all files."""
@@ -369,9 +369,9 @@ def used_bytes(saved: Saved) -> dict[str, set[int]]:
     used: dict[str, set[int]] = {name: set() for name in saved.files}
     directory = StateDirectory(saved.folder)
     try:
-        for number in directory.generations():
-            manifest = directory.manifest(number)
-            used[f"state-{number:06d}.manifest"] = set(range(len(saved.files[f"state-{number:06d}.manifest"])))
+        for generation in directory.generations():
+            manifest = directory.manifest(generation)
+            used[f"state-{generation:06d}.manifest"] = set(range(len(saved.files[f"state-{generation:06d}.manifest"])))
             for shard in manifest.shards:
                 for array in shard.arrays:
                     used[array.file] |= set(range(array.offset, array.offset + array.bytes))
@@ -457,27 +457,27 @@ def test_after_a_fall_back_the_next_generations_are_good(saved: Saved) -> None:
     manifest = saved.folder / max(name for name in saved.files if name.endswith("manifest"))
     manifest.write_bytes(saved.files[manifest.name][:-1])
     with manager_of(saved.folder, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        assert "since 1 newer generation was damaged" in found.words
-        Client(manager, found.store, 200).update(dense(ps_pb2.ADD, np.ones((3, 5), np.float32)))
+        recovered = manager.restore()
+        assert recovered is not None
+        assert "since 1 newer snapshot was damaged" in recovered.words
+        Client(manager, recovered.store, 200).update(dense(ps_pb2.ADD, np.ones((3, 5), np.float32)))
         manager.save()
         assert not manifest.exists()
-        expected = facts(found.store)
+        expected = facts(recovered.store)
         assert facts(found_in(killed(saved.folder))) == expected
 
 
 def test_damage_to_what_two_generations_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A shard that has not changed is in one file: a flipped bit there damages both, and the file is named."""
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
-        for number in (1, 2):
-            declare(held, number, np.zeros(30))
+        for variable in (1, 2):
+            declare(held, variable, np.zeros(30))
         manager.save()
         Client(manager, held).update(dense(ps_pb2.ADD, np.ones(30), 2))
         manager.save()
         copy = killed(tmp_path / "s")
     kept = StateDirectory(copy)
-    newest, before = (kept.manifest(number) for number in kept.generations())
+    newest, before = (kept.manifest(generation) for generation in kept.generations())
     kept.close()
     shared = {a.file for s in newest.shards for a in s.arrays} & {a.file for s in before.shards for a in s.arrays}
     assert len(shared) == 1
@@ -672,6 +672,6 @@ def test_a_generation_of_nothing(tmp_path: Path) -> None:
         assert again.job == JOB
         shutil.copytree(tmp_path / "s", tmp_path / "t")
     with manager_of(tmp_path / "t", Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        assert found.identity == IDENTITY
+        recovered = manager.restore()
+        assert recovered is not None
+        assert recovered.identity == IDENTITY

@@ -140,9 +140,9 @@ def test_every_kind_of_update_comes_back(tmp_path: Path, fsync: bool) -> None:
     with begun(tmp_path / "s", fsync=fsync) as (manager, held):
         fill(manager, held)
         client = Client(manager, held)
-        for number in range(240):
-            client.update(*some_update(random), function=number % 7 * 3)
-            if number % 60 == 30:
+        for index in range(240):
+            client.update(*some_update(random), function=index % 7 * 3)
+            if index % 60 == 30:
                 assert facts(found_in(killed(tmp_path / "s")), ledger=False) == _with_all_keys(held, tmp_path / "s")
                 manager.save()
         last = facts(held, ledger=False)
@@ -157,12 +157,12 @@ def _values(contents: dict[object, object]) -> dict[object, object]:
 
 def _with_all_keys(held: Store, folder: Path) -> dict[object, object]:
     """Return the live store's facts with the keys that a restored store has: at least those of the live one."""
-    live, found = facts(held, ledger=False), facts(found_in(killed(folder)), ledger=False)
+    live, recovered = facts(held, ledger=False), facts(found_in(killed(folder)), ledger=False)
     for key in live:
         if isinstance(key, tuple) and key[-1] == "keys":
-            lost = [each for each in live[key] if each not in found[key]]
+            lost = [entry for entry in live[key] if entry not in recovered[key]]
             assert not lost, f"a repetition of {lost} would be applied again"
-            live[key] = found[key]
+            live[key] = recovered[key]
     return live
 
 
@@ -178,21 +178,21 @@ def test_one_process_after_another(tmp_path_factory: pytest.TempPathFactory, see
             client.update(*some_update(random))
         copy = killed(folder)
         before, sequence = _values(facts(held, ledger=False)), client.sequence
-    for number, event in enumerate(kill_at):
+    for index, event in enumerate(kill_at):
         with manager_of(copy) as manager:
-            found = manager.restore()
-            assert found is not None
-            assert _values(facts(found.store, ledger=False)) == before, f"life {number}"
-            client = Client(manager, found.store)
+            recovered = manager.restore()
+            assert recovered is not None
+            assert _values(facts(recovered.store, ledger=False)) == before, f"life {index}"
+            client = Client(manager, recovered.store)
             client.sequence = sequence
             if event == "save":
                 manager.save()
             for _ in range(random.integers(0, 3)):
                 client.update(*some_update(random))
-            before, sequence = _values(facts(found.store, ledger=False)), client.sequence
+            before, sequence = _values(facts(recovered.store, ledger=False)), client.sequence
             copy = killed(copy) if event != "go on" else copy
             if event == "go on":
-                copy = shutil.copytree(copy, folder.with_name(f"next-{number}"))
+                copy = shutil.copytree(copy, folder.with_name(f"next-{index}"))
 
 
 def no_more_generations(manager: StateManager) -> None:
@@ -241,21 +241,21 @@ def test_a_kill_while_many_clients_write(tmp_path: Path) -> None:
 
         def work(seed: int) -> None:
             client = Client(manager, held, 100 + seed)
-            for place in range(50):
-                client.update(rows(ps_pb2.ADD, [seed * 50 + place], np.array([[1]])))
-                acknowledged[seed].append(place)
-                if place == 49:
+            for row in range(50):
+                client.update(rows(ps_pb2.ADD, [seed * 50 + row], np.array([[1]])))
+                acknowledged[seed].append(row)
+                if row == 49:
                     over.wait()
 
         with beside(*(lambda seed=seed: work(seed) for seed in range(4))) as raised:
             try:
                 for _ in range(5):
-                    before = [list(each) for each in acknowledged]
+                    before = [list(done) for done in acknowledged]
                     copy = killed(tmp_path / "s")
-                    found = values_of(found_in(copy), 1).reshape(4, 50)
-                    assert found.max() <= 1, "an update came back twice"
+                    applied = values_of(found_in(copy), 1).reshape(4, 50)
+                    assert applied.max() <= 1, "an update came back twice"
                     for seed, places in enumerate(before):
-                        assert found[seed, places].all(), "an acknowledged update is lost"
+                        assert applied[seed, places].all(), "an acknowledged update is lost"
             finally:
                 over.set()
         assert raised == []
@@ -268,8 +268,8 @@ def one_by_one(folder: Path, count: int = 4, *, fsync: bool = False) -> tuple[Pa
         declare(held, 1, np.zeros(6, np.float32))
         manager.save()
         client, values = Client(manager, held), [values_of(held, 1).tolist()]
-        for number in range(count):
-            client.update(dense(ps_pb2.ADD, np.arange(6, dtype=np.float32) + 10**number))
+        for exponent in range(count):
+            client.update(dense(ps_pb2.ADD, np.arange(6, dtype=np.float32) + 10**exponent))
             values.append(values_of(held, 1).tolist())
         copy = killed(folder)
         (segment,) = (path for path in copy.iterdir() if path.name.startswith("log") and records_of(path))
@@ -330,9 +330,9 @@ def test_torn_tails(tmp_path: Path) -> None:
     for at in range(ends[-2], ends[-1] + 1):
         for data in (unacknowledged[:at], unacknowledged[:at] + bytes(len(whole) - at)):
             segment.write_bytes(data)
-            found = values_of(found_in(copy), 1).tolist()
+            recovered = values_of(found_in(copy), 1).tolist()
             # The last bytes of a payload may be zeros, and then none is missing.
-            assert found == values[3] or (found == values[4] and data[: ends[-1]] == unacknowledged[: ends[-1]])
+            assert recovered == values[3] or (recovered == values[4] and data[: ends[-1]] == unacknowledged[: ends[-1]])
     segment.write_bytes(whole[: ends[-1]])
     assert values_of(found_in(copy), 1).tolist() == values[4]
 
@@ -355,14 +355,14 @@ def test_records_after_a_torn_tail_are_kept(tmp_path: Path) -> None:
     ends = ends_of(segment)
     segment.write_bytes(marked(segment.read_bytes(), ends[-2], 3)[: ends[-1] - 1])
     with manager_of(copy) as manager:
-        found = manager.restore()
-        assert found is not None
-        assert "3 updates logged since" in found.words
-        client = Client(manager, found.store, 10)
+        recovered = manager.restore()
+        assert recovered is not None
+        assert "3 updates logged since" in recovered.words
+        client = Client(manager, recovered.store, 10)
         client.update(dense(ps_pb2.ADD, np.full(6, 7, np.float32)))
-        expected = values_of(found.store, 1).tolist()
+        expected = values_of(recovered.store, 1).tolist()
         assert expected == (np.array(values[3]) + 7).tolist()
-        assert found.store.lost == {}, "it had not been acknowledged"
+        assert recovered.store.lost == {}, "it had not been acknowledged"
         again = killed(copy)
     assert values_of(found_in(again), 1).tolist() == expected
     # Even if the generation that began the new segment is damaged: then the torn segment is read again.
@@ -415,10 +415,10 @@ def test_after_another_boot(tmp_path: Path, caplog: pytest.LogCaptureFixture, ho
             (folder / segment.name).write_bytes(data)
             caplog.clear()
             with manager_of(folder) as manager:
-                found = manager.restore()
-                assert found is not None
-                assert values_of(found.store, 1).tolist() == values[kept]
-                lost = found.store.lost
+                recovered = manager.restore()
+                assert recovered is not None
+                assert values_of(recovered.store, 1).tolist() == values[kept]
+                lost = recovered.store.lost
                 losses_written(manager)
             assert sum(lost.values()) == 4 - kept
             if how == "flipped" and kept == 2:
@@ -474,21 +474,21 @@ def test_what_the_error_of_a_damaged_log_says_helps(
             support.restored(copy, Durability.LOG)
     expected = values[0]
     with manager_of(copy, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
+        recovered = manager.restore()
+        assert recovered is not None
         assert f"{segment.name} is damaged at byte" in caplog.text
-        assert "the updates after the last generation are lost" in caplog.text
-        assert values_of(found.store, 1).tolist() == values[0]
-        assert found.store.lost == {"v1": 3, "(unknown)": 1}, "the first record can't be read"
+        assert "the updates after the last snapshot are lost" in caplog.text
+        assert values_of(recovered.store, 1).tolist() == values[0]
+        assert recovered.store.lost == {"v1": 3, "(unknown)": 1}, "the first record can't be read"
         if change:
-            Client(manager, found.store, 10).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
-            expected = [each + 1 for each in expected]
+            Client(manager, recovered.store, 10).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
+            expected = [value + 1 for value in expected]
     with manager_of(copy) as manager:
-        found = manager.restore()
-        assert found is not None
-        assert values_of(found.store, 1).tolist() == expected
-        Client(manager, found.store, 11).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
-        assert values_of(found_in(copy), 1).tolist() == [each + 1 for each in expected]
+        recovered = manager.restore()
+        assert recovered is not None
+        assert values_of(recovered.store, 1).tolist() == expected
+        Client(manager, recovered.store, 11).update(dense(ps_pb2.ADD, np.ones(6, np.float32)))
+        assert values_of(found_in(copy), 1).tolist() == [value + 1 for value in expected]
 
 
 def test_garbage_is_no_segment(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_garbage_is_no_segment(tmp_path: Path) -> None:
     for size in (1, RECORD_HEAD - 1, RECORD_HEAD, 5000):
         segment.write_bytes(whole[: ends[-1]] + random.bytes(size))
         assert ends_of(segment) == ends
-    with pytest.raises(DamagedError, match="generation 7 is missing"):
+    with pytest.raises(DamagedError, match="snapshot 7 is missing"):
         list(records([], 7))
 
 
@@ -530,16 +530,18 @@ def test_records_in_another_order(tmp_path: Path, where: str) -> None:
         max(copy.glob("state-*.manifest")).unlink()
     data = [path.read_bytes() for path in segments]
     cuts = [(SEGMENT_HEAD, *ends_of(path)) for path in segments]
-    found = [data[n][low:high] for n, ends in enumerate(cuts) for low, high in itertools.pairwise(ends)]
-    assert len(found) == 2
-    turned = iter(reversed(found))
+    records = [data[n][low:high] for n, ends in enumerate(cuts) for low, high in itertools.pairwise(ends)]
+    assert len(records) == 2
+    turned = iter(reversed(records))
     for path, whole, ends in zip(segments, data, cuts, strict=True):
         turned_here = list[bytes]()
-        for number in range(1, len(ends)):
-            each = next(turned)
-            _, _, checksum, size, batch, _, _ = log_module._HEAD.unpack_from(each)
+        for record_number in range(1, len(ends)):
+            record = next(turned)
+            _, _, checksum, size, batch, _, _ = log_module._HEAD.unpack_from(record)
             generation = int.from_bytes(whole[8:16], "little")
-            turned_here.append(log_module._header(checksum, size, batch, generation, number) + each[RECORD_HEAD:])
+            turned_here.append(
+                log_module._header(checksum, size, batch, generation, record_number) + record[RECORD_HEAD:]
+            )
         end = SEGMENT_HEAD + sum(map(len, turned_here))
         path.write_bytes(marked(whole, end, len(turned_here))[:SEGMENT_HEAD] + b"".join(turned_here) + bytes(99))
     assert values_of(found_in(copy), 1).tolist() == expected == [20, 36]
@@ -581,10 +583,10 @@ def test_a_machine_that_dies_in_the_middle_of_a_flush(tmp_path: Path, monkeypatc
     data[first:second] = bytes(second - first)  # pages of the second, which had not been acknowledged
     segment.write_bytes(data)
     with manager_of(copy) as manager:
-        found = manager.restore()
-        assert found is not None
-        assert values_of(found.store, 1)[0] == 1
-        Client(manager, found.store, 8).update(dense(ps_pb2.ADD, np.ones(1000)))
+        recovered = manager.restore()
+        assert recovered is not None
+        assert values_of(recovered.store, 1)[0] == 1
+        Client(manager, recovered.store, 8).update(dense(ps_pb2.ADD, np.ones(1000)))
         again = killed(copy)
     assert values_of(found_in(again), 1)[0] == 2, "what comes after it is kept"
 
@@ -709,12 +711,12 @@ def test_a_broken_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
         again = found_in(copy := killed(tmp_path / "s"))
         assert values_of(again, 1).tolist() == [111] * 3
         with manager_of(copy) as other:
-            found = other.restore()
-            assert found is not None
-            client = Client(other, found.store)
+            recovered = other.restore()
+            assert recovered is not None
+            client = Client(other, recovered.store)
             assert client.send(first).repeated_ == 1
             assert client.send(second).repeated_ == 1
-            assert values_of(found.store, 1).tolist() == [111] * 3
+            assert values_of(recovered.store, 1).tolist() == [111] * 3
 
 
 def test_a_log_that_breaks_while_a_generation_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,8 +760,8 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
         declare(held, 2, np.zeros(3))
         manager.save()
         client = Client(manager, held)
-        for number in (1, 2):
-            client.update(dense(ps_pb2.ADD, np.ones(3), number))
+        for variable in (1, 2):
+            client.update(dense(ps_pb2.ADD, np.ones(3), variable))
         made = client.made(dense(ps_pb2.ADD, np.full(3, 10.0)), dense(ps_pb2.ADD, np.full(3, 10.0), 2))
         with disk.during(manager.save):
             log_disk.armed = True
@@ -770,7 +772,7 @@ def test_a_log_that_breaks_while_a_generation_is_written(tmp_path: Path, monkeyp
         no_more_generations(manager)
         assert client.send(made).repeated_ == 2
         again = found_in(killed(tmp_path / "s"))
-        assert [values_of(again, number).tolist() for number in (1, 2)] == [[11] * 3] * 2
+        assert [values_of(again, variable).tolist() for variable in (1, 2)] == [[11] * 3] * 2
 
 
 def test_a_break_with_many_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -792,8 +794,8 @@ def test_a_break_with_many_in_progress(tmp_path: Path, monkeypatch: pytest.Monke
 
         def work(seed: int) -> None:
             client = Client(manager, held, 100 + seed)
-            for place in range(30):
-                sent(client, client.made(rows(ps_pb2.ADD, [seed * 30 + place], np.array([[1]]))))
+            for row in range(30):
+                sent(client, client.made(rows(ps_pb2.ADD, [seed * 30 + row], np.array([[1]]))))
 
         def spoil() -> None:
             for _ in range(5):
@@ -867,7 +869,7 @@ def test_an_update_whose_first_item_counts_and_whose_second_fails(tmp_path: Path
             client.send(alone)
         client.update(dense(ps_pb2.ADD, np.ones((2, 2))))
         assert manager._log is not None
-        assert manager._log._plan.settled
+        assert manager._log._plan.all_ended
         assert manager._log._promised == 0
         again = found_in(killed(tmp_path / "s"))
         assert values_of(again, 1).tolist() == values_of(held, 1).tolist() == [[2, 2], [2, 2]]
@@ -954,7 +956,7 @@ def test_an_update_in_progress_when_its_variable_is_deleted(tmp_path: Path, capl
         write(manager, held, request, placed, payload, total)
         client.update(dense(ps_pb2.ADD, np.ones(3), 2))
         again = found_in(killed(tmp_path / "s"))
-        assert [each.spec.id for each in again.held()[0]] == [2]
+        assert [variable.spec.id for variable in again.held()[0]] == [2]
         assert values_of(again, 2).tolist() == [1] * 3
         assert "1 updates in the log belong to variables that no longer exist" in caplog.text
 
@@ -1014,7 +1016,7 @@ def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path
     if how == "damaged":
         max(copy.glob("state-*.manifest")).write_bytes(b"")
     again = found_in(copy)
-    assert [each.spec.id for each in again.held()[0]] == [2]
+    assert [variable.spec.id for variable in again.held()[0]] == [2]
     assert values_of(again, 2).tolist() == [10] * 3
 
 
@@ -1047,8 +1049,8 @@ def outcomes(copies: dict[str, Path], expected: list[float]) -> list[str]:
     wrong = list[str]()
     for when, copy in copies.items():
         try:
-            if (found := values_of(found_in(copy), 1).tolist()) != expected:
-                wrong.append(f"{when}: {found}")
+            if (recovered := values_of(found_in(copy), 1).tolist()) != expected:
+                wrong.append(f"{when}: {recovered}")
         except Exception as error:
             wrong.append(f"{when}: {error!r}")
     return wrong
@@ -1127,8 +1129,8 @@ def filled(folder: Path, identity: JobIdentity, *, updates: int, parts: int, gen
         manager.begin(held, identity)
         until(lambda: manager._plan.saved, "the first generation is saved")
         no_more_generations(manager)
-        for number in range(updates):
-            Client(manager, held, 100 + number).update(*(dense(ps_pb2.ADD, np.ones(3)) for _ in range(parts)))
+        for index in range(updates):
+            Client(manager, held, 100 + index).update(*(dense(ps_pb2.ADD, np.ones(3)) for _ in range(parts)))
         for _ in range(generations):
             manager.save()
         return killed(folder)
@@ -1139,10 +1141,10 @@ def test_leftovers_in_a_reused_segment(tmp_path: Path) -> None:
     with begun(tmp_path / "s") as (manager, held):
         declare(held, 1, np.zeros(3))
         manager.save()
-        for number, count in enumerate((20, 9, 7, 1, 3, 0, 2)):
+        for index, count in enumerate((20, 9, 7, 1, 3, 0, 2)):
             for at in range(count):
-                part = dense(ps_pb2.ADD, np.ones(3))
-                Client(manager, held, 1000 * (number + 1) + at).update(*[part] * (1 + at % 2))
+                update = dense(ps_pb2.ADD, np.ones(3))
+                Client(manager, held, 1000 * (index + 1) + at).update(*[update] * (1 + at % 2))
             assert facts(found_in(killed(tmp_path / "s")))[1, 0, "value"] == facts(held)[1, 0, "value"]
             manager.save()
 

@@ -100,10 +100,10 @@ def test_a_generation_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.M
     """A generation that fails otherwise, for example without memory, does not count as saved."""
     real = os.pwritev
 
-    def fails(number: int, *rest: Any) -> int:
-        if "state-" in os.readlink(f"/proc/self/fd/{number}"):
+    def fails(fd: int, *rest: Any) -> int:
+        if "state-" in os.readlink(f"/proc/self/fd/{fd}"):
             raise error
-        return real(number, *rest)
+        return real(fd, *rest)
 
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
         declare(held, 1, np.arange(3.0))
@@ -119,15 +119,15 @@ def test_many_creations_at_once(tmp_path: Path, kind: Durability) -> None:
     """Each is on disk when it is acknowledged; they share generations."""
     with begun(tmp_path / "s", kind) as (manager, held):
 
-        def create(number: int) -> None:
-            declare(held, number, np.full(3, float(number)))
+        def create(variable: int) -> None:
+            declare(held, variable, np.full(3, float(variable)))
             manager.save()
             assert manager._job is not None
             saved = manager._job.saved
             assert saved is not None
-            assert number in {each.id for each in saved.variables}
+            assert variable in {spec.id for spec in saved.variables}
 
-        with beside(*(lambda number=number: create(number) for number in range(1, 9))) as raised:
+        with beside(*(lambda variable=variable: create(variable) for variable in range(1, 9))) as raised:
             pass
         assert raised == []
         assert facts(found_in(killed(tmp_path / "s"))) == facts(held)
@@ -236,8 +236,8 @@ def test_slots_that_are_made_while_a_generation_is_begun(tmp_path: Path, monkeyp
     """The file's header lists all arrays: the first gradient adds some, and all of them are saved."""
     disk = Hold(monkeypatch, "pwritev", "state-")
     with begun(tmp_path / "s", Durability.SNAPSHOT) as (manager, held):
-        for number in (1, 2):
-            declare(held, number, np.zeros(30))
+        for variable in (1, 2):
+            declare(held, variable, np.zeros(30))
         declare_rule(held, 3, "adam", learning_rate=0.5, ema=0.5)
         with disk.during(manager.save):
             disk.armed = False
@@ -276,10 +276,10 @@ def test_generations_come_by_themselves(tmp_path: Path) -> None:
         declare(held, 1, np.zeros(3))
         manager.save()
         client = Client(manager, held)
-        for number in range(1, 4):
+        for count in range(1, 4):
             client.update(dense(ps_pb2.ADD, np.ones(3)))
             until(lambda: manager._plan._saving is None and manager._plan.due() is None, "it is saved")
-            assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [number] * 3
+            assert values_of(found_in(killed(tmp_path / "s")), 1).tolist() == [count] * 3
         saved, there = manager._plan.saved, names(tmp_path / "s")
         manager.close()
         assert (manager._plan.saved, names(tmp_path / "s")) == (saved, there)
@@ -331,15 +331,15 @@ def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> Non
     """With many shards of which few change: a bounded number of files and bytes, and the live store comes back."""
     random = np.random.default_rng(2)
     with begun(tmp_path / "s", kind, every) as (manager, held):
-        for number in range(1, 16):
-            declare(held, number, np.zeros((4, 3)), (1, 2, 3, 4))
+        for variable in range(1, 16):
+            declare(held, variable, np.zeros((4, 3)), (1, 2, 3, 4))
         declare_rule(held, 99, "adam", ema=0.9)
         manager.save()
         client, most = Client(manager, held), 0
         for _ in range(60):
             for _ in range(random.integers(1, 4)):
-                place = int(random.integers(1, 16)), int(random.integers(0, 4))
-                client.update(dense(ps_pb2.APPLY_GRADIENT, random.normal(size=(1, 3)), *place, optimizer=99))
+                target = int(random.integers(1, 16)), int(random.integers(0, 4))
+                client.update(dense(ps_pb2.APPLY_GRADIENT, random.normal(size=(1, 3)), *target, optimizer=99))
             manager.save()
             if every == NEVER:
                 most = max(most, len(names(tmp_path / "s")))
@@ -349,9 +349,9 @@ def test_many_generations(tmp_path: Path, kind: Durability, every: float) -> Non
         assert most <= 1 + 2 + 10 + 3
         keys = "keys" if kind is Durability.LOG else ""
         live, again = facts(held), facts(found_in(killed(tmp_path / "s")))
-        for found in (live, again):
-            for key in [each for each in found if isinstance(each, tuple) and each[-1] == keys]:
-                del found[key]
+        for state in (live, again):
+            for key in [fact for fact in state if isinstance(fact, tuple) and fact[-1] == keys]:
+                del state[key]
         assert again == live
 
 
@@ -367,7 +367,7 @@ def test_deleted_variables_are_gone(tmp_path: Path, kind: Durability) -> None:
         manager.save()
         again = found_in(killed(tmp_path / "s"))
         assert facts(again) == facts(held)
-        assert [each.spec.name for each in again.held()[0]] == ["v2"]
+        assert [variable.spec.name for variable in again.held()[0]] == ["v2"]
         for _ in range(2):
             Client(manager, held, 10 + _).update(dense(ps_pb2.ADD, np.ones(3), 2))
             manager.save()
@@ -426,11 +426,11 @@ def test_another_choice_at_the_next_start(tmp_path: Path, lives: tuple[Durabilit
     expected = 1
     for kind in lives[1:]:
         with manager_of(folder, kind) as manager:
-            found = manager.restore()
-            assert found is not None
-            assert values_of(found.store, 1).tolist() == [expected] * 3
-            assert found.identity == IDENTITY
-            Client(manager, found.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
+            recovered = manager.restore()
+            assert recovered is not None
+            assert values_of(recovered.store, 1).tolist() == [expected] * 3
+            assert recovered.identity == IDENTITY
+            Client(manager, recovered.store, 100 + expected).update(dense(ps_pb2.ADD, np.ones(3)))
             if kind is Durability.SNAPSHOT:
                 manager.save()
             expected += 1
@@ -495,17 +495,17 @@ def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: p
     disk = Trouble(monkeypatch, "posix_fallocate", "log-", errno.ENOSPC)
     disk.armed = True
     with manager_of(copy, every=0.01) as manager:
-        found = manager.restore()
-        assert found is not None
-        client = Client(manager, found.store, 10)
+        recovered = manager.restore()
+        assert recovered is not None
+        client = Client(manager, recovered.store, 10)
         made = client.made(dense(ps_pb2.ADD, np.ones(3)))
         with pytest.raises(UnavailableError):
             client.send(made)
-        assert values_of(found.store, 1).tolist() == [1] * 3
+        assert values_of(recovered.store, 1).tolist() == [1] * 3
         disk.armed = False
         until(lambda: "failing" not in manager.words, "there is room, and it is seen")
         assert client.send(made).applied == 1
-        assert values_of(found.store, 1).tolist() == [2] * 3
+        assert values_of(recovered.store, 1).tolist() == [2] * 3
 
 
 # What clients have seen beyond what was restored
@@ -513,15 +513,15 @@ def test_a_restored_server_without_room_for_a_log(tmp_path: Path, monkeypatch: p
 
 def knowing(client: Client, boot_id: int, seen: int, variable: int = 1) -> ps_pb2.UpdateReply:
     """Send an addition of ones from a client that has seen this count under this boot id."""
-    part = dense(ps_pb2.ADD, np.ones(3), variable)
-    part[0].boot_id, part[0].seen = boot_id, seen
-    return client.update(part)
+    update = dense(ps_pb2.ADD, np.ones(3), variable)
+    update[0].boot_id, update[0].seen = boot_id, seen
+    return client.update(update)
 
 
 def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
     """Wait until exactly these losses are written there."""
 
-    def found() -> dict[tuple[int, int], int] | None:
+    def written() -> dict[tuple[int, int], int] | None:
         with tempfile.TemporaryDirectory() as other:
             if (folder / "losses").exists():
                 shutil.copy(folder / "losses", other)
@@ -530,9 +530,9 @@ def losses_in(folder: Path, expected: dict[tuple[int, int], int]) -> None:
             directory.close()
         if losses is None or losses.store_id != IDENTITY.store_id:
             return None
-        return {(each.variable, each.shard): each.updates for each in losses.lost}
+        return {(loss.variable, loss.shard): loss.updates for loss in losses.lost}
 
-    until(lambda: found() == expected, f"{expected} is written down", found)
+    until(lambda: written() == expected, f"{expected} is written down", written)
 
 
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "empty", "missing", "of another job"])
@@ -553,9 +553,9 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         assert held.lost == {}, "this process knows all of its own life"
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        held = found.store
+        recovered = manager.restore()
+        assert recovered is not None
+        held = recovered.store
         client.manager, client.held = manager, held
         assert held.lost == {}, "no client has reported anything"
         assert knowing(client, first_life, 2).updates == [3]
@@ -579,9 +579,9 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         again = killed(copy)
         bad = killed(copy)
     with manager_of(again, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        held = found.store
+        recovered = manager.restore()
+        assert recovered is not None
+        held = recovered.store
         client.manager, client.held = manager, held
         assert held.lost == {"v1": 3}
         knowing(client, first_life, 5)
@@ -609,9 +609,9 @@ def test_what_is_lost_is_counted_and_written_down(tmp_path: Path, spoil: str) ->
         flipped = whole[:-1] + bytes([whole[-1] ^ 1])
         (bad / "losses").write_bytes({"cut": whole[:-1], "flipped": flipped, "empty": b""}[spoil])
     with manager_of(bad, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        held = found.store
+        recovered = manager.restore()
+        assert recovered is not None
+        held = recovered.store
         client.manager, client.held = manager, held
         assert values_of(held, 1).tolist() == [8] * 3
         assert held.lost == {}
@@ -642,15 +642,15 @@ def test_a_disk_that_can_not_take_what_is_lost(tmp_path: Path, monkeypatch: pyte
         boot_id = held.losses.boot_id
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        client, disk.armed = Client(manager, found.store), True
+        recovered = manager.restore()
+        assert recovered is not None
+        client, disk.armed = Client(manager, recovered.store), True
         knowing(client, boot_id, 4)
         until(lambda: disk.raised, "it was tried")
-        assert found.store.lost == {"v1": 4}
+        assert recovered.store.lost == {"v1": 4}
         disk.armed = False
         knowing(client, boot_id, 6)
-        assert found.store.lost == {"v1": 6}
+        assert recovered.store.lost == {"v1": 6}
         losses_in(copy, {(1, 0): 6})
         assert "losses.new" not in names(copy)
 
@@ -663,15 +663,15 @@ def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
         boot_id = held.losses.boot_id
         copy = killed(tmp_path / "s")
     with manager_of(copy, Durability.SNAPSHOT) as manager:
-        found = manager.restore()
-        assert found is not None
-        client, part = Client(manager, found.store), dense(ps_pb2.ADD, np.ones(3))
-        part[0].boot_id, part[0].seen = boot_id, 4
-        request, payload, total = client.made(part)
-        placed = updates.check_update(found.store, request, total)
-        found.store.delete("v1")
-        assert write(manager, found.store, request, placed, payload, total).applied == 1
-        assert found.store.lost == {}
+        recovered = manager.restore()
+        assert recovered is not None
+        client, update = Client(manager, recovered.store), dense(ps_pb2.ADD, np.ones(3))
+        update[0].boot_id, update[0].seen = boot_id, 4
+        request, payload, total = client.made(update)
+        placed = updates.check_update(recovered.store, request, total)
+        recovered.store.delete("v1")
+        assert write(manager, recovered.store, request, placed, payload, total).applied == 1
+        assert recovered.store.lost == {}
 
 
 # Another coordinator of the same job
@@ -728,7 +728,7 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
                 write(manager, held, request, ready, payload, total)
         assert values_of(held, 1).tolist() == [2] * 3
         if manager._log is not None:
-            assert manager._log._plan.settled
+            assert manager._log._plan.all_ended
         for old in (coordinator(1), coordinator(1, store_id)):
             with pytest.raises(StaleError, match="coordinator number 2 of this job has taken it over from number 1"):
                 role.admit(old)
@@ -846,12 +846,12 @@ def test_a_take_over_while_a_generation_is_written(tmp_path: Path, monkeypatch: 
         role = ParameterServerRole(0, manager)
         store_id = attach(role, coordinator(1))
         held = role.serving()
-        for number in (1, 2):
-            declare(held, number, np.zeros(3))
+        for variable in (1, 2):
+            declare(held, variable, np.zeros(3))
         manager.save()
         client = Client(manager, held)
-        for number in (1, 2):
-            client.update(dense(ps_pb2.ADD, np.ones(3), number))
+        for variable in (1, 2):
+            client.update(dense(ps_pb2.ADD, np.ones(3), variable))
         disk.armed = True
         with beside(manager.save):
             assert disk.entered.wait(TIMEOUT)  # the first is being written, the second waits for it

@@ -48,11 +48,11 @@ class SaveMachine(RuleBasedStateMachine):
         """A creation arrives, and waits."""
         self.made += 1
         self.plan.changed()
-        number = self.plan.request()
-        assert number == self.made
-        assert not self.plan.is_saved(number)
-        assert not self.plan.has_failed(number), "told of a failure before anybody tried"
-        self.waiting.add(number)
+        request = self.plan.request()
+        assert request == self.made
+        assert not self.plan.is_saved(request)
+        assert not self.plan.has_failed(request), "told of a failure before anybody tried"
+        self.waiting.add(request)
 
     @rule()
     def ask_for_what_there_is(self) -> None:
@@ -78,10 +78,10 @@ class SaveMachine(RuleBasedStateMachine):
         self.now += took
         self.plan.end(self.now, error)
         self.earliest = self.now + max(EVERY, PAUSE_FACTOR * (self.now - self.began))
-        for number in [each for each in self.waiting if each <= self.held]:
-            assert self.plan.is_saved(number) is not bool(error)
-            assert self.plan.has_failed(number) is bool(error)
-            self.waiting.discard(number)
+        for request in [request for request in self.waiting if request <= self.held]:
+            assert self.plan.is_saved(request) is not bool(error)
+            assert self.plan.has_failed(request) is bool(error)
+            self.waiting.discard(request)
         if not error:
             self.disk = self.held
             self.generations += 1
@@ -110,10 +110,10 @@ class SaveMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_saved_is_saved(self) -> None:
         """Exactly the changes up to the last successful generation are saved."""
-        assert [self.plan.is_saved(number) for number in range(1, self.made + 1)] == [
-            number <= self.disk for number in range(1, self.made + 1)
+        assert [self.plan.is_saved(request) for request in range(1, self.made + 1)] == [
+            request <= self.disk for request in range(1, self.made + 1)
         ]
-        assert not any(self.plan.has_failed(number) for number in range(1, self.disk + 1))
+        assert not any(self.plan.has_failed(request) for request in range(1, self.disk + 1))
         assert self.plan.saved == self.generations
 
 
@@ -194,7 +194,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def mended(self) -> None:
         """A generation that holds all that the log lacks is saved."""
-        assert self.plan.settled
+        assert self.plan.all_ended
         self.plan.mended()
         self.broken = False
 
@@ -203,7 +203,7 @@ class LogMachine(RuleBasedStateMachine):
         """A repetition passes as soon as no ticket is open that was open as it arrived, and not before."""
         for horizon, older in self.repetitions:
             assert self.plan.passed(horizon) is not bool(older & self.open)
-        assert self.plan.settled is not bool(self.open)
+        assert self.plan.all_ended is not bool(self.open)
         assert bool(self.plan.broken) is self.broken
 
 

@@ -55,12 +55,14 @@ def counts_in(folder: Path) -> dict[str, set[float]]:
     """Return what a server has that starts there after another boot: all values of each variable."""
     manager = StateManager(DurabilityOptions(Durability.LOG, folder, 1e6, fsync=False))
     try:
-        found = manager.restore()
-        if found is None:
+        recovered = manager.restore()
+        if recovered is None:
             return {}
         return {
-            each.spec.name: {value for part in each.shards.values() for value in np.unique(part.array).tolist()}
-            for each in found.store.held()[0]
+            variable.spec.name: {
+                value for shard in variable.shards.values() for value in np.unique(shard.array).tolist()
+            }
+            for variable in recovered.store.held()[0]
         }
     finally:
         manager.close()
@@ -88,22 +90,22 @@ def test_the_power_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         coordinator = roles.coordinator(SCRIPT, str(journal), "12")
         assert coordinator.wait() == 0, coordinator.output
     records = read_journal(journal)
-    folders = Counter(str(Path(each.path).parent) for each in records if each.kind == b"W")
+    folders = Counter(str(Path(record.path).parent) for record in records if record.kind == b"W")
     folder = Path(folders.most_common(1)[0][0])
     monkeypatch.setattr(log_module, "machine_boot_id", lambda: bytes(16))
-    first = next(at for at, each in enumerate(records) if each.kind == ACKNOWLEDGED)
-    last = max(at for at, each in enumerate(records) if each.kind == ACKNOWLEDGED) + 1
+    first = next(at for at, record in enumerate(records) if record.kind == ACKNOWLEDGED)
+    last = max(at for at, record in enumerate(records) if record.kind == ACKNOWLEDGED) + 1
     for trial in range(round(TRIALS * SEARCH)):
         chance = random.Random(trial)
         at = chance.randint(first, last)
         into = tmp_path / "restarted"
         Machine(records[:at]).restart(folder, into, chance)
-        acknowledged = {each.path: each.offset for each in records[:at] if each.kind == ACKNOWLEDGED}
+        acknowledged = {record.path: record.offset for record in records[:at] if record.kind == ACKNOWLEDGED}
         left = sorted(path.name for path in into.iterdir())
         try:
-            found = counts_in(into)
+            counts = counts_in(into)
         except ConfigurationError as error:
             pytest.fail(f"trial {trial}, call {at}: {error}; there was {left}")
         for name, count in acknowledged.items():
-            assert found.get(name) in ({float(count)}, {count + 1.0}), f"trial {trial}, call {at}, {name}: {left}"
+            assert counts.get(name) in ({float(count)}, {count + 1.0}), f"trial {trial}, call {at}, {name}: {left}"
         shutil.rmtree(into)

@@ -33,21 +33,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save(spill: Spill, numbers: range) -> list[SavedBlock]:
     """Save a block full of each number."""
-    return [spill.save(memoryview(bytes([number]) * CHUNK)) for number in numbers]
+    return [spill.save(memoryview(bytes([value]) * CHUNK)) for value in numbers]
 
 
 def check(blocks: list[SavedBlock], numbers: range) -> None:
-    assert [block.read() for block in blocks] == [bytes([number]) * CHUNK for number in numbers]
+    assert [block.read() for block in blocks] == [bytes([value]) * CHUNK for value in numbers]
 
 
 def open_files(folder: Path) -> list[int]:
     """Return the open files in this folder, with or without a name."""
-    found = []
-    for number in map(int, os.listdir("/proc/self/fd")):
+    descriptors = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(FileNotFoundError):  # the listing's own
-            if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
-                found.append(number)
-    return found
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{folder}/"):
+                descriptors.append(descriptor)
+    return descriptors
 
 
 def test_beyond_the_limit_it_is_in_a_file(tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_its_slots_are_used_again(tmp_path: Path) -> None:
     """The file grows to the most blocks that it held at a time."""
     spill = Spill(tmp_path, limit=0)
     blocks = save(spill, range(3))
-    for number in range(3, 50):
+    for value in range(3, 50):
         del blocks[0]
-        blocks += save(spill, range(number, number + 1))
+        blocks += save(spill, range(value, value + 1))
     check(blocks, range(47, 50))
-    (number,) = open_files(tmp_path)
-    assert os.fstat(number).st_size == 3 * CHUNK
+    (descriptor,) = open_files(tmp_path)
+    assert os.fstat(descriptor).st_size == 3 * CHUNK
 
 
 def test_short_blocks(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_a_disk_that_stays_full_is_said_once(tmp_path: Path, caplog: pytest.LogC
     spill = Spill(tmp_path, limit=CHUNK)
     with files_of_at_most(2 * CHUNK):
         blocks = save(spill, range(6))
-        for number in range(6, 16):
+        for value in range(6, 16):
             del blocks[1]
-            blocks += save(spill, range(number, number + 1))
+            blocks += save(spill, range(value, value + 1))
     assert caplog.text.count("stay in memory") == 1
 
 
@@ -152,11 +152,11 @@ def test_a_disk_that_loses_what_it_took(tmp_path: Path, how: str) -> None:
     read = reads.read(held, ps_pb2.ReadRequest(job=JOB, items=[item]), Payload([]))
     assert next(read) == bytes(CHUNK)
     Client(StateManager(DurabilityOptions()), held).update(dense(ps_pb2.ASSIGN, np.ones(100, np.float32)))
-    (number,) = open_files(tmp_path)
+    (descriptor,) = open_files(tmp_path)
     if how == "too short":
-        os.truncate(number, CHUNK + 3)
+        os.truncate(descriptor, CHUNK + 3)
     else:
-        os.pwrite(number, b"x", CHUNK + 3)
+        os.pwrite(descriptor, b"x", CHUNK + 3)
     with pytest.raises(
         UnavailableError,
         match="try again: old values read back from the disk are damaged",
@@ -180,8 +180,8 @@ def test_by_several_threads(tmp_path: Path) -> None:
     """Each reads back its own bytes while others are released."""
     spill, wrong = Spill(tmp_path, limit=5 * CHUNK), []
 
-    def work(number: int) -> None:
-        random = np.random.default_rng(number)
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
         kept: list[tuple[bytes, SavedBlock]] = []
         for _ in range(300):
             data = random.bytes(CHUNK)
@@ -189,9 +189,9 @@ def test_by_several_threads(tmp_path: Path) -> None:
             if len(kept) > 8:
                 data, block = kept.pop(int(random.integers(len(kept))))
                 if block.read() != data:
-                    wrong.append(number)
+                    wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -72,7 +72,7 @@ def write(path: str, *arrays: tuple[str, Array], chunk: int = 7) -> tuple[Writte
     """Write these arrays, in small pieces."""
     tensors = [tensor_files.tensor_to_write(name, array.dtype, array.shape) for name, array in arrays]
     data = (array.tobytes() for _, array in arrays)
-    pieces = ([each[at : at + chunk] for at in range(0, len(each), chunk)] for each in data)
+    pieces = ([encoded[at : at + chunk] for at in range(0, len(encoded), chunk)] for encoded in data)
     return tensor_files.write(path, tensors, pieces), tensors
 
 
@@ -91,13 +91,13 @@ def test_the_library_reads_what_we_write(tmp_path: Path, name: str) -> None:
     path = tmp_path / "file.safetensors"
     done, _ = written(path, arrays)
     assert done.bytes == path.stat().st_size
-    found = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
-    assert found.keys() == arrays.keys()
+    tensors = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+    assert tensors.keys() == arrays.keys()
     for key, array in arrays.items():
-        assert bytes(found[key]["data"]) == array.tobytes()
-        assert tuple(found[key]["shape"]) == (*array.shape, *([2] if name in COMPLEX else []))
+        assert bytes(tensors[key]["data"]) == array.tobytes()
+        assert tuple(tensors[key]["shape"]) == (*array.shape, *([2] if name in COMPLEX else []))
     if name == "bfloat16":
-        assert {each["dtype"] for each in found.values()} == {"BF16"}
+        assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
         return
     loaded = safetensors.numpy.load_file(path)
     for key, array in arrays.items():
@@ -252,11 +252,18 @@ class Servers:
             creation.create(store, ps_pb2.CreateRequest(job=7, variable=spec), payload(mine))
         self.specs[name] = spec
 
-    def optimizer(self, name: str, rule: str, *, number: int = 0, ema: float = 0.0, **hyperparameters: Any) -> None:
+    def optimizer(
+        self, name: str, rule: str, *, optimizer_id: int = 0, ema: float = 0.0, **hyperparameters: Any
+    ) -> None:
         """Create an optimizer."""
         numbers, flags = RULES[rule](**hyperparameters).to_spec()
         spec = ps_pb2.OptimizerSpec(
-            id=number or 100 + len(self.rules), name=name, rule=rule, numbers=numbers, flags=flags, ema_momentum=ema
+            id=optimizer_id or 100 + len(self.rules),
+            name=name,
+            rule=rule,
+            numbers=numbers,
+            flags=flags,
+            ema_momentum=ema,
         )
         self.rules[name] = spec.id, rule
         for store in self.stores:
@@ -299,20 +306,20 @@ class Servers:
         gradient = np.random.default_rng(seed).normal(size=shape).astype(typed(spec.dtype))
         self.update(variable, shard, ps_pb2.APPLY_GRADIENT, gradient, optimizer)
 
-    def mark(self, number: int = 1) -> None:
+    def mark(self, checkpoint_id: int = 1) -> None:
         """Mark all shards."""
         for store, parts in zip(self.stores, self.parts, strict=True):
-            parts.mark(store, number)
+            parts.mark(store, checkpoint_id)
 
-    def write(self, folder: Path | str, number: int = 1) -> Index:
+    def write(self, folder: Path | str, checkpoint_id: int = 1) -> Index:
         """Write the marked shards."""
-        index = Index(number, "now", 0.0)
+        index = Index(checkpoint_id, "now", 0.0)
         for spec in self.specs.values():
             index.add_variable(spec)
         names = {spec.id: name for name, spec in self.specs.items()}
         for store, parts in zip(self.stores, self.parts, strict=True):
             file = f"part-{store.index}-of-{len(self.stores)}.safetensors"
-            index.add_file(file, parts.write(store, number, join(str(folder), file)), names)
+            index.add_file(file, parts.write(store, checkpoint_id, join(str(folder), file)), names)
         check_whole(index, str(folder))
         write_index(str(folder), index)
         return index
@@ -330,47 +337,47 @@ class Servers:
         requests = {store.index: ps_pb2.RestoreRequest() for store in self.stores}
         for name, spec in self.specs.items():
             plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
-        number = fresh_id()
+        restore_id = fresh_id()
         for store, parts in zip(self.stores, self.parts, strict=True):
-            requests[store.index].id = number
+            requests[store.index].id = restore_id
             parts.stage(store, requests[store.index], lambda file: join(path, file))
         for store, parts in zip(self.stores, self.parts, strict=True):
-            parts.commit(store, number, store.term + 1)
+            parts.commit(store, restore_id, store.term + 1)
 
     def whole(self, variable: str) -> dict[str, bytes]:
         """Return all arrays of a variable, whole; those that shards lack as before the first gradient."""
         spec = self.specs[variable]
         partition, dtype = partition_of(spec), typed(spec.dtype)
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
 
-        def put(key: str, number: int, array: Array) -> None:
-            whole = found.setdefault(key, np.zeros(partition.shape, array.dtype))
-            whole[whole_index(partition.block(number))] = array
+        def put(key: str, index: int, array: Array) -> None:
+            whole = arrays.setdefault(key, np.zeros(partition.shape, array.dtype))
+            whole[whole_index(partition.block(index))] = array
 
-        for number, owner in enumerate(spec.owners):
-            held = {each.spec.name: each for each in self.stores[owner].held()[0]}[variable]
-            shard = held.shards[number]
+        for index, owner in enumerate(spec.owners):
+            held = {v.spec.name: v for v in self.stores[owner].held()[0]}[variable]
+            shard = held.shards[index]
             assert shard.array.dtype == dtype
-            put("value", number, shard.array)
+            put("value", index, shard.array)
             for name, (optimizer, rule) in self.rules.items():
                 if dtype.kind not in "fV" and dtype != BFLOAT16:
                     continue
                 slots = shard.slots.get(optimizer) or new_slots(RULES[rule](), shard.array.shape, dtype)
                 for slot, array in slots.items():
-                    put(f"{name}/{slot}", number, array)
+                    put(f"{name}/{slot}", index, array)
                 average = shard.averages.get(optimizer, shard.array.astype(compute_dtype(dtype)))
-                put(f"{name}/average", number, average)
-        return {key: array.tobytes() for key, array in found.items()}
+                put(f"{name}/average", index, average)
+        return {key: array.tobytes() for key, array in arrays.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return all that is held."""
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         for store in self.stores:
             for held in store.held()[0]:
-                for number, shard in held.shards.items():
+                for index, shard in held.shards.items():
                     arrays = {key: (array.dtype.name, array.tobytes()) for key, array in shard.arrays().items()}
-                    found[f"{held.spec.name} {number}"] = arrays, dict(shard.steps), shard.updates, shard.version
-        return found
+                    facts[f"{held.spec.name} {index}"] = arrays, dict(shard.steps), shard.updates, shard.version
+        return facts
 
 
 def test_nothing_of_a_checkpoint_whose_old_values_are_lost_is_kept(tmp_path: Path) -> None:
@@ -449,9 +456,9 @@ def test_any_cut_on_any_servers(
     new.declare("other", np.zeros(4), [[4]])
     new.declare("w", np.zeros_like(values), data.draw(cuts(shape)), first=1)
     shards = len(old.specs["w"].owners)
-    for servers, number in ((old, 100), (new, 200)):
-        servers.optimizer("by/adagrad", "adagrad", number=number)
-        servers.optimizer("with_average", "adam", number=number + 1, ema=0.5)
+    for servers, optimizer_id in ((old, 100), (new, 200)):
+        servers.optimizer("by/adagrad", "adagrad", optimizer_id=optimizer_id)
+        servers.optimizer("with_average", "adam", optimizer_id=optimizer_id + 1, ema=0.5)
     trained = st.lists(st.integers(0, shards - 1), max_size=5)
     if dtype in ("float32", "bfloat16", "float16"):
         for turn, shard in enumerate(data.draw(trained)):
@@ -468,10 +475,16 @@ def test_any_cut_on_any_servers(
     assert sorted(saved.variables["w"].steps[0]) == sorted(
         name for name in ("by/adagrad", "with_average") if steps[0].get(name)
     )
-    for name, (number, _) in new.rules.items():
-        most = max((each.get(name, 0) for each, s in zip(steps, blocks_of(old), strict=True) if s), default=0)
+    for name, (optimizer_id, _) in new.rules.items():
+        most = max((counted.get(name, 0) for counted, s in zip(steps, blocks_of(old), strict=True) if s), default=0)
         held = [store.held()[0] for store in new.stores]
-        here = [s.steps.get(number, 0) for each in held for v in each if v.spec.name == "w" for s in v.shards.values()]
+        here = [
+            s.steps.get(optimizer_id, 0)
+            for variables in held
+            for v in variables
+            if v.spec.name == "w"
+            for s in v.shards.values()
+        ]
         assert max(here) == most
     shutil.rmtree(folder)
 
@@ -557,11 +570,11 @@ def test_every_bit_of_a_tensor_counts(saved: Saved) -> None:
     servers, folder, others = saved
     right, target = state(servers), others()
     index = read_index(str(folder))
-    for name, each in index.files.items():
+    for name, entry in index.files.items():
         file = folder / name
         good = file.read_bytes()
-        assert len(good) == each.bytes
-        for at in range(each.header_bytes, each.bytes):
+        assert len(good) == entry.bytes
+        for at in range(entry.header_bytes, entry.bytes):
             file.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
             assert never_wrong(folder, file, target, right)
         file.write_bytes(good)
@@ -737,7 +750,7 @@ def test_what_is_written_is_what_was_marked(tmp_path: Path, monkeypatch: pytest.
     finally:
         stop.set()
         thread.join()
-    assert {key for key, each in index.variables["w"].arrays.items() if len(each) == 2} == {"value"}
+    assert {key for key, pieces in index.variables["w"].arrays.items() if len(pieces) == 2} == {"value"}
     others = Servers(1)
     others.declare("w", np.ones((40, 8), np.float32))
     others.optimizer("adam", "adam", ema=0.5)
@@ -748,8 +761,8 @@ def test_what_is_written_is_what_was_marked(tmp_path: Path, monkeypatch: pytest.
 
 def captures(servers: Servers) -> int:
     """Return the number of snapshots for which updates still save blocks."""
-    held = [each for store in servers.stores for each in store.held()[0]]
-    return sum(len(shard._snapshots) for each in held for shard in each.shards.values())
+    held = [variable for store in servers.stores for variable in store.held()[0]]
+    return sum(len(shard._snapshots) for variable in held for shard in variable.shards.values())
 
 
 def test_marks_are_released(tmp_path: Path) -> None:
@@ -784,14 +797,14 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
     for name, spec in target.specs.items():
         plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
     target.mark()
-    for number in range(3):
-        requests[number].id = 5
-        target.parts[number].stage(target.stores[number], requests[number], lambda name: str(folder / name))
+    for server in range(3):
+        requests[server].id = 5
+        target.parts[server].stage(target.stores[server], requests[server], lambda name: str(folder / name))
     assert target.facts() == before
     target.write(folder.parent / "two")
     target.mark()
-    for number in range(3):
-        target.parts[number].commit(target.stores[number], 5, 1)
+    for server in range(3):
+        target.parts[server].commit(target.stores[server], 5, 1)
     versions = {key: version for key, (*_, version) in target.facts().items()}
     assert all(versions[key] > version for key, (*_, version) in before.items()), "copies that clients keep are old"
     assert state(target) == {name: state(servers)[name] for name in target.specs}

@@ -20,11 +20,11 @@ from pscluster.worker.data.sources import Arrays, Files, source_of
 
 def elements(pipeline: Pipeline, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
     """The elements at these positions; the first error is raised."""
-    found = list(pipeline.elements(epoch, start, pipeline.visited_length if stop is None else stop))
-    for element in found:
+    yielded = list(pipeline.elements(epoch, start, pipeline.visited_length if stop is None else stop))
+    for element in yielded:
         if isinstance(element, DatasetError):
             raise element
-    return found
+    return yielded
 
 
 @given(
@@ -38,18 +38,18 @@ def test_an_order_is_a_permutation(length: int, split: int, seed: int | None, ep
     """However it is requested, in pieces, each number comes once, in the same order, within its split's bounds."""
     order = Order(length, split, seed)
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
-    found: list[int] = []
+    visited: list[int] = []
     for start, stop in itertools.pairwise(bounds):
         for numbers, first, after in order.pieces(epoch, start, stop):
             assert ((first <= numbers) & (numbers < after)).all()
             assert first % split == 0
             assert after == min(first + split, length)
-            found += numbers.tolist()
-    assert sorted(found) == list(range(length))
-    whole = [number for numbers, _, _ in Order(length, split, seed).pieces(epoch, 0, length) for number in numbers]
-    assert found == whole
+            visited += numbers.tolist()
+    assert sorted(visited) == list(range(length))
+    whole = [example for numbers, _, _ in Order(length, split, seed).pieces(epoch, 0, length) for example in numbers]
+    assert visited == whole
     if seed is None:
-        assert found == list(range(length))
+        assert visited == list(range(length))
 
 
 def test_shuffled_within_and_across_splits() -> None:
@@ -60,7 +60,7 @@ def test_shuffled_within_and_across_splits() -> None:
         return [int(n) for numbers, _, _ in Order(1000, 50, seed).pieces(epoch, 0, 1000) for n in numbers]
 
     first = order(1, 0)
-    splits = [number // 50 for number in first[::50]]
+    splits = [example // 50 for example in first[::50]]
     assert splits != sorted(splits)
     assert [sorted(first[at : at + 50]) for at in range(0, 1000, 50)] == [
         list(range(split * 50, split * 50 + 50)) for split in splits
@@ -84,17 +84,17 @@ class Dataset:
     def __len__(self) -> int:
         return 10
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        if not 0 <= number < 10:
-            raise IndexError(number)
-        return {"x": np.full(3, number), "y": number}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < 10:
+            raise IndexError(index)
+        return {"x": np.full(3, index), "y": index}
 
 
 class Several(Dataset):
     """A dataset that reads several at once."""
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
-        return [{"x": np.full(3, number), "y": number} for number in numbers]
+        return [{"x": np.full(3, index), "y": index} for index in numbers]
 
 
 class Reader:
@@ -118,7 +118,7 @@ def arrays() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "make", [arrays, Dataset, Several, Reader, lambda: [Dataset()[number] for number in range(10)], lambda: arrays]
+    "make", [arrays, Dataset, Several, Reader, lambda: [Dataset()[index] for index in range(10)], lambda: arrays]
 )
 @pytest.mark.parametrize("seed", [None, 5])
 def test_sources_give_the_same(make: Any, seed: int | None) -> None:
@@ -126,9 +126,9 @@ def test_sources_give_the_same(make: Any, seed: int | None) -> None:
     pipeline = Pipeline(source_of(make()), "data", seed=seed, split=4, batch=3)
     expected = elements(Pipeline(Arrays(arrays()), "data", seed=seed, split=4, batch=3), epoch=2)
     for one in (pipeline, pickle.loads(pickle.dumps(pipeline)) if make is not None else pipeline):
-        found = elements(one, epoch=2)
-        assert [len(batch["y"]) for batch in found] == [3, 3, 3, 1]
-        for mine, theirs in zip(found, expected, strict=True):
+        batches = elements(one, epoch=2)
+        assert [len(batch["y"]) for batch in batches] == [3, 3, 3, 1]
+        for mine, theirs in zip(batches, expected, strict=True):
             assert mine.keys() == theirs.keys()
             for key in mine:
                 np.testing.assert_array_equal(mine[key], theirs[key])
@@ -174,13 +174,13 @@ def test_small_batches_are_read_together(width: int, batch: int | None, seed: in
     pipeline = Pipeline(source_of({"row": rows, "number": np.arange(90)}), "data", seed=seed, split=32, batch=batch)
     step = batch or 1
     for start, stop in ((0, 90), (7, 85)):
-        found = []
+        copies = []
         for element in pipeline.elements(1, start, stop):
-            found.append({name: leaf.copy() for name, leaf in element.items()})
+            copies.append({name: leaf.copy() for name, leaf in element.items()})
             element["row"][...] = -1
         alone = [elements(pipeline, 1, first, min(first + step, stop))[0] for first in range(start, stop, step)]
-        assert len(found) == len(alone)
-        for together, one in zip(found, alone, strict=True):
+        assert len(copies) == len(alone)
+        for together, one in zip(copies, alone, strict=True):
             np.testing.assert_equal(together, one)
     assert rows.min() == 0
 
@@ -208,12 +208,12 @@ def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
     """Views of it are sent by name, too, with steps and offsets; a computed one by value."""
     np.save(tmp_path / "x.npy", np.arange(100_000).reshape(-1, 10))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    for part in (mapped, mapped[5:9000:3, ::-2], mapped.T[:, 7:].T):
-        pipeline = Pipeline(source_of(part), "data", seed=1, batch=7)
+    for array in (mapped, mapped[5:9000:3, ::-2], mapped.T[:, 7:].T):
+        pipeline = Pipeline(source_of(array), "data", seed=1, batch=7)
         data = pickle.dumps(pipeline)
         assert len(data) < 2000
         for mine, theirs in zip(
-            elements(pickle.loads(data)), elements(Pipeline(Arrays(np.array(part)), "", seed=1, batch=7)), strict=True
+            elements(pickle.loads(data)), elements(Pipeline(Arrays(np.array(array)), "", seed=1, batch=7)), strict=True
         ):
             np.testing.assert_array_equal(mine, theirs)
     changed = np.load(tmp_path / "x.npy", mmap_mode="c")
@@ -225,8 +225,8 @@ def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
 
 def test_files(tmp_path: Path) -> None:
     """The reader reads each file; batches stay within a file, and both files and examples are shuffled."""
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text("\n".join(f"{number}-{line}" for line in range(number + 1)))
+    for index in range(4):
+        (tmp_path / f"{index}.txt").write_text("\n".join(f"{index}-{line}" for line in range(index + 1)))
 
     def read(path: Path) -> Iterator[str]:
         yield from path.read_text().split("\n")
@@ -257,24 +257,24 @@ def test_a_reader_that_yields_more_than_can_be_held(seed: int | None, held: int,
     step, taken, sizes = batch or 1, itertools.count(), {"endless": None, "short": 39}
 
     def read(name: str) -> Iterator[int]:
-        for number in itertools.islice(itertools.count(), sizes[name]):
+        for example in itertools.islice(itertools.count(), sizes[name]):
             next(taken)
-            yield number
+            yield example
 
     def flat(batches: Iterator[Any]) -> list[int]:
-        return [number for each in batches for number in np.atleast_1d(each).tolist()]
+        return [example for element in batches for example in np.atleast_1d(element).tolist()]
 
     stream = Pipeline(Files(["endless"], read), "data", batch=batch, seed=seed, split=16).elements(0, 0, 1)
     for nth in range(1, 9):
         assert len(np.atleast_1d(next(stream))) == step
         assert next(taken) - (nth - 1) <= nth * step + held, "with those that were counted here"
     short = Pipeline(Files(["short"], read), "data", batch=batch, seed=seed, split=16)
-    found = flat(short.elements(0, 0, 1))
-    assert sorted(found) == list(range(39))
-    assert (found == sorted(found)) == (seed is None)
-    assert found == flat(short.elements(0, 0, 1))
-    assert (found == flat(short.elements(1, 0, 1))) == (seed is None), "another order every epoch"
-    assert [sorted(found[at : at + 16])[0] for at in (0, 16, 32)] == [0, 16, 32]
+    order = flat(short.elements(0, 0, 1))
+    assert sorted(order) == list(range(39))
+    assert (order == sorted(order)) == (seed is None)
+    assert order == flat(short.elements(0, 0, 1))
+    assert (order == flat(short.elements(1, 0, 1))) == (seed is None), "another order every epoch"
+    assert [sorted(order[at : at + 16])[0] for at in (0, 16, 32)] == [0, 16, 32]
 
 
 def test_a_reader_that_fails_on_its_way() -> None:
@@ -364,7 +364,7 @@ def test_what_fails_leaves_the_rest_readable() -> None:
             raise RuntimeError("not this one")
         return x
 
-    found = list(Pipeline(Arrays(np.arange(6)), "data", example_functions=(picky,), batch=2).elements(0, 0, 6))
-    assert [type(element) for element in found] == [np.ndarray, DatasetError, np.ndarray]
-    assert "numbers 2, 3 of the source, can't be read: RuntimeError: not this one" in str(found[1])
-    assert found[1].examples == 2
+    yielded = list(Pipeline(Arrays(np.arange(6)), "data", example_functions=(picky,), batch=2).elements(0, 0, 6))
+    assert [type(element) for element in yielded] == [np.ndarray, DatasetError, np.ndarray]
+    assert "numbers 2, 3 of the source, can't be read: RuntimeError: not this one" in str(yielded[1])
+    assert yielded[1].examples == 2

@@ -20,29 +20,29 @@ SECONDS = 0.02
 HOURS = 10_000
 
 
-def sleep(number: Any) -> Any:
+def sleep(example: Any) -> Any:
     """Wait."""
     time.sleep(SECONDS)
-    return number
+    return example
 
 
-def work(number: Any) -> Any:
+def work(example: Any) -> Any:
     """Compute."""
     until = time.thread_time() + SECONDS
     while time.thread_time() < until:
         pass
-    return number
+    return example
 
 
-@pytest.mark.parametrize("each", [sleep, work])
-def test_reading_that_takes_long(each: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("function", [sleep, work])
+def test_reading_that_takes_long(function: Callable[[Any], Any]) -> None:
     """It happens on a separate thread, as soon as that is known."""
     reader = Reader(FunctionContext(function=1, attempt=1, worker_index=0, num_workers=1))
     try:
-        part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", example_functions=(each,)), reader)
+        part = Part("1/0/0/8", Pipeline(source_of(np.arange(8)), "data", example_functions=(function,)), reader)
         reader.add(part)
         assert reader._thread is None
-        assert [int(number) for number in part] == list(range(8))
+        assert [int(example) for example in part] == list(range(8))
         part.check_read()
         reader.close(part)
         assert reader.is_slow

@@ -23,18 +23,18 @@ def mapped(tmp_path: Path) -> MappedArray:
     path = tmp_path / "own" / "numbers.npy"
     path.parent.mkdir()
     np.save(path, np.arange(12.0).reshape(4, 3))
-    found = MappedArray.of(np.load(path, mmap_mode="r"))
-    assert found is not None
-    return found
+    array = MappedArray.of(np.load(path, mmap_mode="r"))
+    assert array is not None
+    return array
 
 
 @pytest.fixture
 def worker(tmp_path: Path, mapped: MappedArray) -> Iterator[SerializationPolicy]:
     """A worker without pickles that was given the folder in which the array is."""
     before = policy.chosen_policy()
-    found = policy.policy_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
-    policy.choose(found)
-    yield found
+    chosen = policy.policy_of(False, "", [str(Path(mapped.path).parent)], {}, is_worker=True)
+    policy.choose(chosen)
+    yield chosen
     policy.choose(before)
 
 

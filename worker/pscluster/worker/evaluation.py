@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike, State
 
@@ -99,4 +100,4 @@ def _check_metric(metric: object, subject: str) -> None:
     if isinstance(metric, str | type):
         raise MisuseError(f"{subject} is {metric!r:.80}: give an object, such as metrics.Accuracy()")
     if missing:
-        raise MisuseError(f"{subject}, a {type(metric).__name__}, has no {', '.join(missing)}: see docs/datasets.md")
+        raise MisuseError(f"{subject}, {type_of(metric)}, has no {', '.join(missing)}: see docs/datasets.md")

@@ -109,7 +109,7 @@ def _ours(frames: Iterable[traceback.FrameSummary]) -> list[bool]:
     """Return for each frame whether it is the library's, or that of a package which it calls."""
     flags, ours = [], False
     for frame in frames:
-        ours = frame.filename.startswith(_OWN) or (ours and any(part in frame.filename for part in _CALLED_BY_US))
+        ours = frame.filename.startswith(_OWN) or (ours and any(folder in frame.filename for folder in _CALLED_BY_US))
         flags.append(ours)
     return flags
 

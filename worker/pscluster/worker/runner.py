@@ -87,7 +87,6 @@ class Runner:
         self._reading = False  # the reader reads, or should read, one message
         self._read_all = False  # there are no more messages
         self._seconds = 0.0  # duration of the last function
-        self._failure: PsClusterError | None = None  # with which to end the stream
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""
@@ -103,7 +102,7 @@ class Runner:
             while self._wait_next():
                 metrics.not_idle(idle)
                 while (next_one := self._next()) is not None:
-                    self._settle(self._run_one(*next_one))
+                    self._deliver(self._run_one(*next_one))
                 idle = metrics.idle()
         except grpc.RpcError:
             pass  # the coordinator is gone, and needs no outcomes
@@ -198,7 +197,7 @@ class Runner:
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
         self._to_send.notify_all()
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         with self._lock:
             self._running = None
             self._seconds = outcome.seconds
@@ -219,15 +218,12 @@ class Runner:
 
     def _send_one(self, outcome: Outcome) -> None:
         """Send an outcome on the running thread, which has set `_sending`."""
-        assert self._send is not None  # see _settle
+        assert self._send is not None  # see _deliver
         sent = True
         try:
             reach("worker.result.before")
             sent = self._send(worker_pb2.StepsReply(outcomes=[outcome]).SerializeToString())
             reach("worker.result.after")
-        except PsClusterError as error:  # of an armed fault: the stream must fail, as if its own thread had sent
-            self._failure = error
-            raise
         finally:
             with self._lock:
                 self._sending = False
@@ -337,8 +333,6 @@ class Runner:
                     batch.append(self._outbox.popleft())
                 self._sending = bool(batch)
             if not batch:
-                if self._failure is not None:
-                    raise self._failure
                 return
             reach("worker.result.before")
             yield worker_pb2.StepsReply(outcomes=batch)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.errors import MisuseError
 
@@ -56,6 +57,6 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError) as error:
         shape = f" of shape {np.shape(value)}" if np.shape(value) else ""
         raise MisuseError(
-            f"the step returned a {type(value).__name__}{shape} as {name!r}; it must be a number: return the loss, a "
+            f"the step returned {type_of(value)}{shape} as {name!r}; it must be a number: return the loss, a "
             "dict of numbers, or None"
         ) from error

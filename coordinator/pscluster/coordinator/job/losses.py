@@ -53,11 +53,11 @@ class Losses:
     def begin(self, workers_told: Awaitable[None] | None) -> None:
         """Count what a restored server has lost, once `workers_told` is done. On the loop's thread."""
         self._counting += 1  # before any outcome can tell of that server
-        task = asyncio.get_running_loop().create_task(self._settle(workers_told))
+        task = asyncio.get_running_loop().create_task(self._count_later(workers_told))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _settle(self, workers_told: Awaitable[None] | None) -> None:
+    async def _count_later(self, workers_told: Awaitable[None] | None) -> None:
         try:
             if workers_told is not None:
                 await workers_told

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from pscluster.core.checks import type_of
 from pscluster.core.functions.capture import Captures
 from pscluster.core.functions.definitions import CapturedFunction, capture
 from pscluster.core.functions.policy import SerializationPolicy
@@ -116,5 +117,5 @@ def _where_made(fn: Callable[..., Any]) -> str:
     inner = getattr(inner, "__func__", inner)  # of a method
     code = getattr(inner, "__code__", None)
     if code is None:
-        return kind + (getattr(inner, "__qualname__", "") or f"a {type(inner).__qualname__}")
+        return kind + (getattr(inner, "__qualname__", "") or type_of(inner))
     return f"{kind}{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"

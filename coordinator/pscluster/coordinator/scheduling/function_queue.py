@@ -394,7 +394,7 @@ class FunctionQueue(StaysHere):
         values: list[RemoteValue] = []
         with self._dispatcher.waits.exclusive(timeout):
             try:
-                values.extend(self.schedule(evaluate_shard, args=(part,)) for part in dataset.shards(shards))
+                values.extend(self.schedule(evaluate_shard, args=(shard,)) for shard in dataset.shards(shards))
                 self.join(seconds_left(deadline))
             except BaseException:
                 self._dispatcher.waits.withdraw(values)
@@ -428,10 +428,10 @@ class FunctionQueue(StaysHere):
         try:
             self._dispatcher.atomically(lambda: self._dispatcher.waits.check_no_error(function.name))
             snapshot.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
-            for part in dataset.shards(shards):
+            for shard in dataset.shards(shards):
                 result = RemoteValue(function.name, self._resolve_handle, self)
                 call = Call(function, weakref.ref(result))
-                self._encode(call, (part,), {})
+                self._encode(call, (shard,), {})
                 values.append(result)
                 task = Task(call, limits=RunLimits(data_retries=call.data_retries), isolated=True)
                 self._dispatcher.submit(task, left=seconds_left(deadline))

@@ -159,9 +159,9 @@ class QueueStatus:
                 if not tasks and not handle.up and not self._state.closed:
                     lines.append(f"{handle.peer}: not connected: {handle.why}")
             if self._scheduler.barriers:
-                what = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
+                reason = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
                 unended = self.unended()
-                lines.append(f"{what}; {unended}" if unended else what)
+                lines.append(f"{reason}; {unended}" if unended else reason)
         lines += [
             f"{peer}: unreachable for {seconds:.0f} s: reads and updates there wait for it"
             for peer, seconds in ({} if self._scheduler.final else unreachable(self._state.servers)).items()

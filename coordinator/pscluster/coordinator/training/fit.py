@@ -116,7 +116,7 @@ class Fit:
         self._step_seconds: deque[float] = deque(maxlen=max(64, 2 * self._workers))
         self._function_seconds: float | None = None
         # Whether the steps per function are known for this epoch: approximately, and finally.
-        self._settled = self._final = steps_per_execution != "auto"
+        self._size_chosen = self._final = steps_per_execution != "auto"
         self._overhead = Overhead(self._workers)
         self._batches = 0
         self._saved = time.monotonic()
@@ -178,7 +178,7 @@ class Fit:
             state.totals = {}
         state.epoch, state.resumed = epoch, False
         done = feed.begin_epoch()
-        self._settle_size(resumed)
+        self._choose_size(resumed)
         self._batches = scheduled = done if feed.unit == "step" else 0
         self._callbacks.on_epoch_begin(epoch)
         self._save()
@@ -221,8 +221,8 @@ class Fit:
             if self._training.stop_training:
                 self._stop()
                 return
-            # Until the size is settled, schedule only as many as are measured: the rest would be too small.
-            seconds = self._function_seconds if self._settled else None
+            # Until the size is chosen, schedule only as many as are measured: the rest would be too small.
+            seconds = self._function_seconds if self._size_chosen else None
             while more and len(self._pending) < most_ahead(seconds, self._workers):
                 work = self._feed.next()
                 if work is None:
@@ -290,12 +290,12 @@ class Fit:
             self._resize(worker, begin, end)
 
     def _resize(self, worker: int, begin: float, end: float) -> None:
-        """Settle the steps per function, if this function, which ran from `begin` to `end`, makes them known."""
+        """Choose the steps per function, if this function, which ran from `begin` to `end`, makes them known."""
         now, cpu = time.monotonic(), time.process_time()
-        if not self._settled:
+        if not self._size_chosen:
             if len(self._step_seconds) < max(MEASURED, 2 * self._workers):
                 return
-            self._settled = True
+            self._size_chosen = True
             self._overhead.begin(now, cpu)
         else:
             overhead = self._overhead.add(worker, begin, end, now, cpu)
@@ -309,16 +309,16 @@ class Fit:
     def _best_size(self) -> int:
         return best_size(self._step_seconds, self._dispatch_seconds, self._feed.per_epoch, self._workers)
 
-    def _settle_size(self, resumed: bool) -> None:
-        """Settle the steps per function at an epoch's begin. A resumed one keeps its cuts: parts may be handed out."""
+    def _choose_size(self, resumed: bool) -> None:
+        """Choose the steps per function at an epoch's begin. A resumed one keeps its cuts: parts may be handed out."""
         keep_cuts = resumed and self._feed.data is not None
         self._final = keep_cuts or self._steps_per_execution != "auto"
-        self._settled = self._final or len(self._step_seconds) >= MEASURED
+        self._size_chosen = self._final or len(self._step_seconds) >= MEASURED
         if keep_cuts:
             return
         if self._steps_per_execution != "auto":
             self._feed.resize(self._steps_per_execution)
-        elif self._settled:
+        elif self._size_chosen:
             best, current = self._best_size(), self._feed.size()
             if not current / 2 < best < current * 2:
                 self._feed.resize(best)

@@ -130,28 +130,28 @@ class VariableCreator:
             self._reserved.discard(("variable", variable.name))
 
     @contextlib.contextmanager
-    def reserving(self, what: str, name: str | None, kind: str | None = None) -> Iterator[str]:
+    def reserving(self, namespace: str, name: str | None, kind: str | None = None) -> Iterator[str]:
         """Reserve the name, or a free one made from the kind. It is free again if the block raises."""
-        kind = kind or what
+        kind = kind or namespace
         with self._lock:
             if name is None:
                 free = (f"{kind}_{suffix}" if suffix else kind for suffix in itertools.count())
-                name = next(candidate for candidate in free if (what, candidate) not in self._reserved)
+                name = next(candidate for candidate in free if (namespace, candidate) not in self._reserved)
             elif not isinstance(name, str) or not 0 < len(name) <= 1000 or _has_surrogates(name):
-                raise MisuseError(f"a {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
+                raise MisuseError(f"the {kind}'s name must be a string of 1 to 1000 characters, not {name!r:.80}")
             elif name.startswith(RESERVED):
                 raise MisuseError(
-                    f"a {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
+                    f"the {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
                 )
-            elif (what, name) in self._reserved:
-                is_optimizer = what == "variable" and name not in self._variables  # they share their names
-                taken_by = "an optimizer" if is_optimizer else f"a {what}"
-                raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[what]}")
-            self._reserved.add((what, name))
+            elif (namespace, name) in self._reserved:
+                is_optimizer = namespace == "variable" and name not in self._variables  # they share their names
+                taken_by = "an optimizer" if is_optimizer else f"a {namespace}"
+                raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[namespace]}")
+            self._reserved.add((namespace, name))
         try:
             yield name
         except BaseException:
-            self._reserved.discard((what, name))
+            self._reserved.discard((namespace, name))
             raise
 
 

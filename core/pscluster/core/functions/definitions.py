@@ -231,11 +231,11 @@ def resolve(
         of_new, resolve_handle = resolve_handle, lambda kind, key: of_new(*new.get((kind, key), (kind, key)))
     try:
         try:
-            found = _find(definition, bulk, resolve_handle)
+            function = _find(definition, bulk, resolve_handle)
         except ModuleNotFoundError:
             if not _look_further(definition):
                 raise
-            found = _find(definition, bulk, resolve_handle)
+            function = _find(definition, bulk, resolve_handle)
         _look_further(definition)  # for what it imports when it runs
     except PsClusterError:
         raise
@@ -247,9 +247,9 @@ def resolve(
             f"{definition.qualname or 'it'} can't be loaded on this worker ({type(error).__name__}: {error}): "
             f"install what it imports there, {mend}"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
-    return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
+    return function  # type: ignore[no-any-return]  # callable() narrows Any to Any
 
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:

@@ -22,16 +22,16 @@ _MAX_SERIAL_DIGITS = 40  # RFC 5280: 20 bytes
 def parse_revoked(text: str, source: str) -> frozenset[str]:
     """Return the entries of a list. Raise ConfigurationError for an invalid line."""
     entries = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].replace(":", "").strip().lower().removeprefix("serial=")
         if not entry:
             continue
         is_hexadecimal = all(digit in "0123456789abcdef" for digit in entry)
         if not is_hexadecimal or not (len(entry) <= _MAX_SERIAL_DIGITS or len(entry) == _FINGERPRINT_DIGITS):
             raise ConfigurationError(
-                f"{source}, line {number}: {line[:80]!r} is neither a serial number, of up to {_MAX_SERIAL_DIGITS} "
-                f"hexadecimal digits, nor a SHA-256 fingerprint, of {_FINGERPRINT_DIGITS}; `openssl x509 -noout "
-                "-serial -fingerprint -sha256 -in tls.crt` prints both"
+                f"{source}, line {line_number}: {line[:80]!r} is neither a serial number, of up to "
+                f"{_MAX_SERIAL_DIGITS} hexadecimal digits, nor a SHA-256 fingerprint, of {_FINGERPRINT_DIGITS}; "
+                "`openssl x509 -noout -serial -fingerprint -sha256 -in tls.crt` prints both"
             )
         entries.add(entry if len(entry) == _FINGERPRINT_DIGITS else entry.lstrip("0") or "0")
     return frozenset(entries)

@@ -189,7 +189,7 @@ class Exchanges:
 
     def exchange(
         self,
-        what: str,
+        kind: str,
         requests: Mapping[int, Sequence[Buffer]],
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
@@ -211,7 +211,7 @@ class Exchanges:
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
-                self._finish_exchange(what, index, begun.pop(index, None), data, finish, function)
+                self._finish_exchange(kind, index, begun.pop(index, None), data, finish, function)
             except BaseException as error:  # the other servers' replies must still be received
                 failure = failure or error
         if failure is not None:
@@ -219,7 +219,7 @@ class Exchanges:
 
     def _finish_exchange(
         self,
-        what: str,
+        kind: str,
         index: int,
         session: Session | None,
         request: Sequence[Buffer],
@@ -242,7 +242,7 @@ class Exchanges:
                 raise
             asked = session.name, session.nth
             server.give_back(session)
-            self.count(what, index, asked, begin, sum(map(len, request)), len(data), function)
+            self.count(kind, index, asked, begin, sum(map(len, request)), len(data), function)
             reply, payload = unpack(data, ps_pb2.Reply)
             if reply.HasField("refusal"):
                 raise from_kind(reply.refusal.kind, reply.refusal.message)
@@ -256,7 +256,7 @@ class Exchanges:
 
     def count(
         self,
-        what: str,
+        kind: str,
         index: int,
         asked: tuple[str, int],
         begin: float,
@@ -266,7 +266,7 @@ class Exchanges:
     ) -> None:
         """Count an answered request. `asked` is its session's name and its position there; sizes are bytes."""
         end, metrics = time.monotonic(), self._metrics
-        if what == "pull":
+        if kind == "pull":
             metrics.pulls[index].add(end - begin)
             metrics.pulled_bytes[index] += received
         else:
@@ -274,7 +274,7 @@ class Exchanges:
             metrics.pushed_bytes[index] += sent
         if function is not None and function.function:
             name, nth = asked
-            metrics.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
+            metrics.recording.asked.append(Asked(function.function, kind, index, name, nth, begin, end, sent, received))
 
     def on_each(self, work: Iterable[Callable[[], _T]]) -> list[_T]:
         """Run the bulk work of several servers at once. When all has ended, raise the first error, if any."""

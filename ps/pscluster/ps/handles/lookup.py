@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import check_ids
@@ -34,7 +35,7 @@ def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
     if isinstance(params, Variable):
         return _distinct([(params, ids)])[0]
     if not isinstance(params, Sequence):
-        raise TypeError(f"embedding_lookup takes a variable or a list of them, not a {type(params).__name__}")
+        raise TypeError(f"embedding_lookup takes a variable or a list of them, not {type_of(params)}")
     if len(params) != len(ids):
         raise InvalidUpdateError(f"{len(params)} tables, but {len(ids)} arrays of ids: give one for each table")
     return _distinct(list(zip(params, ids, strict=True)))
@@ -60,7 +61,7 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
     if combiner not in ("sum", "mean", "sqrtn"):
         raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")
     if not isinstance(params, Variable):
-        raise TypeError(f"embedding_bag takes one variable, not a {type(params).__name__}")
+        raise TypeError(f"embedding_bag takes one variable, not {type_of(params)}")
     ids = [as_array(bag, params.name, "bag of ids") for bag in bags]
     lengths = np.array([bag.size for bag in ids], np.int64)
     flat = _flat(ids)
@@ -108,7 +109,7 @@ def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     wanted, inverses = [], []
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
-            raise TypeError(f"an embedding table must be a variable, not a {type(variable).__name__}")
+            raise TypeError(f"an embedding table must be a variable, not {type_of(variable)}")
         checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
         # NumPy is much faster with the counts than without.
         unique, inverse, _ = np.unique(checked.reshape(-1), return_inverse=True, return_counts=True)

@@ -136,7 +136,7 @@ class Optimizer(Handle):
     ) -> None:
         if not isinstance(rule, rules.UpdateRule):
             raise TypeError(
-                f"an Optimizer needs an UpdateRule, not a {type(rule).__name__}; see optimizers.SGD and others"
+                f"an Optimizer needs an UpdateRule, not {checks.type_of(rule)}; see optimizers.SGD and others"
             )
         if "weight_decay" in common:
             raise TypeError("weight_decay belongs to the rule: pass it to the rule, if the rule supports it")
@@ -222,7 +222,7 @@ class Optimizer(Handle):
     def slot(self, variable: Variable, name: str) -> SlotVariable:
         """Return a slot beside a variable, such as Adam's "m", which can be read like a variable."""
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
-            raise TypeError(f"slots belong to variables, not to a {type(variable).__name__}")
+            raise TypeError(f"slots belong to variables, not to {checks.type_of(variable)}")
         if isinstance(variable, JoinedVariable):
             raise TypeError(
                 f"a joined variable has no slots of its own; ask for a slot of one of {variable.member_names}"
@@ -286,10 +286,10 @@ class Optimizer(Handle):
         seen: set[str] = set()
         for pair in grads_and_vars:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise TypeError(f"apply_gradients takes pairs (gradient, variable), not a {type(pair).__name__}")
+                raise TypeError(f"apply_gradients takes pairs (gradient, variable), not {checks.type_of(pair)}")
             gradient, variable = pair
             if not isinstance(variable, Variable):
-                raise TypeError(f"apply_gradients takes pairs (gradient, variable), not a {type(variable).__name__}")
+                raise TypeError(f"apply_gradients takes pairs (gradient, variable), not {checks.type_of(variable)}")
             if gradient is None:
                 continue
             if variable.client is not self._client:

@@ -49,7 +49,7 @@ class Creator(Protocol):
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable that was just made for something that could not be completed."""
 
-    def reserving(self, what: str, name: str | None, kind: str | None = None) -> AbstractContextManager[str]:
+    def reserving(self, namespace: str, name: str | None, kind: str | None = None) -> AbstractContextManager[str]:
         """Reserve a name for a "variable" (or an optimizer) or a "metric", and release it if the block raises.
 
         Without a name, generate one from the kind.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
@@ -234,8 +235,7 @@ class ShardRequests:
         """Raise TypeError unless these are `IndexedSlices`, InvalidUpdateError if those of another variable."""
         if not (hasattr(slices, "indices") and hasattr(slices, "values")):
             raise TypeError(
-                f"variable {self.name!r}: an update of rows is an IndexedSlices(values, indices), not a "
-                f"{type(slices).__name__}"
+                f"variable {self.name!r}: an update of rows is an IndexedSlices(values, indices), not {type_of(slices)}"
             )
         dense = getattr(slices, "dense_shape", None)
         if dense is not None and tuple(np.asarray(dense).reshape(-1).tolist()) != self.shape:

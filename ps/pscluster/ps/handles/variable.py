@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.geometry import Block, Partition, check_ids
@@ -515,8 +516,8 @@ def read_structure(structure: Any) -> Any:
             leaves[id(leaf)] = leaf
         elif isinstance(leaf, _NOT_NESTED):
             raise TypeError(
-                f"variables are read from lists, tuples, dicts, named tuples and dataclasses, not from a "
-                f"{type(leaf).__name__}: make a list of it"
+                f"variables are read from lists, tuples, dicts, named tuples and dataclasses, not from "
+                f"{type_of(leaf)}: make a list of it"
             )
         return leaf
 

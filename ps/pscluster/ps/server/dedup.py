@@ -6,7 +6,8 @@ its number, since numbers begin anew with every coordinator. What arrives, and w
 
     record(key)         called after the effect, under the same shard lock: a repetition finds it and changes nothing
     finish(functions)   these have ended: forget their keys, refuse their later updates
-    settle(client, n)   the client has answers to all requests before n: forget their keys
+    forget_answered(client, n)
+                        the client has answers to all requests before n: forget their keys
     forget(keys)        functions with these keys will not run again
     close(incarnation)  the worker (or client) is lost: refuse its updates from now on
     open_term(term)     a checkpoint replaces the state: refuse updates of earlier terms, however late they arrive. For
@@ -97,7 +98,7 @@ class Ledger:
             keys = client.keys.setdefault(origin.sequence, {})
         keys.setdefault((variable, shard), set()).add(nth)
 
-    def settle(self, incarnation: int, before: int) -> None:
+    def forget_answered(self, incarnation: int, before: int) -> None:
         """Forget a client's requests numbered below `before`, which it will not repeat."""
         if incarnation in self.closed:
             return

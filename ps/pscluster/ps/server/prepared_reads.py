@@ -28,7 +28,7 @@ class PreparedRead:
         self, sources: Sequence[tuple[threading.Lock, memoryview]], metrics: Sequence[VariableMetrics] = ()
     ) -> None:
         self._times, self._seconds = 0, 0.0  # how often it was answered, and the time that took
-        self._settled = 0, 0.0
+        self._counted = 0, 0.0
         self._metrics = metrics
         self._sources: list[tuple[threading.Lock, memoryview, slice]] = []
         self._total = 0
@@ -38,10 +38,10 @@ class PreparedRead:
         head = ps_pb2.Reply(last=True, total_bytes=self._total, read=ps_pb2.ReadReply())
         self._head = before_payload(head, self._total) if self._total else head.SerializeToString()
 
-    def settle(self) -> None:
+    def count_reads(self) -> None:
         """Add the reads since the last call to the variables' counts: not at each read, of maybe hundreds of arrays."""
-        times, seconds = self._times - self._settled[0], self._seconds - self._settled[1]
-        self._settled = self._settled[0] + times, self._settled[1] + seconds
+        times, seconds = self._times - self._counted[0], self._seconds - self._counted[1]
+        self._counted = self._counted[0] + times, self._counted[1] + seconds
         if times:
             total = sum(len(values) for _, values, _ in self._sources) or 1
             for metrics, (_, values, _) in zip(self._metrics, self._sources, strict=True):

@@ -158,7 +158,7 @@ class Store:
         """Return each variable, with its counts up to date, and the bytes of its shards here with slots."""
         with self._lock:
             for prepared in self._prepared.values():
-                prepared.settle()
+                prepared.count_reads()
             held, _, _ = self.directory.contents()
         return [(variable, sum(shard.nbytes for shard in variable.shards.values())) for variable in held]
 
@@ -228,13 +228,13 @@ class Store:
                 return
             sources = [(shard.lock, view(shard.array)) for _, shard in targets]
             while len(self._prepared) >= MAX_PREPARED:
-                self._prepared.pop(next(iter(self._prepared))).settle()
+                self._prepared.pop(next(iter(self._prepared))).count_reads()
             self._prepared[data] = PreparedRead(sources, [held.metrics for held, _ in targets])
 
     def _forget_prepared(self) -> None:
         """Drop all, since their arrays may have been removed. Needs the lock."""
         for prepared in self._prepared.values():
-            prepared.settle()
+            prepared.count_reads()
         self._prepared.clear()
 
     # Losses

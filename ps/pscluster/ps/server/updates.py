@@ -199,7 +199,7 @@ def apply(
         reach("ps.ledger.after")
     if not origin.function:
         with store.ledger() as ledger:
-            ledger.settle(origin.incarnation, request.settled)
+            ledger.forget_answered(origin.incarnation, request.settled)
     return reply
 
 

@@ -121,7 +121,7 @@ class Log:
         """
         path = self._directory.log_file(generation)
         with self._changed:
-            while self._writing or (self._plan.broken and not self._plan.settled):
+            while self._writing or (self._plan.broken and not self._plan.all_ended):
                 self._changed.wait()
             size, new = self._promised + _GROW, path.with_name(path.name + ".new")
             self._directory.reuse_segment(new)
@@ -339,7 +339,7 @@ def records(
         if last and cut:
             _cut(path, head, end, count)
     if before is None or before < first:
-        raise DamagedError(f"the segment of the log that begins with generation {first} is missing")
+        raise DamagedError(f"the segment of the log that begins with snapshot {first} is missing")
 
 
 def _cut(path: Path, head: _Segment, end: int, count: int) -> None:

@@ -124,7 +124,7 @@ class StateManager:
             except (PsClusterError, ValueError, KeyError) as error:
                 damaged += 1
                 logger.error(
-                    "generation %d of the state in %s can't be used: %s", generation, self.options.directory, error
+                    "snapshot %d of the state in %s can't be used: %s", generation, self.options.directory, error
                 )
             else:
                 usable = manifest, store
@@ -147,22 +147,22 @@ class StateManager:
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
                 raise ConfigurationError(
-                    f"{error}. To go on without the updates after the last generation, start it once with "
+                    f"{error}. To go on without the updates after the last snapshot, start it once with "
                     "--durability snapshot"
                 ) from None
-            logger.error("%s: the updates after the last generation are lost", error)
+            logger.error("%s: the updates after the last snapshot are lost", error)
             dropped = lost_in(paths, manifest.generation)
             store, logged = replay.restored(manifest, self._directory.read_all(manifest)), 0
             coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
-        replay.settle_losses(store, manifest, self._directory.losses(), dropped)
+        replay.restore_losses(store, manifest, self._directory.losses(), dropped)
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
             words += f" and {logged} updates logged since"
         if damaged:
-            words += f", since {damaged} newer generation{'s were' if damaged > 1 else ' was'} damaged"
+            words += f", since {damaged} newer snapshot{'s were' if damaged > 1 else ' was'} damaged"
         logger.info("restored %s, from %s in %.2f s", words, self.options.directory, time.monotonic() - begin)
         if self._log is not None:  # a segment of the log begins with a generation
             with contextlib.suppress(PsClusterError):  # it is retried, and updates are refused until then
@@ -222,7 +222,7 @@ class StateManager:
         if self._directory is None:
             return "durability none"
         failed = (self._log.broken if self._log else "") or self._plan.failed
-        state = f"failing: {failed}" if failed else f"{self._plan.saved} generations saved"
+        state = f"failing: {failed}" if failed else f"{self._plan.saved} snapshots saved"
         return f"durability {self.options.kind.value}, {state}"
 
     @property
@@ -420,7 +420,7 @@ class StateManager:
                 if self._job is not job:
                     return  # the written files are cleared next
             if job.store.job != manifest.job:  # part of it may be the next coordinator's, which requested another one
-                raise UnavailableError("another coordinator took over while a generation was written")
+                raise UnavailableError("another coordinator took over while a snapshot was written")
             directory.commit(manifest)
             self.saves.add(time.monotonic() - begin)
             self.saved_bytes += size

@@ -111,11 +111,11 @@ class LogPlan:
         self.broken = reason
 
     def mended(self) -> None:
-        """Mark the log as whole: a generation is saved that began once the log was broken and `settled`."""
+        """Mark the log as whole: a generation is saved that began once the log was broken and `all_ended`."""
         self.broken = ""
 
     @property
-    def settled(self) -> bool:
+    def all_ended(self) -> bool:
         """Whether all updates that were taken have ended, flushed or not."""
         return not self._open
 

@@ -96,7 +96,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
     by_variable: defaultdict[int, dict[int, Shard]] = defaultdict(dict)
     for saved, of_shard in zip(manifest.shards, arrays, strict=True):
         if "value" not in of_shard:
-            raise DamagedError(f"generation {manifest.generation} lacks the values of a shard")
+            raise DamagedError(f"snapshot {manifest.generation} lacks the values of a shard")
         shard = by_variable[saved.variable][saved.shard] = Shard(of_shard["value"], saved.updates)
         shard.put(of_shard)
         shard.steps.update(saved.steps)
@@ -105,7 +105,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         partition, shards = partition_of(spec), by_variable[spec.id]
         shapes = {i: partition.block(i).shape for i, owner in enumerate(spec.owners) if owner == manifest.server}
         if {index: shard.array.shape for index, shard in shards.items()} != shapes:
-            raise DamagedError(f"generation {manifest.generation} lacks shards of {spec.name!r}")
+            raise DamagedError(f"snapshot {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, shards))
     store.directory.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})
     for known in manifest.optimizers:
@@ -124,10 +124,10 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
                 for nth in keys.nth:
                     ledger.record(origin, saved.variable, saved.shard, nth)
         if len(manifest.finished_starts) != len(manifest.finished_stops):
-            raise DamagedError(f"generation {manifest.generation} has half an interval of functions")
+            raise DamagedError(f"snapshot {manifest.generation} has half an interval of functions")
         ledger.finish(zip(manifest.finished_starts, manifest.finished_stops, strict=True))
         for client in manifest.clients:
-            ledger.settle(client.incarnation, client.settled)
+            ledger.forget_answered(client.incarnation, client.settled)
         for incarnation in manifest.closed:
             ledger.close(incarnation)
     return store
@@ -142,7 +142,7 @@ def losses_of(store: Store, store_id: int) -> state_pb2.SavedLosses:
     return losses
 
 
-def settle_losses(
+def restore_losses(
     store: Store, manifest: state_pb2.Manifest, losses: state_pb2.SavedLosses | None, dropped: Dropped
 ) -> None:
     """Begin to count losses, with those known before and `dropped`, now that all that was saved is in the store."""
@@ -210,7 +210,7 @@ class Replay:
         if record.store_id != self._store_id:
             return  # of the previous job, which was still in progress when this one began
         if record.update.term > self._store.term:
-            raise DamagedError("a checkpoint was restored after the generation that is used, and is not in the log")
+            raise DamagedError("a checkpoint was restored after the snapshot that is used, and is not in the log")
         if record.coordinator_number > self.coordinator_number:
             self._store.take_over(record.update.job)
             self.coordinator_number = record.coordinator_number

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import EndOfDatasetError
 from pscluster.core.handles import Handle
@@ -147,7 +148,7 @@ class WorkerIterator(_Built):
 
     def _take(self, dataset: Iterable[Any]) -> None:
         if not isinstance(dataset, Iterable):
-            raise TypeError(f"dataset_fn returned a {type(dataset).__name__}: it must return something to iterate over")
+            raise TypeError(f"dataset_fn returned {type_of(dataset)}: it must return something to iterate over")
         self._iterator = iter(dataset)
 
     def __iter__(self) -> Self:

@@ -204,12 +204,12 @@ class Pipeline(Sent):
             count = len(block if indices is None else indices)
             return self._failed(f"examples {start:,} to {start + count - 1:,} of {subject}", count, error)
 
-    def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
+    def _shuffled(self, examples: Iterator[Any], epoch: int, file_index: int) -> Iterator[Any]:
         """Yield the examples split by split, each in a random order."""
         assert self.seed is not None
         for split in itertools.count(1):
             block = list(itertools.islice(examples, self.split))
-            for index in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
+            for index in _random(self.seed, epoch, file_index + 1, split).permutation(len(block)).tolist():
                 example, block[index] = block[index], None  # so that it can be freed as soon as it was used
                 yield example
             if len(block) < self.split:
