@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from tests.conftest import search
 
+from pscluster import coordinator
 from pscluster.coordinator.scheduling.scheduler import MAX_BATCH_BYTES, STOP_SECONDS, Scheduler
-from pscluster.coordinator.scheduling.tasks import MAX_WINDOW, Ending, Late, Loss, RunLimits, State, Task
+from pscluster.coordinator.scheduling.tasks import MAX_WINDOW, Ending, Late, Loss, RunLimits, State, Task, WorkerState
 
 WORKERS = 3
 MAX_ATTEMPTS = 3
@@ -31,10 +35,9 @@ def check(scheduler: Scheduler[str]) -> None:
     assert all(task.state is State.QUEUED for task in (*scheduler._begun, *scheduler._queue))
     assert all(task.begun for task in scheduler._begun)
     assert not any(task.begun for task in scheduler._queue)
-    if scheduler._barrier_owner is not None:
+    if scheduler._barrier_owner in scheduler.barriers:
         assert not scheduler.in_flight, "nothing executes during a barrier"
         assert not scheduler._begun, "a barrier holds no half of a function"
-        assert scheduler._barrier_owner in scheduler.barriers
     assert all(task.state is State.BLOCKED and task.blockers > 0 for task in scheduler._blocked)
     assert scheduler.error is None or not scheduler.waiting, "an error leaves nothing waiting"
     held = [task.id for task in (*scheduler._begun, *scheduler._queue, *scheduler._blocked)]
@@ -60,6 +63,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sent: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
         self.orphaned: list[list[Task[str]]] = [[] for _ in range(WORKERS)]
         self.up = [False] * WORKERS
+        self.idle = [False] * WORKERS  # the last time that it was given tasks there were none for it
+        self.leaving = [False] * WORKERS
+        self.recalled = [False] * WORKERS
         self.ended: dict[Task[str], State] = {}
         self.started: dict[Task[str], int] = {}  # how often it counts as started
         self.all: list[Task[str]] = []
@@ -297,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def worker_up(self, index: int) -> None:
         if not self.up[index] and not self.orphaned[index]:
             self.scheduler.worker_up(index)
-            self.up[index] = True
+            self.up[index], self.leaving[index] = True, False
             self.front[index] = self.asked[index] = None
 
     @rule(index=workers)
@@ -310,7 +316,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
             others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(WORKERS))
         may = not self.strays[index] and room > 0 and (not self.sent[index] or room >= window // 2)
-        assert bool(batch) == (self.up[index] and may and len(queue) > others_idle)
+        gets = self.up[index] and not self.leaving[index]
+        assert bool(batch) == (gets and may and len(queue) > others_idle)
         assert len(batch) <= max(room, 0)
         assert sum(task.size for task in batch[:-1]) < MAX_BATCH_BYTES
         self.queue = [task for task in self.queue if task not in batch]
@@ -321,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         positions = [task.position for task in self.sent[index] + batch]
         assert positions == sorted(set(positions)), "positions rise in the order of sending"
         self.sent[index] += batch
+        self.idle[index] = gets and not batch
 
     def one_sent(self, index: int, data: st.DataObject) -> Task[str] | None:
         return data.draw(st.sampled_from(self.sent[index])) if self.sent[index] else None
@@ -412,8 +420,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.orphaned[index] += self.sent[index]
         self.begun.update(self.orphaned[index])
         self.sent[index], self.strays[index] = [], []
-        self.up[index] = False
-        assert not self.scheduler.workers[index].idle
+        self.up[index] = self.idle[index] = False
 
     @rule(index=workers)
     def requeue(self, index: int) -> None:
@@ -458,16 +465,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.final = self.final or final
         assert same(cancelled, expected)
 
-    @rule(index=workers, idle=st.booleans(), leaving=st.booleans(), recalled=st.booleans())
-    def writer(self, index: int, idle: bool, leaving: bool, recalled: bool) -> None:
-        worker = self.scheduler.workers[index]
-        worker.idle, worker.leaving, worker.recalled = idle and self.up[index], leaving, recalled
+    @rule(index=workers)
+    def worker_busy(self, index: int) -> None:
+        self.scheduler.worker_busy(index)
+        self.idle[index] = False
+
+    @rule(index=workers)
+    def worker_leaves(self, index: int) -> None:
+        self.scheduler.worker_leaves(index)
+        self.leaving[index], self.idle[index] = True, False
+
+    @rule(index=workers)
+    def begin_recall(self, index: int) -> None:
+        self.scheduler.begin_recall(index)
+        self.recalled[index] = True
+
+    @rule(index=workers)
+    def end_recall(self, index: int) -> None:
+        assert self.scheduler.end_recall(index) == [i for i in range(WORKERS) if self.idle[i]]
+        self.recalled[index] = False
 
     @rule()
     def choose(self) -> None:
-        workers = self.scheduler.workers
-        free = [i for i in range(WORKERS) if workers[i].idle and not workers[i].leaving and not self.has(i)]
-        idle, count = [i for i in range(WORKERS) if workers[i].idle], self.scheduler.queued
+        free = [i for i in range(WORKERS) if self.idle[i] and not self.has(i)]
+        idle, count = [i for i in range(WORKERS) if self.idle[i]], self.scheduler.queued
         woken = self.scheduler.to_wake()
         assert len(woken) == len(set(woken))
         assert woken == idle if len(free) < count else len(woken) == count and set(woken) <= set(free)
@@ -476,12 +497,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def steal_for(self, index: int) -> None:
-        scheduler = self.scheduler
-        stealer = scheduler.workers[index]
-        stealer.idle = self.up[index]
-        stolen, held = scheduler.steal_for(index), max(self.sent, key=len)
-        asked = scheduler.workers[self.sent.index(held)].recalled
-        if not stealer.idle or self.has(index) or self.queued() or self.error is not None or len(held) < 2 or asked:
+        if not self.queued():
+            self.take(index)  # now it is idle, if it may be
+        stolen, held = self.scheduler.steal_for(index), max(self.sent, key=len)
+        asked = self.recalled[self.sent.index(held)]
+        if not self.idle[index] or self.has(index) or self.queued() or self.error is not None or len(held) < 2 or asked:
             assert stolen is None
         else:
             assert stolen is not None
@@ -516,6 +536,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.is_shutting_out == bool(self.shutting_out)
         assert list(scheduler.strays) == [task for strays in self.strays for task in strays]
         assert [list(worker.sent.values()) for worker in scheduler.workers] == self.sent
+        assert [worker.idle for worker in scheduler.workers] == self.idle
+        assert all(worker.up and not worker.leaving for worker in scheduler.workers if worker.idle)
         places = {
             State.QUEUED: self.queue,
             State.BLOCKED: self.blocked,
@@ -752,3 +774,54 @@ def test_what_did_not_stop_uses_up_a_retry_when_its_worker_is_lost() -> None:
     assert scheduler.decide_loss(0, task) is Loss.RETRY
     assert scheduler.requeue(0) == []
     assert not scheduler.may_retry(task), "that was its only retry"
+
+
+def test_a_worker_is_idle_from_an_empty_queue_until_it_is_busy() -> None:
+    """Functions are sent past its writer only while that waits for them."""
+    scheduler, _ = scheduler_with(0)
+    assert scheduler.next_free() is None, "it has not asked for any"
+    assert scheduler.take(0) == []
+    assert scheduler.next_free() == 0
+    scheduler.worker_busy(0)
+    assert scheduler.next_free() is None
+    assert scheduler.take(1) == []
+    assert not scheduler.workers[1].idle, "it is down"
+
+
+def test_a_worker_that_leaves_gets_nothing_until_it_is_back() -> None:
+    """From the notice that it leaves to its return a worker is not idle, and is given nothing."""
+    scheduler, (task,) = scheduler_with(1)
+    scheduler.worker_leaves(0)
+    assert scheduler.take(0) == []
+    assert scheduler.to_wake() == []
+    scheduler.lose(0)
+    scheduler.worker_up(0)
+    assert scheduler.take(0) == [task]
+
+
+def test_nothing_is_stolen_while_a_worker_is_asked() -> None:
+    """One request at a time recalls functions from a worker; when it is over, the idle workers may steal."""
+    scheduler, tasks = scheduler_with(8)
+    quick_worker(scheduler, 0)
+    assert scheduler.take(0) == tasks[1:]
+    scheduler.worker_up(1)
+    assert scheduler.take(1) == []
+    scheduler.begin_recall(0)
+    assert scheduler.steal_for(1) is None
+    assert scheduler.end_recall(0) == [1]
+    assert scheduler.steal_for(1) == (0, tasks[5:])
+
+
+def test_no_other_module_changes_what_it_knows_of_workers() -> None:
+    """The coordinator's other modules assign nothing to a worker's state: they report events."""
+    known, folder = {item.name for item in fields(WorkerState)}, Path(coordinator.__file__).parent
+    found = [
+        f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+        for path in folder.rglob("*.py")
+        if path.relative_to(folder).as_posix() not in ("scheduling/scheduler.py", "scheduling/tasks.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and node.attr in known
+        # The parts of the dispatcher have handles of workers, with attributes of the same names.
+        if not ast.unparse(node.value).endswith("handle")
+    ]
+    assert not found

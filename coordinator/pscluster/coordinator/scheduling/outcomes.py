@@ -145,7 +145,7 @@ class Outcomes:
         """
         handle, worker = self._state.workers[index], self._scheduler.workers[index]
         connection = handle.connection
-        if not worker.idle or worker.leaving or not handle.built.issuperset(self._definitions.resources):
+        if not worker.idle or not handle.built.issuperset(self._definitions.resources):
             return False
         tasks = self._scheduler.offer(index)
         if not tasks and worker.sent:

@@ -75,7 +75,7 @@ class Scheduler(TaskQueue[P]):
         super().__init__(max_queued)
         self.workers: list[WorkerState[P]] = [WorkerState() for _ in range(num_workers)]
         self.barriers: set[object] = set()  # the owners of those that are held or waited for
-        self._barrier_owner: object | None = None  # holds it
+        self._barrier_owner: object | None = None  # of the one that is held, as long as it is in `barriers`
         self._max_attempts = max_attempts
         self._turn = 0  # the worker to prefer when there are more free workers than tasks
         self._unrefused: set[int] = set()  # ids of ended tasks whose updates a server may still apply
@@ -153,16 +153,15 @@ class Scheduler(TaskQueue[P]):
 
     def take_barrier(self, owner: object) -> bool:
         """Let this owner hold the barrier if nothing executes, nothing has begun, and no other owner holds it."""
-        if self.executing or self._begun or self._barrier_owner not in (None, owner):
+        held = self._barrier_owner in self.barriers and self._barrier_owner is not owner
+        if self.executing or self._begun or held:
             return False
         self._barrier_owner = owner
         return True
 
     def end_barrier(self, owner: object) -> None:
-        """Release the barrier, or give up waiting for it."""
+        """Release the barrier, or give up waiting for it. May be called without the lock."""
         self.barriers.discard(owner)
-        if self._barrier_owner is owner:
-            self._barrier_owner = None
 
     def withdraw(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
         """Mark tasks as unwanted; cancel, and return, those that no worker has."""
@@ -204,14 +203,27 @@ class Scheduler(TaskQueue[P]):
             self.final = True
         return cancelled + self._set_error(error)
 
-    # Events: a worker is ready for tasks
+    # Events: a worker is ready for tasks, or not
 
     def worker_up(self, index: int) -> None:
+        """Begin to give a worker tasks: it is connected, perhaps again."""
         worker = self.workers[index]
         assert not worker.sent, "its tasks are lost before it comes back"
         assert not worker.orphaned, "its tasks are requeued before it comes back"
-        worker.up, worker.sent_count, worker.seconds = True, 0, None
+        worker.up, worker.leaving, worker.sent_count, worker.seconds = True, False, 0, None
         worker.front, worker.stopping = (0, 0), 0
+
+    def worker_leaves(self, index: int) -> None:
+        """Give a worker no more tasks until it is back. May be called without the lock."""
+        self.workers[index].leaving = True
+        self.workers[index].idle = False
+
+    def worker_busy(self, index: int) -> None:
+        """End a worker's idleness: its writer is preparing something, or its connection has ended.
+
+        May be called without the lock. `take` makes it idle again.
+        """
+        self.workers[index].idle = False
 
     def next_free(self) -> int | None:
         """Return the next free worker, in turn; None if there is none."""
@@ -231,9 +243,10 @@ class Scheduler(TaskQueue[P]):
         return [free[(self._turn + offset) % len(free)] for offset in range(self.queued)]
 
     def take(self, index: int, now: float = 0.0) -> list[Task[P]]:
-        """Give a worker its next tasks, and return them."""
-        tasks = self.offer(index)
+        """Give a worker its next tasks, and return them. If there are none it is idle, until `worker_busy`."""
+        tasks, worker = self.offer(index), self.workers[index]
         self.give(index, tasks, self.reserve(index, len(tasks)), now)
+        worker.idle = not tasks and worker.up and not worker.leaving
         return tasks
 
     def offer(self, index: int) -> list[Task[P]]:
@@ -244,7 +257,7 @@ class Scheduler(TaskQueue[P]):
         """
         worker = self.workers[index]
         queued = self.queued
-        if not queued or not worker.up or worker.strays:
+        if not queued or not worker.up or worker.leaving or worker.strays:
             return []
         window = worker.window
         count = min(window - len(worker.sent), queued)
@@ -284,14 +297,25 @@ class Scheduler(TaskQueue[P]):
 
     def steal_for(self, index: int) -> tuple[int, Sequence[Task[P]]] | None:
         """Return whom to recall tasks from for an idle worker while the queue is empty, and which: the later half."""
-        stealer = self.workers[index]
-        if not stealer.idle or not stealer.up or not stealer.empty or self.queued or self.error is not None:
+        if not self.workers[index].free or self.queued or self.error is not None:
             return None
         index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
         tasks = list(self.workers[index].sent.values())
         if len(tasks) < 2 or self.workers[index].recalled:
             return None
         return index, tasks[(len(tasks) + 1) // 2 :]
+
+    def begin_recall(self, index: int) -> None:
+        """Note that a worker is being asked for some of its tasks: nothing is stolen from it meanwhile."""
+        self.workers[index].recalled = True
+
+    def end_recall(self, index: int) -> list[int]:
+        """Note that the worker has been asked; return the idle workers, which may now steal. Needs no lock.
+
+        Each of them has checked once by itself, perhaps in vain while this was under way.
+        """
+        self.workers[index].recalled = False
+        return [other for other, stealer in enumerate(self.workers) if stealer.idle]
 
     # Events: an outcome comes
 

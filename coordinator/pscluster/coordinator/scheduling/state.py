@@ -214,23 +214,21 @@ class DispatchState:
 
         Tasks that have not started come back; with `cancel_running` one that runs is asked to stop.
         """
-        worker, connection = self.scheduler.workers[index], self.workers[index].connection
-        tasks = list(worker.sent.values()) if tasks is None else tasks
+        connection = self.workers[index].connection
+        tasks = list(self.scheduler.workers[index].sent.values()) if tasks is None else tasks
         if connection is None or not tasks:
             return
         # Now: soon they may have other positions.
         functions, positions = [task.id for task in tasks], [task.position for task in tasks]
-        worker.recalled = True
+        self.scheduler.begin_recall(index)
 
         async def ask_back() -> None:
             try:
                 await connection.recall(functions, positions, cancel_running)
             finally:
-                worker.recalled = False
-            # Idle workers check once by themselves, perhaps in vain while this was under way.
-            for other, stealer in enumerate(self.scheduler.workers):
-                if stealer.idle:
-                    self.steal_soon(other)
+                stealers = self.scheduler.end_recall(index)
+            for stealer in stealers:
+                self.steal_soon(stealer)
             self.wake_idle()
 
         self.on_loop(lambda: self.in_background(ask_back()))

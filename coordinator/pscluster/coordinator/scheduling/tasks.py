@@ -105,10 +105,10 @@ class Task(Generic[P]):
 
 @dataclass(slots=True)
 class WorkerState(Generic[P]):
-    """What the scheduler knows of a worker. Its link sets `idle`, `leaving` and `recalled`."""
+    """What the scheduler knows of a worker. Others only read it."""
 
     up: bool = False
-    idle: bool = False  # its writer is waiting for tasks, and can send them at once
+    idle: bool = False  # its writer is waiting for tasks, and can send them at once; only while it gets tasks
     leaving: bool = False  # it gets no more tasks
     recalled: bool = False  # a request for some of its tasks is under way
     sent: dict[int, Task[P]] = field(default_factory=dict)  # by id, in the order of sending
@@ -129,7 +129,7 @@ class WorkerState(Generic[P]):
     @property
     def free(self) -> bool:
         """Return whether it is certain to take a task: one that has tasks already may have no room."""
-        return self.idle and self.up and not (self.leaving or self.sent or self.strays)
+        return self.idle and not (self.sent or self.strays)
 
     @property
     def window(self) -> int:

@@ -122,9 +122,8 @@ class Waits:
                     self._state.changed.wait(left)
             yield
         finally:  # wherever Ctrl-C struck
-            scheduler.barriers.discard(owner)
+            scheduler.end_barrier(owner)
             with self._state.lock:
-                scheduler.end_barrier(owner)
                 self._state.changed.notify_all()
             self._state.on_loop(self._state.wake_all)
 

@@ -77,7 +77,8 @@ class WorkerLink:
                 logger.exception("the connection to %s failed", handle.peer)
                 handle.why = f"{type(error).__name__}: {error}"
             finally:
-                handle.up = self._worker.idle = False
+                handle.up = False
+                self._scheduler.worker_busy(self._index)
                 self._state.no_worker_since = time.monotonic()
                 if not self._state.closed:
                     await connection.close()
@@ -104,7 +105,7 @@ class WorkerLink:
         take = functools.partial(self._outcomes.take, self._index)
         connection = WorkerConnection(handle.peer, take, handle.transport)
         handle.connection, handle.known, handle.built = connection, {}, set()
-        self._worker.leaving, handle.sent = False, 0
+        handle.sent = 0
         handle.doomed.clear()
         try:
             await connection.attach(self._state.attach)
@@ -136,8 +137,8 @@ class WorkerLink:
                 raise UnavailableError("it runs a function that does not stop after its timeout")
             if reader.done() and not watcher.done():  # if it left, the notice follows at once
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
-            if watcher.done():
-                worker.leaving = watcher.result()
+            if watcher.done() and watcher.result():
+                self._scheduler.worker_leaves(self._index)
             if worker.leaving and not reader.done():
                 # It gives back tasks that it has not started; what it runs may still end. The writer notices and ends.
                 self._handle.wake.set()
@@ -218,11 +219,10 @@ class WorkerLink:
                     self._state.metrics.sent(tasks, now)
                 if full and tasks:
                     self._state.changed.notify_all()
-                worker.idle = not tasks
             if not tasks:
                 timer = self._state.steal_soon(self._index)
                 await handle.wake.wait()
-                worker.idle = False  # until the next check: there may be resources to build first
+                self._scheduler.worker_busy(self._index)  # until the next check: there may be resources to build first
                 timer.cancel()
                 continue
             # A task that is recalled while it is prepared may have another worker, and position, by then.
