@@ -254,6 +254,9 @@ class WorkerService:
         self._role.job(request.incarnation).report_seen(request.servers)
         return worker_pb2.ReportSeenReply()
 
+    def exchange(self, _frames: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[worker_pb2.ExchangeReply]:
+        raise StaleError("no gang runs on this worker")
+
 
 def _check(first: worker_pb2.UploadRequest) -> None:
     """Raise ProtocolError if the upload declares more than it may bring."""
