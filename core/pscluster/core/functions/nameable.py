@@ -15,6 +15,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("PsClusterError", "ConfigurationError", "MisuseError", "InvalidUpdateError", "UnknownVariableError"),
         *("RefusedError", "VersionMismatchError", "AuthenticationError", "NotPermittedError", "BusyError"),
         *("StaleError", "ProtocolError", "UnavailableError", "PSUnavailableError", "CheckpointError"),
+        *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "FunctionTimeoutError"),
     ),
