@@ -250,18 +250,20 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("opening", "sequence", "signature", "pad", "payload")
+    __slots__ = ("opening", "sequence", "signature", "alone", "pad", "payload")
     OPENING_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     opening: Opening
     sequence: int
     signature: Signature
+    alone: bool
     pad: bytes
     payload: bytes
-    def __init__(self, opening: _Optional[_Union[Opening, _Mapping]] = ..., sequence: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, opening: _Optional[_Union[Opening, _Mapping]] = ..., sequence: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., alone: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Opening(_message.Message):
     __slots__ = ("gang", "generation", "source", "target", "incarnation", "proof")

@@ -38,6 +38,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     ),
     "pscluster.ps.handles.indexing": ("IndexedSlices",),
     "pscluster.ps.handles.variable": ("ShardedVariable", "Variable"),
+    "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
     "pscluster.worker.strategy": ("ReduceOp",),
 }
