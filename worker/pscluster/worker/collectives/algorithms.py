@@ -26,9 +26,6 @@ from pscluster.core.transport.frames import Buffer, view
 
 Array = npt.NDArray[Any]
 
-Combine = Callable[[Array, Array, Array], object]
-"""Puts the combination of the first two arrays into the third, which may be one of them, as NumPy's ufuncs do."""
-
 Finish = Callable[[Array], object]
 """Changes combined elements in place, such as to divide a sum for a mean."""
 
@@ -68,7 +65,7 @@ class Links(Protocol):
         """Prepare to receive the next message of a member into this memory."""
 
 
-def all_reduce(links: Links, combine: Combine, array: Array, finish: Finish | None = None) -> Array:
+def all_reduce(links: Links, combine: np.ufunc, array: Array, finish: Finish | None = None) -> Array:
     """Return the combination of all members' arrays, which are flat, contiguous, and of one size."""
     if links.size == 1 or array.nbytes <= SMALL_BYTES:
         return _doubled(links, combine, array, finish)
@@ -78,7 +75,7 @@ def all_reduce(links: Links, combine: Combine, array: Array, finish: Finish | No
 
 
 def reduce_scatter(
-    links: Links, combine: Combine, array: Array, ends: Sequence[int], finish: Finish | None = None
+    links: Links, combine: np.ufunc, array: Array, ends: Sequence[int], finish: Finish | None = None
 ) -> Array:
     """Return this member's part of the combination; `ends` are those of all parts, in elements."""
     if links.size == 1:
@@ -164,7 +161,7 @@ def _pieces(memory: memoryview) -> list[memoryview]:
     return [memory[at : at + PIECE_BYTES] for at in range(0, max(len(memory), 1), PIECE_BYTES)]
 
 
-def _doubled(links: Links, combine: Combine, array: Array, finish: Finish | None) -> Array:
+def _doubled(links: Links, combine: np.ufunc, array: Array, finish: Finish | None) -> Array:
     """Combine whole arrays with one partner per round. Members beyond a power of two first join one below it."""
     rank, size = links.rank, links.size
     power = 1 << (size.bit_length() - 1)
@@ -181,7 +178,7 @@ def _doubled(links: Links, combine: Combine, array: Array, finish: Finish | None
         receipt.wait()
         # The lower rank's first: both partners get the same bits, even of NaNs and of zeros with a sign.
         first, second = (result, other) if rank < source else (other, result)
-        combine(first, second, result)
+        combine(first, second, out=result)
 
     if joined:
         receive(links.post(rank + power, view(other)), rank + power)
@@ -204,7 +201,7 @@ def _ring(
     array: Array,
     out: Array,
     ends: Sequence[int],
-    combine: Combine | None = None,
+    combine: np.ufunc | None = None,
     finish: Finish | None = None,
     *,
     gather: bool = True,
@@ -247,7 +244,7 @@ def _ring(
         step = first + nth // count
         if combine is not None and step < size - 1:
             combined = out[start:stop]
-            combine(slots[nth % WINDOW][: stop - start], array[start:stop], combined)
+            combine(slots[nth % WINDOW][: stop - start], array[start:stop], out=combined)
             if finish is not None and step == size - 2:
                 finish(combined)
         if nth + WINDOW < total:

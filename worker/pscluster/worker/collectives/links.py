@@ -269,18 +269,23 @@ class MemberLinks:
                 )
             self.mailbox.begin(signature)
             yield
-        except MisuseError as error:
-            self._failed = self._failed or error
-            raise
         except PsClusterError as error:
-            self._failed = type(error)(f"{_call(signature)}: {error}")
-            raise self._failed from None
+            self._failed = self._failed or error
+            self._function.check()  # if it was told to stop, that broke the links
+            if isinstance(error, MisuseError):  # it names the call
+                raise
+            raise type(error)(f"{_call(signature)}: {error}") from None
         except BaseException as error:
             self._failed = self._failed or error
             raise
         finally:
             with self._lock:
                 self._busy = False
+
+    @property
+    def disagreed(self) -> bool:
+        """Whether a collective failed since the members' calls disagree."""
+        return isinstance(self._failed, MisuseError)
 
     def send(self, to: int, *buffers: Buffer) -> None:
         self._function.check()

@@ -170,11 +170,6 @@ class Mailbox:
                 state.room.notify_all()
 
     @property
-    def misused(self) -> bool:
-        """Whether the members' calls disagree."""
-        return isinstance(self._failure, MisuseError)
-
-    @property
     def kept_bytes(self) -> int:
         """The bytes of all messages that no receive awaits."""
         with self._lock:
@@ -284,7 +279,7 @@ class Mailbox:
         if (ended := state.ended) is None:
             return state.broken
         if ended.kind == _OUTCOMES.MISUSED:
-            return MisuseError(f"{name} has failed: {ended.reason}")
+            return MisuseError(ended.reason)  # it names the members and their calls
         if ended.kind == _OUTCOMES.FAILED:
             return MemberUnavailableError(f"{name} has failed: {ended.reason}")
         if ended.kind == _OUTCOMES.STOPPED:

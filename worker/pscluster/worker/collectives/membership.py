@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import FunctionCancelled
+from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.incoming import Gangs
@@ -37,8 +37,10 @@ class Membership:
             kind = _OUTCOMES.STOPPED
             raise
         except BaseException as error:
-            kind = _OUTCOMES.MISUSED if links.mailbox.misused else _OUTCOMES.FAILED
-            reason = f"{type(error).__name__}: {error}"
+            if links.disagreed and isinstance(error, MisuseError):
+                kind, reason = _OUTCOMES.MISUSED, str(error)
+            else:
+                kind, reason = _OUTCOMES.FAILED, f"{type(error).__name__}: {error}"
             raise
         finally:
             self.gangs.end(hosted, kind, reason, links.end())

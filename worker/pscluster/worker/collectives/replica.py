@@ -22,7 +22,7 @@ from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import algorithms
-from pscluster.worker.collectives.algorithms import Array, Combine, Finish, Links, Receipt
+from pscluster.worker.collectives.algorithms import Array, Finish, Links, Receipt
 from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.strategy import ReduceOp
 
@@ -30,7 +30,7 @@ _OWN = tuple(os.path.join(folder, "") for folder in pscluster.__path__)
 _MAX_LAYOUT = 120  # characters of a layout in errors
 _MAX_PLACE = 200
 
-_COMBINE: dict[ReduceOp, Combine] = {
+_COMBINE: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
@@ -276,7 +276,7 @@ def _array(value: Any, noun: str) -> Array:
     except (ValueError, TypeError) as error:  # such as a ragged list
         raise MisuseError(f"{noun} is not an array: {error}") from None
     if not is_variable_dtype(array.dtype):
-        raise MisuseError(f"{noun} is {describe(value)} of type {array.dtype.name}: give arrays of numbers, or numbers")
+        raise MisuseError(f"{noun} is {describe(value)}, of {array.dtype.name}: give arrays of numbers, or numbers")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
