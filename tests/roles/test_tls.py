@@ -76,6 +76,7 @@ OPEN_TO_OTHERS = {
     "Pull": {"worker"},
     "Push": {"worker"},
     "Describe": {"worker"},
+    "Exchange": {"worker"},
 }
 """Beside the coordinator. What is new is the coordinator's, until somebody thinks about it and writes it here."""
 

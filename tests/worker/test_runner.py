@@ -21,12 +21,15 @@ from tests.waiting import until
 
 from pscluster.core.errors import StaleError, UnavailableError
 from pscluster.core.handles import Handle
+from pscluster.core.ids import make_identity
 from pscluster.core.metrics.trace import Recording
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.values import encode_call
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
+from pscluster.worker.collectives.links import Ways
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of
@@ -57,6 +60,7 @@ def make_job(incarnation: int = 1, **functions: Callable[..., Any]) -> Job:
         client=cast(PsClient, NoServers()),
         connect_timeout=TIMEOUT,
         metrics=WorkerMetrics(Recording()),
+        ways=Ways(make_identity("worker", 0), RoleOptions()),
     )
     job._definitions.update(functions)
     return job

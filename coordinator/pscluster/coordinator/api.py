@@ -32,6 +32,7 @@ from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
 from pscluster.ps.handles.variable import ShardedVariable, Variable
+from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.strategy import ReduceOp
 
@@ -61,6 +62,7 @@ __all__ = [
     "ReduceOp",
     "RemoteValue",
     "RemoteValueStatus",
+    "ReplicaContext",
     "RestoredFrom",
     "SavedVariables",
     "Server",
@@ -73,4 +75,5 @@ __all__ = [
     "embedding_lookup",
     "embedding_lookup_sparse",
     "experimental_get_current_worker_index",
+    "replica_context",
 ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from pscluster.core.errors import FunctionCancelled
 
@@ -26,7 +27,10 @@ class FunctionContext:
     num_workers: int
     key: int = 0
     term: int = 0
+    replica: Any = None
+    """The ReplicaContext of its gang, or of one replica; made at first use, by a module that stands above this one."""
     _cancelled: bool = field(default=False, init=False)
+    _on_cancel: list[Callable[[], object]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _updates: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int), init=False)
 
@@ -42,8 +46,16 @@ class FunctionContext:
         return bool(self._updates)
 
     def cancel(self) -> None:
-        """Make the function stop at its next library call."""
+        """Make the function stop at its next library call, and end those that wait."""
         self._cancelled = True
+        for callback in tuple(self._on_cancel):
+            callback()
+
+    def on_cancel(self, callback: Callable[[], object]) -> None:
+        """Call this when the function is told to stop, on any thread: it must not block. At once if it was told."""
+        self._on_cancel.append(callback)
+        if self._cancelled:
+            callback()
 
     def check(self) -> None:
         """Raise FunctionCancelled if the function was told to stop."""

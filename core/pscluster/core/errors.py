@@ -68,6 +68,10 @@ class PSUnavailableError(UnavailableError):
     """A parameter server died, or was restarted and has lost its variables."""
 
 
+class MemberUnavailableError(UnavailableError):
+    """Another worker of a gang, one function on several workers, died, failed, or was stopped."""
+
+
 class CheckpointError(PsClusterError):
     """A checkpoint can't be written or read; the message says which file, and what is wrong. Nothing was changed."""
 
@@ -78,6 +82,10 @@ class CheckpointMisfitError(CheckpointError):
 
 class WaitTimeoutError(PsClusterError, TimeoutError):
     """A wait ended by its timeout."""
+
+
+class MemberTimeoutError(MemberUnavailableError, WaitTimeoutError):
+    """Another worker of a gang has sent or taken nothing for as long as a collective waits."""
 
 
 class CancelledError(PsClusterError):
@@ -134,6 +142,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("checkpoint-misfit", CheckpointMisfitError, grpc.StatusCode.FAILED_PRECONDITION),
     ("checkpoint", CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     ("ps-unavailable", PSUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    ("member-unavailable", MemberUnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("unavailable", UnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("configuration", ConfigurationError, grpc.StatusCode.FAILED_PRECONDITION),
     ("error", PsClusterError, grpc.StatusCode.UNKNOWN),

@@ -62,7 +62,7 @@ class UploadReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "term", "skips")
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "term", "skips", "gang")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Step(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     SKIPS_FIELD_NUMBER: _ClassVar[int]
+    GANG_FIELD_NUMBER: _ClassVar[int]
     function: int
     definition: str
     attempt: int
@@ -81,7 +82,34 @@ class Step(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[str]
     term: int
     skips: bool
-    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ...) -> None: ...
+    gang: Gang
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
+
+class Gang(_message.Message):
+    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    generation: int
+    rank: int
+    members: _containers.RepeatedCompositeFieldContainer[GangMember]
+    secret: bytes
+    timeout: float
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ...) -> None: ...
+
+class GangMember(_message.Message):
+    __slots__ = ("worker", "address", "incarnation")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    address: str
+    incarnation: int
+    def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("incarnation", "position", "steps")
@@ -220,3 +248,69 @@ class ReleaseRequest(_message.Message):
 class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("opening", "sequence", "signature", "alone", "pad", "payload")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    opening: Opening
+    sequence: int
+    signature: Signature
+    alone: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, opening: _Optional[_Union[Opening, _Mapping]] = ..., sequence: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., alone: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Opening(_message.Message):
+    __slots__ = ("gang", "generation", "source", "target", "incarnation", "proof")
+    GANG_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    gang: int
+    generation: int
+    source: int
+    target: int
+    incarnation: int
+    proof: bytes
+    def __init__(self, gang: _Optional[int] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., target: _Optional[int] = ..., incarnation: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class Signature(_message.Message):
+    __slots__ = ("operation", "layout", "digest", "place")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    operation: str
+    layout: str
+    digest: int
+    place: str
+    def __init__(self, operation: _Optional[str] = ..., layout: _Optional[str] = ..., digest: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
+
+class ExchangeReply(_message.Message):
+    __slots__ = ("kind", "reason", "messages")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[ExchangeReply.Kind]
+        RETURNED: _ClassVar[ExchangeReply.Kind]
+        FAILED: _ClassVar[ExchangeReply.Kind]
+        MISUSED: _ClassVar[ExchangeReply.Kind]
+        STOPPED: _ClassVar[ExchangeReply.Kind]
+    KIND_UNSPECIFIED: ExchangeReply.Kind
+    RETURNED: ExchangeReply.Kind
+    FAILED: ExchangeReply.Kind
+    MISUSED: ExchangeReply.Kind
+    STOPPED: ExchangeReply.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    kind: ExchangeReply.Kind
+    reason: str
+    messages: int
+    def __init__(self, kind: _Optional[_Union[ExchangeReply.Kind, str]] = ..., reason: _Optional[str] = ..., messages: _Optional[int] = ...) -> None: ...

@@ -21,6 +21,8 @@ from pscluster.core.transport.frames import Buffer
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
+from pscluster.worker.collectives.links import Ways
+from pscluster.worker.collectives.membership import Membership
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
@@ -43,6 +45,7 @@ class Job:
         client: PsClient,
         connect_timeout: float,
         metrics: WorkerMetrics,
+        ways: Ways,
     ) -> None:
         self.metrics = metrics
         self.incarnation = incarnation
@@ -68,12 +71,14 @@ class Job:
         self._unloadable: dict[str, str] = {}  # dataset ids, with the reason
         self._parts: dict[int, list[Part]] = {}  # by function
         self._reader = Reader(self.context(function=0, attempt=0))
+        self.membership = Membership(ways)
         self.closed = threading.Event()
 
     def close(self) -> None:
         """End the reader and the client: the attachment is over."""
         self.closed.set()
         self._reader.end()
+        self.membership.close()
         self._client.close()
 
     def client(self) -> PsClient:

@@ -31,6 +31,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_cache import cache_bytes
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2
+from pscluster.worker.collectives.links import Ways
 from pscluster.worker.servers import ServerList, watch_listing
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry
@@ -80,7 +81,13 @@ def serve_worker(
             client.updater.term = request.term
             return client
 
-        role = WorkerRole(servers, make_client, options.connect_timeout, client_metrics.recording)
+        role = WorkerRole(
+            servers,
+            make_client,
+            options.connect_timeout,
+            client_metrics.recording,
+            lambda: Ways(identity, own_options),
+        )
         server = RoleServer(
             identity,
             role,

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
@@ -54,6 +55,8 @@ millisecond or two if the machine's cores are busy. With gathers of 3 ms, that t
 SEND_SECONDS = 0.0001  # the outcome of a longer function, or of one after which no other waits, gets its own message
 _SEND_BYTES = 4096  # at most, by the running thread: it must not block, and there is room for this much
 _REPLY_BYTES = 4 << 20  # approximate limit of the outcomes in one message
+
+_ALONE = nullcontext()
 
 Outcome = worker_pb2.Outcome
 
@@ -243,7 +246,7 @@ class Runner:
         begun = begin = time.monotonic()
         data_before = metrics.data_seconds
         try:
-            with self._turn, running(context):
+            with self._turn, running(context), self._membership(step, context):
                 context.check()
                 function = self._job.definition(step.definition)
                 if step.parts:
@@ -285,6 +288,10 @@ class Runner:
             run = Run(step.function, step.attempt, received, begun, begin, end, waited, how, thread)
             metrics.recording.runs.append(run)
         return outcome
+
+    def _membership(self, step: worker_pb2.Step, context: FunctionContext) -> AbstractContextManager[None]:
+        """Return the membership in the step's gang; nothing for a step that runs alone."""
+        return self._job.membership.member(step.gang, context) if step.HasField("gang") else _ALONE
 
     def _arguments(
         self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]

@@ -12,14 +12,17 @@ import grpc
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.loading import UnresolvedReference
-from pscluster.core.ids import fresh_id
+from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.limits import MAX_COUNT, MAX_PICKLE_BYTES, check_count
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import Role
+from pscluster.core.role.options import RoleOptions
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, cut, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker.collectives import incoming
+from pscluster.worker.collectives.links import Ways
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner
@@ -37,15 +40,24 @@ ClientFactory = Callable[[node_pb2.AttachRequest, int], PsClient]
 
 
 class WorkerRole(Role):
-    """Holds the job that the worker works for, and the runner of its stream. `recording` is also of its clients."""
+    """Holds the job that the worker works for, and the runner of its stream. `recording` is also of its clients.
+
+    `make_ways` returns ways to other workers, for an attachment; by default they have neither a token nor certificates.
+    """
 
     def __init__(
-        self, servers: ServerList, make_client: ClientFactory, connect_timeout: float, recording: Recording
+        self,
+        servers: ServerList,
+        make_client: ClientFactory,
+        connect_timeout: float,
+        recording: Recording,
+        make_ways: Callable[[], Ways] | None = None,
     ) -> None:
         self.metrics = WorkerMetrics(recording)
         self._servers = servers
         self._make_client = make_client
         self._connect_timeout = connect_timeout
+        self._make_ways = make_ways or (lambda: Ways(make_identity("worker", servers.index), RoleOptions()))
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._job: Job | None = None
@@ -81,6 +93,7 @@ class WorkerRole(Role):
             # The coordinator has reached all servers, so treat an unreachable one as lost, as at any later call.
             connect_timeout=request.ps_timeout or self._connect_timeout,
             metrics=self.metrics,
+            ways=self._make_ways(),
         )
         self.metrics.attachments += 1
         self._replace(job)
@@ -253,6 +266,9 @@ class WorkerService:
         check_count(len(request.servers), MAX_COUNT, "parameter servers with updates seen")
         self._role.job(request.incarnation).report_seen(request.servers)
         return worker_pb2.ReportSeenReply()
+
+    def exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[worker_pb2.ExchangeReply]:
+        return incoming.serve(frames, context, lambda incarnation: self._role.job(incarnation).membership.gangs)
 
 
 def _check(first: worker_pb2.UploadRequest) -> None:

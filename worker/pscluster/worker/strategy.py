@@ -16,10 +16,25 @@ from pscluster.ps.handles.variable import read_structure
 
 
 class ReduceOp(enum.Enum):
-    """How `reduce` combines the values of replicas."""
+    """How `reduce`, `all_reduce` and `reduce_scatter` combine the values of replicas."""
 
     SUM = "sum"
     MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+    @classmethod
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the operation, also of its name in any case. Raise ValueError for another name."""
+        return cls(op.lower()) if isinstance(op, str) else cls(op)
+
+
+_ALONG_AXIS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MEAN: np.mean,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+}
 
 
 class Strategy(Handle):
@@ -46,10 +61,10 @@ class Strategy(Handle):
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Combine the replicas' values. With one replica: return the value, reduced along `axis` if that is given."""
-        op = ReduceOp(reduce_op.lower()) if isinstance(reduce_op, str) else reduce_op
+        op = ReduceOp.of(reduce_op)
         if axis is None:
             return value
-        combine = np.sum if op is ReduceOp.SUM else np.mean
+        combine = _ALONG_AXIS[op]
         return map_structure(lambda leaf: combine(leaf, axis=axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

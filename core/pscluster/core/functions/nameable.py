@@ -15,6 +15,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("PsClusterError", "ConfigurationError", "MisuseError", "InvalidUpdateError", "UnknownVariableError"),
         *("RefusedError", "VersionMismatchError", "AuthenticationError", "NotPermittedError", "BusyError"),
         *("StaleError", "ProtocolError", "UnavailableError", "PSUnavailableError", "CheckpointError"),
+        *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "FunctionTimeoutError"),
     ),
@@ -37,6 +38,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     ),
     "pscluster.ps.handles.indexing": ("IndexedSlices",),
     "pscluster.ps.handles.variable": ("ShardedVariable", "Variable"),
+    "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
     "pscluster.worker.strategy": ("ReduceOp",),
 }

@@ -41,6 +41,8 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pscluster.v1.ParameterServer/Pull": _WORKER,
     "/pscluster.v1.ParameterServer/Push": _WORKER,
     "/pscluster.v1.ParameterServer/Describe": _WORKER,
+    # Collectives; a worker opens only those of gangs that it is in, which it proves by their secret.
+    "/pscluster.v1.Worker/Exchange": _WORKER,
 }
 
 

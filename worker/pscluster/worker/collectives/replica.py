@@ -1,0 +1,319 @@
+"""What a step function sees of its gang: its rank, and the collectives."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import pscluster
+from pscluster.core.context import current_function
+from pscluster.core.dtypes import array_of, is_variable_dtype
+from pscluster.core.errors import MisuseError
+from pscluster.core.geometry import even_ends
+from pscluster.core.sanitize import shown
+from pscluster.core.transport.frames import view
+from pscluster.core.values import describe, map_structure
+from pscluster.core.values.records import is_record_class, layout_of
+from pscluster.v1 import worker_pb2
+from pscluster.worker.collectives import algorithms
+from pscluster.worker.collectives.algorithms import Array, Finish, Links, Receipt
+from pscluster.worker.collectives.links import MemberLinks
+from pscluster.worker.strategy import ReduceOp
+
+_OWN = tuple(os.path.join(folder, "") for folder in pscluster.__path__)
+_MAX_LAYOUT = 120  # characters of a layout in errors
+_MAX_PLACE = 200
+
+_COMBINE: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+_HEADER = 1 + 64  # numbers that describe an array's shape to its receiver: its rank, and up to 64 axes
+
+
+class _NoLinks:
+    """The links of a function that runs on one worker only."""
+
+    rank, size = 0, 1
+
+    def send(self, to: int, *buffers: Any) -> None:
+        raise AssertionError(f"{len(buffers)} buffers for replica {to}: there is no other one")
+
+    def post(self, source: int, memory: memoryview) -> Receipt:
+        raise AssertionError(f"{len(memory)} bytes from replica {source}: there is no other one")
+
+
+class ReplicaContext:
+    """The gang of a step function: `replica_context()` returns it, also on threads that the function starts.
+
+    All replicas must make the same calls in the same order, with arrays of the same types and shapes (where a method
+    does not say otherwise); MisuseError names a replica that does not, and where. Arrays are NumPy arrays, what NumPy
+    makes arrays of, or numbers; results are NumPy arrays, and NumPy scalars for numbers. They are bitwise the same on
+    all replicas, and in every run. The arguments are never changed.
+
+    A collective raises MemberUnavailableError if another replica has died, failed or was stopped, and its subclass
+    MemberTimeoutError if nothing comes from one in time. After an error no other collective may follow.
+    """
+
+    def __init__(self, links: MemberLinks | None = None) -> None:
+        self._links: Links = links or _NoLinks()
+        self._gang = links
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0."""
+        return self._links.rank
+
+    replica_id = replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self._links.size
+
+    num_replicas = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext(replica {self._links.rank} of {self._links.size})"
+
+    def all_reduce(self, op: ReduceOp | str, structure: Any) -> Any:
+        """Combine nested arrays of all replicas, element by element.
+
+        Args:
+            op: "sum", "mean", "min" or "max". Sums have their arrays' types, and wrap around or lose precision like
+                NumPy's `+`; those of bools are int64. Means of integers and bools are float64.
+            structure: arrays or numbers, in lists, tuples, dicts, named tuples and dataclass instances.
+
+        Returns:
+            The same structure of the results.
+        """
+        op = _op(op)
+        leaves = _Leaves(structure, lambda array: _prepared(op, array))
+        with self._collective(f"all_reduce({op.value})", leaves.layout):
+            finish = self._finish(op)
+            return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, _COMBINE[op], flat, finish))
+
+    def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0) -> Any:
+        """Combine arrays of all replicas, and return this replica's part of the result.
+
+        The parts are those of `numpy.array_split(result, num_replicas, axis)`.
+        """
+        op = _op(op)
+        whole = _prepared(op, _array(array, "reduce_scatter"))
+        axis = _axis(axis, whole, "reduce_scatter")
+        with self._collective(f"reduce_scatter({op.value}, axis={axis})", _layout_of(whole)):
+            rows = np.moveaxis(whole, axis, 0)
+            size = int(np.prod(rows.shape[1:], dtype=np.int64))
+            ends = [end * size for end in even_ends(rows.shape[0], self._links.size)]
+            flat = np.ascontiguousarray(rows).reshape(-1)
+            part = algorithms.reduce_scatter(self._links, _COMBINE[op], flat, ends, self._finish(op))
+            own = np.diff((0, *even_ends(rows.shape[0], self._links.size)))[self._links.rank]
+            return np.ascontiguousarray(np.moveaxis(part.reshape(own, *rows.shape[1:]), 0, axis))
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """Return the arrays of all replicas, joined along an axis by replica; numbers become an array of them.
+
+        Arrays may differ in size along the axis, and may be nested.
+        """
+        leaves = _Leaves(value, lambda array: np.atleast_1d(array))
+        axes = [_axis(axis, leaf, "all_gather") for leaf in leaves.arrays]
+        layout = "; ".join(_layout_of(leaf, at) for leaf, at in zip(leaves.arrays, axes, strict=True))
+        with self._collective(f"all_gather(axis={axis})", layout):
+            own = np.array([leaf.shape[at] for leaf, at in zip(leaves.arrays, axes, strict=True)], np.int64)
+            size = self._links.size
+            lengths = algorithms.all_gather(self._links, own, [len(own) * (rank + 1) for rank in range(size)])
+            by_leaf = lengths.reshape(size, len(own)).T
+            gathered = map(self._gathered, leaves.arrays, axes, by_leaf)
+            return leaves.replaced(list(gathered))
+
+    def _gathered(self, array: Array, axis: int, lengths: Array) -> Array:
+        rows = np.ascontiguousarray(np.moveaxis(array, axis, 0))
+        size = int(np.prod(rows.shape[1:], dtype=np.int64))
+        ends = [int(end) * size for end in np.cumsum(lengths)]
+        flat = algorithms.all_gather(self._links, rows.reshape(-1), ends)
+        return np.ascontiguousarray(np.moveaxis(flat.reshape(int(lengths.sum()), *rows.shape[1:]), 0, axis))
+
+    def all_to_all(self, arrays: Sequence[Any]) -> list[Any]:
+        """Send the n-th array to the n-th replica, and return what each replica has sent to this one.
+
+        Shapes may differ; the element type may not.
+        """
+        outgoing = [np.ascontiguousarray(_array(array, "all_to_all")) for array in arrays]
+        size = self._links.size
+        if len(outgoing) != size:
+            raise MisuseError(f"all_to_all takes one array per replica: {size}, not {len(outgoing)}")
+        types = sorted({array.dtype.name for array in outgoing})
+        if len(types) > 1:
+            raise MisuseError(f"all_to_all takes arrays of one type, not {' and '.join(types)}: convert them")
+        with self._collective("all_to_all()", types[0]):
+            headers, theirs = np.zeros((2, size, _HEADER), np.int64)
+            for header, array in zip(headers, outgoing, strict=True):
+                header[: 1 + array.ndim] = array.ndim, *array.shape
+            algorithms.all_to_all(self._links, [view(row) for row in headers], [view(row) for row in theirs])
+            incoming = [np.empty(tuple(row[1 : 1 + row[0]]), outgoing[0].dtype) for row in theirs]
+            algorithms.all_to_all(self._links, [view(array) for array in outgoing], [view(array) for array in incoming])
+            return incoming
+
+    def broadcast(self, structure: Any, source: int = 0) -> Any:
+        """Return the nested arrays of one replica on all of them. The others pass arrays of the same kinds."""
+        if not 0 <= source < self._links.size:
+            raise MisuseError(f"broadcast from replica {source}: there are {self._links.size}, counted from 0")
+        leaves = _Leaves(structure, lambda array: array)
+
+        def spread(flat: Array) -> Array:
+            result = flat.copy() if source == self._links.rank else np.empty_like(flat)
+            algorithms.broadcast(self._links, view(result), source)
+            return result
+
+        with self._collective(f"broadcast(source={source})", leaves.layout):
+            return leaves.mapped(spread)
+
+    def barrier(self) -> None:
+        """Return once all replicas have called it."""
+        with self._collective("barrier()", ""):
+            algorithms.barrier(self._links)
+
+    def _finish(self, op: ReduceOp) -> Finish | None:
+        if op is not ReduceOp.MEAN:
+            return None
+        size = self._links.size
+        return lambda array: np.divide(array, array.dtype.type(size), out=array)
+
+    def _collective(self, operation: str, layout: str) -> Any:
+        if self._gang is None:
+            return nullcontext()
+        short = layout if len(layout) <= _MAX_LAYOUT else f"{layout[:_MAX_LAYOUT]}..."
+        signature = worker_pb2.Signature(
+            operation=operation, layout=short, digest=xxhash.xxh3_64_intdigest(layout.encode()), place=_place()
+        )
+        return self._gang.collective(signature)
+
+
+def replica_context() -> ReplicaContext:
+    """Return the replica that this step function is. Raise RuntimeError outside of one.
+
+    A function that runs on one worker only is the only replica, and its collectives return at once.
+    """
+    function = current_function()
+    if function is None:
+        raise RuntimeError(
+            "replica_context() works only inside a function that runs on a worker: call it in a step function"
+        )
+    if function.replica is None:
+        function.replica = ReplicaContext()
+    replica: ReplicaContext = function.replica
+    return replica
+
+
+class _Leaves:
+    """The arrays of a structure, in an order that is the same wherever the structure is: dicts' items by key."""
+
+    def __init__(self, structure: Any, prepare: Callable[[Array], Array]) -> None:
+        found: list[Any] = []
+
+        def number(leaf: Any) -> int:
+            found.append(leaf)
+            return len(found) - 1
+
+        self._numbered = map_structure(number, structure)
+        places = list(_places(self._numbered, ""))
+        self.arrays = [prepare(_array(found[at], f"the value{path}")) for path, at in places]
+        self._order = [at for _, at in places]
+        self._scalars = {at for at, leaf in enumerate(found) if not np.ndim(leaf)}
+        paths = (f"{path} {_layout_of(array)}".strip() for (path, _), array in zip(places, self.arrays, strict=True))
+        self.layout = "; ".join(paths)
+
+    def mapped(self, fn: Callable[[Array], Array]) -> Any:
+        """Return the structure of results of `fn`, which takes all arrays of one type as one flat array."""
+        results: list[Any] = [None] * len(self.arrays)
+        by_type: dict[str, list[int]] = {}
+        for at, array in enumerate(self.arrays):
+            by_type.setdefault(array.dtype.name, []).append(at)
+        for positions in by_type.values():
+            flats = [np.ascontiguousarray(self.arrays[at]).reshape(-1) for at in positions]
+            result = fn(flats[0] if len(flats) == 1 else np.concatenate(flats))
+            start = 0
+            for at in positions:
+                shape, stop = self.arrays[at].shape, start + self.arrays[at].size
+                results[at] = result[start:stop].reshape(shape)
+                start = stop
+        return self.replaced([result[()] for result in results])
+
+    def replaced(self, results: Sequence[Any]) -> Any:
+        """Return the structure with these in place of its arrays, in their order."""
+        by_number = dict(zip(self._order, results, strict=True))
+        return map_structure(by_number.__getitem__, self._numbered)
+
+
+def _places(numbered: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the path and the number of each leaf of a structure of numbers."""
+    cls: type = type(numbered)
+    if isinstance(numbered, int):
+        yield path, numbered
+    elif is_record_class(cls):
+        for name in layout_of(cls).fields:
+            yield from _places(getattr(numbered, name), f"{path}.{name}")
+    elif isinstance(numbered, dict):
+        for key in sorted(numbered, key=lambda key: (type(key).__name__, repr(key))):
+            yield from _places(numbered[key], f"{path}[{key!r}]")
+    else:
+        for at, item in enumerate(numbered):
+            yield from _places(item, f"{path}[{at}]")
+
+
+def _array(value: Any, noun: str) -> Array:
+    """Return a user's value as an array in native byte order. Raise MisuseError if it is not numeric."""
+    try:
+        array = array_of(value)
+    except (ValueError, TypeError) as error:  # such as a ragged list
+        raise MisuseError(f"{noun} is not an array: {error}") from None
+    if not is_variable_dtype(array.dtype):
+        raise MisuseError(f"{noun} is {describe(value)}, of {array.dtype.name}: give arrays of numbers, or numbers")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _prepared(op: ReduceOp, array: Array) -> Array:
+    """Convert an array to the type of its result, as NumPy does, except that integers keep their size in sums."""
+    if op is ReduceOp.SUM and array.dtype.kind == "b":
+        return array.astype(np.int64)
+    if op is ReduceOp.MEAN and array.dtype.kind in "biu":
+        return array.astype(np.float64)
+    return array
+
+
+def _op(op: ReduceOp | str) -> ReduceOp:
+    try:
+        return ReduceOp.of(op)
+    except ValueError:
+        names = ", ".join(repr(known.value) for known in ReduceOp)
+        raise MisuseError(f"there is no operation {op!r}: give one of {names}") from None
+
+
+def _axis(axis: int, array: Array, noun: str) -> int:
+    if not -array.ndim <= axis < array.ndim:
+        raise MisuseError(f"{noun} along axis {axis} of an array with {array.ndim} axes")
+    return axis % array.ndim
+
+
+def _layout_of(array: Array, free: int | None = None) -> str:
+    """Return type and shape in words; axis `free` may have any length."""
+    lengths = ["*" if axis == free else str(length) for axis, length in enumerate(array.shape)]
+    return f"{array.dtype.name}[{', '.join(lengths)}]"
+
+
+def _place() -> str:
+    """Return file and line of the user's call."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return shown(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"[-_MAX_PLACE:])
