@@ -10,6 +10,7 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIte
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.per_replica import PerReplica
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -56,6 +57,7 @@ __all__ = [
     "MinSizePartitioner",
     "ParameterServerStrategy",
     "Partitioner",
+    "PerReplica",
     "PerWorkerDataset",
     "PerWorkerIterator",
     "ProgressLine",

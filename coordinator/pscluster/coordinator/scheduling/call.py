@@ -108,6 +108,9 @@ def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
         key=task.key,
         term=term,
     )
+    if task.gang is not None:
+        step.gang.CopyFrom(task.gang.described)
+        step.gang.rank = task.gang.rank_of(task)
     if call.parts:
         step.parts.extend(part.handle_key for part in call.parts)
         step.skips = task.data_retries_are_used_up and all(part.dataset.on_error == "skip" for part in call.parts)

@@ -10,6 +10,7 @@ does not block. So a function that is scheduled alone reaches its worker without
     outcomes           hands tasks to idle workers, takes outcomes    worker_link   a worker's lifetime, and its writer
     definitions_cache  what each worker has                           server_watch  lost servers; what they may forget
     waits              join, cancel, barriers                         overtime      tasks that run too long
+    gang_runs          functions that run together on several workers
     queue_stats        the state of all that, as metrics and in words
 
 Others rely on this order: a result's large arrays are fetched before its task counts as finished; a lost worker's
@@ -29,6 +30,8 @@ from typing import Any, TypeVar
 from pscluster.coordinator.scheduling.call import Call
 from pscluster.coordinator.scheduling.connections import end_job
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
+from pscluster.coordinator.scheduling.gang_runs import GangRuns
+from pscluster.coordinator.scheduling.gangs import Gang
 from pscluster.coordinator.scheduling.loop import end_tasks
 from pscluster.coordinator.scheduling.outcomes import Outcomes
 from pscluster.coordinator.scheduling.overtime import Overtime
@@ -60,6 +63,7 @@ class Dispatcher:
         self.servers = ServerWatch(state)
         self.definitions = DefinitionsCache(state, self.servers)
         self._outcomes = Outcomes(state, self.servers, self.definitions)
+        self._gangs = GangRuns(state, self._overtime, self._outcomes.hand_over)
 
     def atomically(self, query: Callable[[], T]) -> T:
         """Return what a query returns while no task begins or ends. It may take the locks of positions only."""
@@ -81,18 +85,7 @@ class Dispatcher:
         task.size = task.payload.check_size()
         # The lock, not its condition: entering that is Python code, where Ctrl-C could leave it locked forever.
         with state.lock:
-            while True:
-                if scheduler.error is not None:
-                    if task.isolated:
-                        self.waits.check_no_error(task.payload.function.name)
-                    self.waits.raise_error(deadline, "schedule")
-                if self._no_workers is not None:
-                    raise self._no_workers.with_traceback(None)
-                if state.closed:
-                    raise CancelledError("the strategy is closed: no more functions can be scheduled")
-                if scheduler.may_add(threading.get_ident()):
-                    break
-                self.waits.wait(deadline, lambda: "timed out before everything was scheduled")
+            self._wait_for_room(deadline, task.payload.function.name if task.isolated else "")
             pending: list[RemoteValue] = []
             for value in task.payload.remote.values():
                 if value._error is not None:
@@ -119,6 +112,34 @@ class Dispatcher:
             scheduler.add(task)
             if free is not None and not self._outcomes.hand_over(free):
                 state.ask_to_wake()
+
+    def submit_gang(self, gang: Gang[Call], left: float | None = None) -> None:
+        """Add a gang. Blocks, and raises, as `submit` does. Its arguments must be ready."""
+        for call in gang.payloads:
+            call.check_size()
+        with self.state.lock:
+            self._wait_for_room(deadline_of(left), "")
+            gang.since = time.monotonic()
+            if gang.limits.timeout is not None and not self._overtime.timed.is_set():
+                self.state.loop.call_soon_threadsafe(self._overtime.timed.set)
+            self._scheduler.add_gang(gang)
+            self.state.settle_gangs()
+
+    def _wait_for_room(self, deadline: float, isolated: str) -> None:
+        """Wait until a task may be added; `isolated` is the name of an isolated one. Under the lock."""
+        state, scheduler = self.state, self._scheduler
+        while True:
+            if scheduler.error is not None:
+                if isolated:
+                    self.waits.check_no_error(isolated)
+                self.waits.raise_error(deadline, "schedule")
+            if self._no_workers is not None:
+                raise self._no_workers.with_traceback(None)
+            if state.closed:
+                raise CancelledError("the strategy is closed: no more functions can be scheduled")
+            if scheduler.may_add(threading.get_ident()):
+                return
+            self.waits.wait(deadline, lambda: "timed out before everything was scheduled")
 
     def workers_gone(self, error: PsClusterError | None) -> None:
         """Fail all tasks with this error: no worker is left, and none will come up by itself. None: one will."""
@@ -174,4 +195,5 @@ class Dispatcher:
                 self._scheduler.lose(index)
                 self.state.settle_cancelled(self._scheduler.requeue(index))
             self._scheduler.shut_out()
+            self.state.settle_gangs()
             self.state.changed.notify_all()

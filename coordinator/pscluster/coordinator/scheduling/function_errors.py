@@ -13,6 +13,8 @@ from pscluster.core.errors import (
     DatasetError,
     FunctionError,
     FunctionTimeoutError,
+    MemberTimeoutError,
+    MemberUnavailableError,
     PSUnavailableError,
     StaleError,
     UnavailableError,
@@ -33,6 +35,11 @@ def says_data_unread(failure: worker_pb2.Failure | None) -> bool:
 def says_server_lost(failure: worker_pb2.Failure) -> bool:
     """Return whether a worker reports a parameter server as lost; it may only be unreachable from there."""
     return _is(failure, PSUnavailableError)
+
+
+def says_member_gone(failure: worker_pb2.Failure) -> bool:
+    """Return whether a member of a gang reports that another one is gone, or does not answer."""
+    return _is(failure, MemberUnavailableError) or _is(failure, MemberTimeoutError)
 
 
 def _is(failure: worker_pb2.Failure, error: type[Exception]) -> bool:

@@ -21,7 +21,9 @@ from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
-from pscluster.coordinator.scheduling.remote_value import RemoteValue
+from pscluster.coordinator.scheduling.gangs import Gang
+from pscluster.coordinator.scheduling.per_replica import own_values
+from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -31,6 +33,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.handles import Handle, StaysHere
+from pscluster.core.ids import fresh_id
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
@@ -143,6 +146,78 @@ class FunctionQueue(StaysHere):
                 part.release()
             raise
         return result
+
+    def schedule_together(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        workers: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+        retries: int = 0,
+        wait: float | None = None,
+    ) -> list[RemoteValue]:
+        """Run a function on several workers at the same time, and return their results-to-be, by rank.
+
+        Each run gets its rank, and can talk to the others, by `replica_context()`. They begin together, once all the
+        workers are free: functions that were scheduled before go first, and later ones wait for these workers. If one
+        of them fails, the others are stopped. If a worker dies, all run again, and updates are applied once.
+
+        Args:
+            args, kwargs: the same for all, but for `PerReplica` values, of which each gets its own.
+            workers: how many, or the indices of which, in the order of ranks. None: all of the cluster.
+            timeout, retries, wait: as in `schedule`; a retry is one of all.
+
+        Raises:
+            ValueError: there are no such workers, or a `PerReplica` value has not as many values.
+            MisuseError: an argument is a part of a distributed dataset, or a RemoteValue that is not ready.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule_together takes a function, not {type_of(fn)}")
+        indices, size = self._members(workers)
+        retries = checks.whole("retries", retries, at_least=0)
+        if timeout is not None:
+            timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
+        if wait is not None:
+            _check_seconds("wait", wait)
+        function = self._functions.get(fn)
+        _check_no_part(function)
+        values: list[RemoteValue] = []
+        calls: list[Call] = []
+        for rank in range(size):
+            value = RemoteValue(function.name, self._resolve_handle, self)
+            call = Call(function, weakref.ref(value))
+            own_args, own_kwargs = own_values((list(args or ()), dict(kwargs or {})), rank, size)
+            if own_args or own_kwargs:
+                self._encode(call, own_args, own_kwargs)
+            if call.parts:
+                raise MisuseError(f"{function.name} runs on several workers: it can't take a part of a dataset")
+            if any(remote.status is not RemoteValueStatus.READY for remote in call.remote.values()):
+                raise MisuseError(f"an argument of {function.name} is not ready: pass what its fetch() returns")
+            values.append(value)
+            calls.append(call)
+        keys = [fresh_id() for _ in calls]
+        gang = Gang(calls, keys, indices, RunLimits(timeout, retries) if timeout or retries else NO_LIMITS, fresh_id())
+        self._dispatcher.submit_gang(gang, wait)
+        return values
+
+    def _members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
+        """Return the workers that are asked for, by rank, and how many they are; None: any."""
+        there = len(self.context.workers)
+        if workers is None:
+            return list(range(there)), there
+        if isinstance(workers, Sequence) and not isinstance(workers, str | bytes):
+            indices = [checks.whole("a worker's index", index, at_least=0) for index in workers]
+            if not indices or len(set(indices)) < len(indices) or max(indices) >= there:
+                raise ValueError(
+                    f"workers is {list(workers)}; give different indices of workers, from 0 to {there - 1}"
+                )
+            return indices, len(indices)
+        size = checks.whole("workers", workers, ", or their indices", at_least=1)
+        if size > there:
+            raise ValueError(f"workers is {size}, but the cluster has {there}")
+        return None, size
 
     def forget_keys(self, keys: Iterable[str]) -> None:
         """Let the servers forget functions with these keys, which will never be scheduled again.

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from pscluster.coordinator.scheduling.call import Call, step_of
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache, has_definition
-from pscluster.coordinator.scheduling.function_errors import raised, says_data_unread, says_server_lost, too_long
+from pscluster.coordinator.scheduling.function_errors import (
+    raised,
+    says_data_unread,
+    says_member_gone,
+    says_server_lost,
+    too_long,
+)
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.coordinator.scheduling.tasks import Ending, Task
@@ -86,6 +92,8 @@ class Outcomes:
             for_all = unblocked or returned or again
             if for_all:
                 self._state.ask_to_wake()
+            if scheduler.gangs:
+                self._state.settle_gangs()
             # When nothing is left to do, the writer need not check.
             done = self.hand_over(index) or scheduler.idle
             handle.outcomes += len(outcomes)
@@ -100,6 +108,10 @@ class Outcomes:
         call.applied |= outcome.updated or outcome.kind == Outcome.DONE
         if says_server_lost(outcome.failure):
             self._server_watch.doubt()
+        if task.gang is not None and failed and says_member_gone(outcome.failure):
+            self._state.metrics.remember(task, call.function.name, index, begin, "missed another")
+            self._scheduler.gave_up(index, task, raised(index, task, outcome.failure))
+            return False
         ending = self._scheduler.ended_badly(
             index, task, stopped=outcome.kind == Outcome.CANCELLED, data_unread=says_data_unread(outcome.failure)
         )
@@ -115,17 +127,15 @@ class Outcomes:
 
     def _set_value(self, task: Task[Call], outcome: Outcome, arrays: Mapping[int, Sequence[Buffer]]) -> bool:
         """Set a task's value; return whether other tasks were waiting for it. Under the lock."""
-        value = task.payload.result()
-        if value is None:
+        if task.payload.result() is None and task.gang is None:
             return False
         message = outcome.value if outcome.HasField("value") else value_pb2.Value(none=True)
-        value._set_value(message, arrays.get(task.id, ()))
+        if task.gang is not None:
+            task.gang.results[task.gang.rank_of(task)] = message, arrays.get(task.id, ())
+            return False
         if task.isolated:
             self._state.changed.notify_all()
-        dependents, value.dependents = value.dependents, None
-        for dependent in dependents or ():
-            self._scheduler.unblock(dependent)
-        return bool(dependents)
+        return self._state.set_value(task.payload, message, arrays.get(task.id, ()))
 
     @staticmethod
     def _visited(task: Task[Call], outcome: Outcome) -> None:

@@ -59,6 +59,7 @@ class Overtime:
                 self._state.recall_all()
             self._state.changed.notify_all()
             self.stop_strays([task])
+            self._state.settle_gangs()
 
     def stop_strays(self, tasks: Iterable[Task[Call]], kill_after: float | None = None) -> None:
         """Shut out, and ask to stop, attempts of these tasks, which have ended. Under the lock, from any thread.
@@ -87,6 +88,7 @@ class Overtime:
         finally:
             with self._state.lock:
                 self._scheduler.shut_out(tasks)
+                self._state.settle_gangs()
                 self._state.changed.notify_all()
 
     def _end_process_of(self, index: int, connection: WorkerConnection | None, task: Task[Call]) -> None:

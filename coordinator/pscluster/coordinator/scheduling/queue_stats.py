@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.gangs import Gang
 from pscluster.coordinator.scheduling.server_link import unreachable
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.core.errors import FunctionError
@@ -158,6 +160,7 @@ class QueueStatus:
                     )
                 if not tasks and not handle.up and not self._state.closed:
                     lines.append(f"{handle.peer}: not connected: {handle.why}")
+            lines += [self._why_waits(gang) for gang in self._scheduler.gangs.line]
             if self._scheduler.barriers:
                 reason = "a checkpoint or evaluation snapshot is being made: no function starts until it is done"
                 unended = self.unended()
@@ -222,13 +225,27 @@ class QueueStatus:
     def unended(self) -> str:
         """List what has begun and not ended, and the missing workers if that is why. Under the lock."""
         begun = [task for worker in self._scheduler.workers for task in worker.orphaned] + self._scheduler.begun
+        gangs = self._scheduler.gangs.begun
         names = [f"{task.payload.function.name}, begun on {self._state.workers[task.begun_on].peer}" for task in begun]
         told = [f"functions still run: {running}"] if (running := self.running()) else []
         if self._scheduler.is_shutting_out:
             told.append("parameter servers are being told to refuse further updates of functions that were ended")
+        names += [f"{gang.payloads[0].function.name}, begun on {gang.size} workers" for gang in gangs]
         if names:
             told.append(f"interrupted functions wait to be run again: {_listed(names)} ({self.who_is_up()})")
         return "; ".join(told)
+
+    def _why_waits(self, gang: Gang[Call]) -> str:
+        """Say what a gang in line waits for. Under the lock."""
+        name, handles = gang.payloads[0].function.name, self._state.workers
+        if gang.workers is None:
+            return f"{name}: waits for {gang.size} free workers at once"
+        needed = [(index, handles[index]) for index in gang.workers]
+        if missing := [f"{handle.peer} ({handle.why})" for _, handle in needed if not handle.up]:
+            return f"{name}: waits for {', '.join(missing)}, to run on {gang.size} workers together"
+        busy = [str(handle.peer) for index, handle in needed if not self._scheduler.workers[index].empty]
+        first = _listed(busy) or "an earlier function"
+        return f"{name}: waits until {first} is done, to run on {gang.size} workers together"
 
     def who_is_up(self) -> str:
         """Say how many workers are up, and which are missing."""

@@ -56,10 +56,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from pscluster.coordinator.scheduling.gangs import Gang, Gangs
 from pscluster.coordinator.scheduling.task_queue import TaskQueue
-from pscluster.coordinator.scheduling.tasks import Ending, Late, Loss, P, State, Task, WorkerState
+from pscluster.coordinator.scheduling.tasks import ENDED, Ending, Late, Loss, P, State, Task, WorkerState
 
 STOP_SECONDS = 5.0
 """A task that was asked to stop, to be retried, has this long to reach a library call; then its worker is given up."""
@@ -74,6 +75,7 @@ class Scheduler(TaskQueue[P]):
     def __init__(self, num_workers: int, max_attempts: int, max_queued: float = math.inf) -> None:
         super().__init__(max_queued)
         self.workers: list[WorkerState[P]] = [WorkerState() for _ in range(num_workers)]
+        self.gangs: Gangs[P] = Gangs(self.workers, max_attempts)
         self.barriers: set[object] = set()  # the owners of those that are held or waited for
         self._barrier_owner: object | None = None  # of the one that is held, as long as it is in `barriers`
         self._max_attempts = max_attempts
@@ -88,6 +90,11 @@ class Scheduler(TaskQueue[P]):
         return len(self._begun) if self.barriers else len(self._begun) + len(self._queue)
 
     @property
+    def waiting(self) -> int:
+        """Return how many tasks no worker has, members of gangs included."""
+        return super().waiting + sum(gang.size for gang in self.gangs.line)
+
+    @property
     def in_flight(self) -> int:
         """Return how many tasks are sent or orphaned, or have ended but may still be updating something."""
         return sum(len(worker.sent) + len(worker.orphaned) for worker in self.workers) + len(self._unrefused)
@@ -95,13 +102,13 @@ class Scheduler(TaskQueue[P]):
     @property
     def executing(self) -> bool:
         for worker in self.workers:  # without a generator: this is asked after every outcome
-            if worker.sent or worker.orphaned:
+            if worker.sent or worker.orphaned or worker.reserved is not None:
                 return True
         return bool(self._unrefused)
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.executing
+        return not self.waiting and not self.executing and not self.gangs
 
     @property
     def settled(self) -> bool:
@@ -111,12 +118,20 @@ class Scheduler(TaskQueue[P]):
     @property
     def ends_waits(self) -> bool:
         """Return whether users' waits may be over: nothing executes, and nothing waits, or an error or barrier does."""
-        return not self.executing and (self.error is not None or bool(self.barriers) or not self.waiting)
+        if self.executing or self.gangs.running:
+            return False
+        return self.error is not None or bool(self.barriers) or not (self.waiting or self.gangs)
 
     @property
     def is_shutting_out(self) -> bool:
         """Return whether a server may still apply an update of a task that has ended."""
         return bool(self._unrefused)
+
+    def _cancel_waiting(self, wanted: Callable[[Task[P]], bool] = lambda _: True) -> list[Task[P]]:
+        members = self.gangs.cancel_waiting(wanted)
+        for task in members:
+            self._end(task, State.CANCELLED)
+        return super()._cancel_waiting(wanted) + members
 
     @property
     def strays(self) -> Iterator[Task[P]]:
@@ -128,19 +143,24 @@ class Scheduler(TaskQueue[P]):
         yield from self._blocked
         yield from self._begun
         yield from self._queue
+        yield from self.gangs.waiting()
         for worker in self.workers:
+            if worker.reserved is not None:
+                yield worker.reserved
             yield from worker.sent.values()
             yield from worker.orphaned
 
     def may_retry(self, task: Task[P], *, data_unread: bool = False) -> bool:
         """Return whether a task would run again if it failed now."""
-        return task.failures < task.max_retries(data_unread=data_unread) and not task.withdrawn and self.error is None
+        if task.withdrawn or self.error is not None or (task.gang is not None and task.gang.is_over):
+            return False
+        return task.failures < task.max_retries(data_unread=data_unread)
 
     # Events: users wait, stop the job between functions, and no longer want functions
 
     def take_error(self) -> Exception | None:
         """Return the error once nothing executes and it is known whether it is final; clear it unless it is."""
-        if self.error is None or self.executing or (self.doubts and not self.final):
+        if self.error is None or self.executing or self.gangs.running or (self.doubts and not self.final):
             return None
         error = self.error
         if not self.final:
@@ -154,7 +174,7 @@ class Scheduler(TaskQueue[P]):
     def take_barrier(self, owner: object) -> bool:
         """Let this owner hold the barrier if nothing executes, nothing has begun, and no other owner holds it."""
         held = self._barrier_owner in self.barriers and self._barrier_owner is not owner
-        if self.executing or self._begun or held:
+        if self.executing or self._begun or self.gangs.begun or held:
             return False
         self._barrier_owner = owner
         return True
@@ -165,15 +185,27 @@ class Scheduler(TaskQueue[P]):
 
     def withdraw(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
         """Mark tasks as unwanted; cancel, and return, those that no worker has."""
-        for task in tasks:
+        for task in self.gangs.with_members(tasks):
             task.withdrawn = True
+            if task.gang is not None:
+                task.gang.withdrawn = True
         return self._cancel_waiting(lambda task: task.withdrawn)
 
     def cancel(self, tasks: Iterable[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
         """Cancel these tasks at once. Return those that had not ended, and those of them that must be shut out."""
-        chosen = set(tasks)
+        chosen = self.gangs.with_members(tasks)
+        for task in chosen:
+            if task.gang is not None:
+                task.gang.withdrawn = True
+        return self._cancel(chosen)
+
+    def _cancel(self, chosen: set[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
         cancelled, left_behind = self._cancel_waiting(chosen.__contains__), list[Task[P]]()
         for worker in self.workers:
+            if worker.reserved is not None and worker.reserved in chosen:
+                cancelled.append(worker.reserved)
+                self._end(worker.reserved, State.CANCELLED)
+                worker.reserved = None
             strays = {task.id: task for task in worker.sent.values() if task in chosen}
             worker.sent = {task.id: task for task in worker.sent.values() if task not in chosen}
             worker.strays |= strays
@@ -229,7 +261,7 @@ class Scheduler(TaskQueue[P]):
         """Return the next free worker, in turn; None if there is none."""
         count = len(self.workers)
         for turn in range(self._turn, self._turn + count):
-            if self.workers[turn % count].free:
+            if self.workers[turn % count].free and self.gangs.holds(turn % count) is None:
                 self._turn = turn % count + 1
                 return turn % count
         return None
@@ -237,7 +269,7 @@ class Scheduler(TaskQueue[P]):
     def to_wake(self) -> list[int]:
         """Return the workers that should check the queue: free ones, in turn, one a task; or all idle ones."""
         free = [index for index, worker in enumerate(self.workers) if worker.free]
-        if len(free) < self.queued:
+        if len(free) < self.queued or self.gangs.line:
             return [index for index, worker in enumerate(self.workers) if worker.idle]
         self._turn += 1
         return [free[(self._turn + offset) % len(free)] for offset in range(self.queued)]
@@ -256,6 +288,8 @@ class Scheduler(TaskQueue[P]):
         until half the window is free, so that one message brings several tasks.
         """
         worker = self.workers[index]
+        if worker.reserved is not None:
+            return [] if worker.strays or not worker.up else [worker.reserved]
         queued = self.queued
         if not queued or not worker.up or worker.leaving or worker.strays:
             return []
@@ -270,7 +304,10 @@ class Scheduler(TaskQueue[P]):
         batch: list[Task[P]] = []
         size = 0
         tasks: Iterable[Task[P]] = itertools.chain(self._begun, self._queue) if self._begun else self._queue
+        holder = self.gangs.holds(index)
         for task in itertools.islice(tasks, max(count, 0)):
+            if holder is not None and task.id > holder.order:
+                break
             size += task.size
             batch.append(task)
             if size >= MAX_BATCH_BYTES:
@@ -287,8 +324,11 @@ class Scheduler(TaskQueue[P]):
         """Give a worker these tasks, which were offered to it, at the positions from `first` on."""
         worker = self.workers[index]
         for position, task in enumerate(tasks, first):
-            head = (self._begun or self._queue).popleft()
-            assert head is task, "what was offered is the head of the queue"
+            if task is worker.reserved:
+                worker.reserved = None
+            else:
+                head = (self._begun or self._queue).popleft()
+                assert head is task, "what was offered is the head of the queue"
             task.state = State.SENT
             task.attempts += 1
             task.position = position
@@ -297,7 +337,7 @@ class Scheduler(TaskQueue[P]):
 
     def steal_for(self, index: int) -> tuple[int, Sequence[Task[P]]] | None:
         """Return whom to recall tasks from for an idle worker while the queue is empty, and which: the later half."""
-        if not self.workers[index].free or self.queued or self.error is not None:
+        if not self.workers[index].free or self.queued or self.error is not None or self.gangs.holds(index) is not None:
             return None
         index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
         tasks = list(self.workers[index].sent.values())
@@ -346,6 +386,8 @@ class Scheduler(TaskQueue[P]):
         if not self.may_retry(task, data_unread=data_unread):
             return Ending.FAILED
         task.failures += 1
+        if task.gang is not None:
+            task.gang.failures = task.failures
         return Ending.AGAIN
 
     def fail(self, index: int, task: Task[P], error: Exception, *, runs_on: bool = False) -> list[Task[P]]:
@@ -403,6 +445,9 @@ class Scheduler(TaskQueue[P]):
         worker = self.workers[index]
         worker.up = worker.idle = False
         worker.strays.clear()
+        if worker.reserved is not None:
+            self._end(worker.reserved, State.CANCELLED)
+            worker.reserved = None
         lost = list(worker.sent.values())
         for task in lost[1:]:
             task.attempts -= 1
@@ -410,6 +455,8 @@ class Scheduler(TaskQueue[P]):
         worker.sent.clear()
         for task in worker.orphaned:
             task.state, task.begun_on = State.ORPHANED, index
+            if task.gang is not None:
+                self.gangs.break_up(task.gang)
         return worker.orphaned[0] if worker.orphaned else None
 
     def decide_loss(self, index: int, task: Task[P]) -> Loss | None:
@@ -425,6 +472,8 @@ class Scheduler(TaskQueue[P]):
         if task.attempts >= self._max_attempts:
             return Loss.DEADLY
         task.failures += late
+        if task.gang is not None:
+            task.gang.failures, task.gang.deaths = task.failures, task.attempts
         return Loss.RETRY if late else Loss.AGAIN
 
     def requeue(self, index: int, error: Exception | None = None) -> list[Task[P]]:
@@ -437,6 +486,49 @@ class Scheduler(TaskQueue[P]):
         if error is None:
             return self._requeue(tasks)
         return self._requeue(tasks[1:]) + self._fail(tasks[0], error)
+
+    # Events: gangs are added, placed, and end
+
+    def add_gang(self, gang: Gang[P]) -> None:
+        """Add a gang. Only while there is no error."""
+        assert self.error is None, "the error must be taken first"
+        gang.order = self.entered
+        self.gangs.add(gang)
+
+    def place_gang(self) -> Gang[P] | None:
+        """Reserve workers for a gang if all that it needs are free, and return it. Each gets its member next."""
+        if not self.gangs.line or self._barrier_owner in self.barriers:
+            return None
+        gang = self.gangs.place(only_begun=bool(self.barriers))
+        for task in gang.members if gang is not None else ():
+            self.entered += 1
+            task.id = self.entered
+            self._keys.add(task.key)
+        return gang
+
+    def gave_up(self, index: int, task: Task[P], error: Exception) -> None:
+        """End a worker's member of a gang that missed another one; `error` says so."""
+        assert task.gang is not None
+        del self.workers[index].sent[task.id]
+        task.gang.gave_up[task] = error
+        self._end(task, State.CANCELLED)
+
+    def settle_gangs(self) -> tuple[list[Task[P]], list[Gang[P]]]:
+        """Decide what becomes of gangs with members that have ended.
+
+        Returns what it has cancelled and must be shut out: the other members of a gang that failed; and the gangs that
+        have ended.
+        """
+        left_behind: list[Task[P]] = []
+        for task in self.members_ended:
+            self.gangs.member_ended(task)
+        for gang in self.gangs.take_broken():
+            gang.withdrawn |= self.error is not None
+            # Not those of a lost worker: they end once its incarnation is closed.
+            _, left = self._cancel({member for member in gang.members if member.state in (State.QUEUED, State.SENT)})
+            left_behind += left
+        self.members_ended.clear()
+        return left_behind, self.gangs.settle(lambda task: task.id in self._unrefused or task.state not in ENDED)
 
     # Events: time passes
 

@@ -28,7 +28,8 @@ from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.core.errors import FunctionError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.transport import Transport
-from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.core.values.arrays import Buffer
+from pscluster.v1 import node_pb2, value_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class DispatchState:
         self.cancelled_by_error = 0
         self.final_told = False
         self.jobs: list[asyncio.Task[None]] = []
+        self.settle_gangs: Callable[[], None] = lambda: None  # after any event that may concern one; see `gang_runs`
         self._wake_asked = False
 
     @property
@@ -174,19 +176,40 @@ class DispatchState:
             self.set_error(task, error, RemoteValueStatus.CANCELLED)
 
     def set_error(self, task: Task[Call], error: Exception, status: RemoteValueStatus) -> None:
-        """Set the error of a task's value, and record that the task may have applied some updates."""
+        """Set the error of a task's value, unless it is of a gang that may run again."""
         if status is RemoteValueStatus.FAILED and error is self.scheduler.error:
             self.failed_at = time.monotonic()
-        if task.payload.applied and not task.isolated:  # an isolated one changes copies only
-            of = " and ".join(part.name for part in task.payload.parts)
-            self.partly_applied.add(task.payload.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}"))
-        for part in task.payload.parts:
-            part.release()
-        if (value := task.payload.result()) is not None:
-            value.dependents = None
-            value._set_error(error, status)
+        if task.gang is None or task.gang.is_over:
+            self.set_call_error(task.payload, error, status, only_copies=task.isolated and task.gang is None)
         if task.isolated:
             self.changed.notify_all()
+
+    def set_call_error(
+        self, call: Call, error: Exception, status: RemoteValueStatus, *, only_copies: bool = False
+    ) -> None:
+        """Set the error of a call's value, and record that it may have applied some updates, if not only to copies."""
+        value = call.result()
+        if value is not None and value.status is not RemoteValueStatus.NOT_READY:
+            return
+        if call.applied and not only_copies:
+            of = " and ".join(part.name for part in call.parts)
+            self.partly_applied.add(call.function.name, f"{error}".partition("\n")[0] + (of and f", of {of}"))
+        for part in call.parts:
+            part.release()
+        if value is not None:
+            value.dependents = None
+            value._set_error(error, status)
+
+    def set_value(self, call: Call, message: value_pb2.Value, attachments: Sequence[Buffer]) -> bool:
+        """Set a call's value; return whether tasks were waiting for it. Under the lock."""
+        value = call.result()
+        if value is None:
+            return False
+        value._set_value(message, attachments)
+        dependents, value.dependents = value.dependents, None
+        for dependent in dependents or ():
+            self.scheduler.unblock(dependent)
+        return bool(dependents)
 
     def say_retry(self, index: int, task: Task[Call], event: str, failure: worker_pb2.Failure | None = None) -> None:
         """Log that a function failed and will be retried."""
@@ -203,6 +226,7 @@ class DispatchState:
             news = not self.scheduler.final
             self.settle_cancelled(self.scheduler.abort(error, final=final))
             self.recall_all()
+            self.settle_gangs()
             self.changed.notify_all()
         if news:
             self.event_log.record("coordinator", "error", str(error))

@@ -21,6 +21,7 @@ class TaskQueue(Generic[P]):
         self.doubts = 0  # checks under way of whether a parameter server is lost
         self.entered = 0  # how many tasks were ever added
         self.ended: list[int] = []  # ids of tasks that have ended since the last `take_ended`
+        self.members_ended: list[Task[P]] = []  # of gangs; see `Scheduler.settle_gangs`
         self.to_forget: set[int] = set()  # keys that were given to `forget` since then
         self.failed = self.were_cancelled = 0  # how many tasks have
         self._max_queued = max_queued
@@ -138,7 +139,9 @@ class TaskQueue(Generic[P]):
     def _requeue(self, tasks: Sequence[Task[P]]) -> list[Task[P]]:
         """Put these at the head of the queue, and return those that are cancelled instead."""
         cancelled = [task for task in tasks if self.error is not None or task.withdrawn]
-        for task in cancelled:
+        # The members of a gang run again together, as new tasks.
+        cancelled_members = [task for task in tasks if task.gang is not None and task not in cancelled]
+        for task in (*cancelled, *cancelled_members):
             self._end(task, State.CANCELLED)
         for task in reversed(tasks):
             if task.state is not State.CANCELLED:
@@ -149,6 +152,8 @@ class TaskQueue(Generic[P]):
     def _fail(self, task: Task[P], error: Exception) -> list[Task[P]]:
         """End a task with an error, and return those that are cancelled by it."""
         self._end(task, State.FAILED)
+        if task.gang is not None and task.gang.error is None:
+            task.gang.error = error
         return [] if task.isolated else self._set_error(error)
 
     def _set_error(self, error: Exception) -> list[Task[P]]:
@@ -163,3 +168,5 @@ class TaskQueue(Generic[P]):
             self.failed += state is State.FAILED
             self.were_cancelled += state is State.CANCELLED
         self.ended.append(task.id)
+        if task.gang is not None:
+            self.members_ended.append(task)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from pscluster.coordinator.scheduling.gangs import Gang
 
 TARGET_SECONDS = 0.01
 """A worker keeps this much work, by measured time, beyond what it runs."""
@@ -24,6 +27,9 @@ class State(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
     CANCELLED = enum.auto()
+
+
+ENDED = (State.DONE, State.FAILED, State.CANCELLED)
 
 
 class Late(enum.Enum):
@@ -75,6 +81,7 @@ class Task(Generic[P]):
     since: float = 0.0  # when it was scheduled
     limits: RunLimits = NO_LIMITS
     key: int = 0  # names its piece of work; 0: none
+    gang: Gang[P] | None = None  # of which it is a member
     id: int = 0
     state: State = State.QUEUED
     attempts: int = 0
@@ -111,6 +118,7 @@ class WorkerState(Generic[P]):
     idle: bool = False  # its writer is waiting for tasks, and can send them at once; only while it gets tasks
     leaving: bool = False  # it gets no more tasks
     recalled: bool = False  # a request for some of its tasks is under way
+    reserved: Task[P] | None = None  # the member of a gang that it gets next
     sent: dict[int, Task[P]] = field(default_factory=dict)  # by id, in the order of sending
     orphaned: list[Task[P]] = field(default_factory=list)
     strays: dict[int, Task[P]] = field(default_factory=dict)  # ended, but may still run here
@@ -129,7 +137,7 @@ class WorkerState(Generic[P]):
     @property
     def free(self) -> bool:
         """Return whether it is certain to take a task: one that has tasks already may have no room."""
-        return self.idle and not (self.sent or self.strays)
+        return self.idle and self.reserved is None and not (self.sent or self.strays)
 
     @property
     def window(self) -> int:

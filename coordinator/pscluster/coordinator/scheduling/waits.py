@@ -124,6 +124,7 @@ class Waits:
         finally:  # wherever Ctrl-C struck
             scheduler.end_barrier(owner)
             with self._state.lock:
+                self._state.settle_gangs()
                 self._state.changed.notify_all()
             self._state.on_loop(self._state.wake_all)
 
@@ -159,6 +160,7 @@ class Waits:
             self._state.settle_cancelled(self._scheduler.withdraw(tasks))
             for index, worker in enumerate(self._scheduler.workers):
                 self._state.recall(index, [task for task in worker.sent.values() if task.withdrawn])
+            self._state.settle_gangs()
             self._state.changed.notify_all()  # there is room in the queue
         return len(tasks)
 
@@ -180,6 +182,7 @@ class Waits:
             for task in cancelled:
                 error = cancelled_error(task.payload.function.name, None, task.payload.applied)
                 self._state.set_error(task, error, RemoteValueStatus.CANCELLED)
+            self._state.settle_gangs()
             self._state.changed.notify_all()
             if left or (ended and kill_after is not None):
                 self._overtime.stop_strays([*left, *ended], kill_after)

@@ -64,6 +64,7 @@ class WorkerLink:
             connection = await self._connect()
             with self._state.changed:
                 self._scheduler.worker_up(self._index)
+                self._state.settle_gangs()
             handle.up, handle.restarts, handle.heard = True, handle.restarts + 1, time.monotonic()
             if handle.restarts:
                 logger.warning("%s is back", handle.peer)
@@ -155,6 +156,7 @@ class WorkerLink:
                     # It has ended the stream cleanly: tasks without an outcome never began.
                     with self._state.changed:
                         self._state.settle_cancelled(self._scheduler.give_back(self._index, worker.sent))
+                        self._state.settle_gangs()
                         self._state.changed.notify_all()
                     return
             if writer.done() and not writer.cancelled():
@@ -171,6 +173,7 @@ class WorkerLink:
             if ran is not None:
                 ran.payload.deaths = (*ran.payload.deaths, f"{self._handle.peer} ({self._handle.why})")
                 self._state.metrics.remember(ran, ran.payload.function.name, self._index, time.monotonic(), "lost")
+            self._state.settle_gangs()
         reach("coordinator.close.before")
         try:
             await asyncio.gather(*(server.close_incarnation(incarnation) for server in self._state.servers))
@@ -182,6 +185,7 @@ class WorkerLink:
         with self._state.changed:
             if ran is not None:
                 self._requeue(ran)
+            self._state.settle_gangs()
             self._state.changed.notify_all()
         reach("coordinator.retry.after")
         self._state.wake_idle()
@@ -219,6 +223,8 @@ class WorkerLink:
                     self._state.metrics.sent(tasks, now)
                 if full and tasks:
                     self._state.changed.notify_all()
+                if not tasks:
+                    self._state.settle_gangs()  # this worker may be the last that one waits for
             if not tasks:
                 timer = self._state.steal_soon(self._index)
                 await handle.wake.wait()
@@ -287,4 +293,5 @@ class WorkerLink:
             self._state.settle_cancelled(self._scheduler.give_back(self._index, [other.id for other in later]))
             if self._scheduler.error is not None:
                 self._state.recall_all()
+            self._state.settle_gangs()
             self._state.changed.notify_all()

@@ -1,0 +1,78 @@
+"""Runs gangs: places their members on workers, ends what is left of one that failed, and sets their results.
+
+What becomes of a gang is decided in `gangs`. A member's result is kept until all have returned: a gang that runs again
+may return something else. All methods need the dispatcher's lock.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.function_errors import cancelled_error
+from pscluster.coordinator.scheduling.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.overtime import Overtime
+from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
+from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.v1 import worker_pb2
+
+_SECRET_BYTES = 16
+
+
+class GangRuns:
+    """Does what `gangs` decides. `hand_over` sends a worker its next functions, if it can be done at once."""
+
+    def __init__(self, state: DispatchState, overtime: Overtime, hand_over: Callable[[int], bool]) -> None:
+        self._state, self._scheduler = state, state.scheduler
+        self._overtime = overtime
+        self._hand_over = hand_over
+        state.settle_gangs = self.settle
+
+    def settle(self) -> None:
+        """Go on with all gangs, after any event that may concern one."""
+        if not self._scheduler.gangs:
+            return
+        while True:
+            left_behind, ended = self._scheduler.settle_gangs()
+            for task in left_behind:
+                task.payload.applied = True  # perhaps
+            if left_behind:
+                self._overtime.stop_strays(left_behind)
+            for gang in ended:
+                self._finish(gang)
+            if not ended:
+                break  # else the error of one may have ended others
+        self._place()
+
+    def _place(self) -> None:
+        while (gang := self._scheduler.place_gang()) is not None:
+            described = gang.described = worker_pb2.Gang(
+                id=gang.id, generation=gang.generation, secret=secrets.token_bytes(_SECRET_BYTES)
+            )
+            for index in gang.placed:
+                handle = self._state.workers[index]
+                assert handle.connection is not None, "a worker that is free is connected"
+                described.members.add(
+                    worker=index, address=handle.peer.address, incarnation=handle.connection.incarnation
+                )
+            for index in gang.placed:
+                if not self._hand_over(index):
+                    self._state.on_loop(self._state.workers[index].wake.set)
+
+    def _finish(self, gang: Gang[Call]) -> None:
+        """Set the results of a gang that has ended, or its error, which is the error of a function like any other."""
+        state, failed = self._state, gang.error
+        if failed is not None and self._scheduler.error is None:
+            state.settle_cancelled(self._scheduler.abort(failed, final=False))
+            state.recall_all()
+        for rank, call in enumerate(gang.payloads):
+            if gang.state is GangState.DONE:
+                state.set_value(call, *gang.results[rank])
+            elif failed is not None:
+                state.set_call_error(call, failed, RemoteValueStatus.FAILED)
+            else:
+                error = cancelled_error(call.function.name, self._scheduler.error, call.applied)
+                state.set_call_error(call, error, RemoteValueStatus.CANCELLED)
+        self._scheduler.forget(gang.keys)
+        self._state.changed.notify_all()

@@ -1,0 +1,249 @@
+"""Gangs: tasks that run at the same time, each on a worker of its own, all of them or none. Pure, like the scheduler.
+
+A gang's members talk to each other while they run, so one of them alone is of no use: a gang is placed, fails, and is
+retried as a whole. Each time it is placed is a generation, with tasks of its own under the same keys, so that the
+updates of all generations count once. What a generation's members send each other carries its number.
+
+    WAITING --place: all its workers are free--> RUNNING   each worker is reserved for its member, and sent it next
+    RUNNING --all members returned-------------> DONE
+    RUNNING --a member ended in another way----> ENDING    the others are cancelled (`Scheduler.settle_gangs`)
+            --one gave up, and all have ended--> ENDING
+    ENDING  --no member is left, no server may still apply an update of one, and it may run again--> WAITING, first
+    ENDING  --the same, and it may not---------> FAILED, CANCELLED
+    WAITING --an error, or it is not wanted----> CANCELLED
+
+A member gives up when another one is gone, or does not answer. The cause is the other one's: its error, or the loss of
+its worker, is on its way, and the others are not cancelled before it has come. If none comes, the attempt counts as if
+a worker had died.
+
+All workers are taken at once, when all are free. So that this happens on a busy cluster, one gang at a time, the front
+one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
+workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from pscluster.coordinator.scheduling.tasks import ENDED, NO_LIMITS, P, RunLimits, State, Task, WorkerState
+
+
+class GangState(enum.Enum):
+    """Of a gang; see the module's docstring."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+    CANCELLED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Gang(Generic[P]):
+    """Tasks that run together: one payload and one key for each member, by rank."""
+
+    payloads: Sequence[P]
+    keys: Sequence[int]
+    workers: Sequence[int] | None = None  # by rank; None: any
+    limits: RunLimits = NO_LIMITS
+    id: int = 0
+    since: float = 0.0  # when it was scheduled
+    order: int = 0  # how many tasks were scheduled before it
+    state: GangState = GangState.WAITING
+    generation: int = 0  # how often it was placed
+    members: list[Task[P]] = field(default_factory=list)  # of this generation, by rank
+    placed: Sequence[int] = ()  # the worker of each
+    described: Any = None  # this generation, as its members are told of it
+    results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned
+    failures: int = 0  # that were retried
+    deaths: int = 0  # of workers that ran a member, and attempts in which members lost each other
+    deaths_before: int = 0  # this generation
+    gave_up: dict[Task[P], Exception] = field(default_factory=dict)  # members that missed another one
+    error: Exception | None = None  # of the first member that failed for good
+    withdrawn: bool = False  # unwanted: it does not run again
+
+    @property
+    def size(self) -> int:
+        return len(self.payloads)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has ended, or is ending, and will not run again."""
+        return self.error is not None or self.withdrawn or self.state in _OVER
+
+    @property
+    def begun(self) -> bool:
+        """Return whether a member may have changed something, and it has not ended."""
+        return self.generation > 0 and self.state not in _OVER
+
+    def rank_of(self, task: Task[P]) -> int:
+        """Return the rank of a member of this generation."""
+        return self.members.index(task)
+
+    def renew(self) -> None:
+        """Make the tasks of the next generation."""
+        self.results.clear()
+        self.gave_up.clear()
+        self.deaths_before = self.deaths
+        self.members = [
+            Task(
+                payload,
+                limits=self.limits,
+                key=key,
+                isolated=True,
+                since=self.since,
+                gang=self,
+                attempts=self.deaths,
+                failures=self.failures,
+                withdrawn=self.withdrawn,
+            )
+            for payload, key in zip(self.payloads, self.keys, strict=True)
+        ]
+
+
+_OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)
+
+
+class Gangs(Generic[P]):
+    """The gangs that have not ended. The scheduler owns it, and tells it how members end."""
+
+    def __init__(self, workers: Sequence[WorkerState[P]], max_attempts: int) -> None:
+        self._workers, self._max_attempts = workers, max_attempts
+        self.line: deque[Gang[P]] = deque()  # those that wait for workers
+        self.running: dict[Gang[P], None] = {}  # or ending
+        self._broken: list[Gang[P]] = []  # those with members to end
+        self._over: list[Gang[P]] = []  # those that have ended
+
+    # Questions
+
+    def __bool__(self) -> bool:
+        return bool(self.line or self.running or self._over)
+
+    @property
+    def begun(self) -> list[Gang[P]]:
+        """Return those in line of which a member may have changed something."""
+        return [gang for gang in self.line if gang.begun]
+
+    def waiting(self) -> Iterator[Task[P]]:
+        """Yield the members of the gangs in line."""
+        for gang in self.line:
+            yield from gang.members
+
+    def front(self) -> tuple[Gang[P], list[int]] | None:
+        """Return the first gang in line whose workers are all up, with its workers by rank: the freest, if any will do.
+
+        None if there is none.
+        """
+        up: list[int] | None = None
+        for gang in self.line:
+            if gang.workers is not None:
+                if all(self._is_up(index) for index in gang.workers):
+                    return gang, list(gang.workers)
+                continue
+            if up is None:
+                up = [index for index in range(len(self._workers)) if self._is_up(index)]
+            if len(up) >= gang.size:
+                freest = sorted(up, key=lambda index: (not self._workers[index].empty, index))
+                return gang, sorted(freest[: gang.size])
+        return None
+
+    def _is_up(self, index: int) -> bool:
+        worker = self._workers[index]
+        return worker.up and not worker.leaving
+
+    def holds(self, index: int) -> Gang[P] | None:
+        """Return the gang that keeps later tasks from this worker, if one does."""
+        if not self.line or (front := self.front()) is None:
+            return None
+        gang, indices = front
+        return gang if index in indices else None
+
+    # Events
+
+    def add(self, gang: Gang[P]) -> None:
+        """Add a gang at the end of the line."""
+        gang.renew()
+        self.line.append(gang)
+
+    def place(self, *, only_begun: bool) -> Gang[P] | None:
+        """Reserve workers for the front gang if all of them are free, and return it."""
+        front = self.front()
+        if front is None or (only_begun and not front[0].begun):
+            return None
+        gang, indices = front
+        if not all(self._workers[index].free for index in indices):
+            return None
+        self.line.remove(gang)
+        self.running[gang] = None
+        gang.state, gang.placed = GangState.RUNNING, indices
+        gang.generation += 1
+        for index, task in zip(indices, gang.members, strict=True):
+            self._workers[index].reserved = task
+        return gang
+
+    def member_ended(self, task: Task[P]) -> None:
+        """Note that a member has ended, in any way."""
+        gang = task.gang
+        assert gang is not None
+        if task.state is not State.DONE and task not in gang.gave_up:
+            self.break_up(gang)
+        elif gang.state is GangState.RUNNING and all(member.state in ENDED for member in gang.members):
+            if gang.gave_up:
+                gang.state = GangState.ENDING
+                return
+            gang.state = GangState.DONE
+            del self.running[gang]
+            self._over.append(gang)
+
+    def break_up(self, gang: Gang[P]) -> None:
+        """Note that this generation can't be completed."""
+        if gang.state is GangState.RUNNING:
+            gang.state = GangState.ENDING
+            self._broken.append(gang)
+
+    def take_broken(self) -> list[Gang[P]]:
+        """Return, once, the gangs whose other members must be cancelled."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def settle(self, may_still_update: Callable[[Task[P]], bool]) -> list[Gang[P]]:
+        """Decide what becomes of gangs of which nothing is left. Return, once, those that have ended."""
+        for gang in [gang for gang in self.running if gang.state is GangState.ENDING]:
+            if any(may_still_update(member) for member in gang.members):
+                continue
+            del self.running[gang]
+            if gang.gave_up and gang.deaths == gang.deaths_before:
+                gang.deaths += 1
+                if gang.deaths >= self._max_attempts:
+                    gang.error = gang.error or next(iter(gang.gave_up.values()))
+            if gang.is_over:
+                gang.state = GangState.CANCELLED if gang.error is None else GangState.FAILED
+                self._over.append(gang)
+            else:
+                gang.state = GangState.WAITING
+                gang.renew()
+                self.line.appendleft(gang)
+        over, self._over = self._over, []
+        return over
+
+    def cancel_waiting(self, wanted: Callable[[Task[P]], bool]) -> list[Task[P]]:
+        """Take the wanted gangs out of the line. Return their members, which have not ended yet."""
+        cancelled: list[Task[P]] = []
+        for gang in [gang for gang in self.line if any(map(wanted, gang.members))]:
+            self.line.remove(gang)
+            gang.state = GangState.CANCELLED
+            self._over.append(gang)
+            cancelled += gang.members
+        return cancelled
+
+    def with_members(self, tasks: Iterable[Task[P]]) -> set[Task[P]]:
+        """Return these tasks, and the other members of their gangs."""
+        chosen = set[Task[P]]()
+        for task in tasks:
+            chosen.update(task.gang.members if task.gang is not None else (task,))
+        return chosen

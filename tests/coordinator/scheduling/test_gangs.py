@@ -1,0 +1,423 @@
+"""Gangs, decided purely: placed whole or not at all, failed and retried whole, and no two that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.conftest import search
+
+from pscluster.coordinator.scheduling.gangs import Gang, GangState
+from pscluster.coordinator.scheduling.scheduler import Scheduler
+from pscluster.coordinator.scheduling.tasks import RunLimits, State, Task
+
+WORKERS = 3
+_OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)
+
+
+def cluster(*up: int, max_attempts: int = 3) -> Scheduler[str]:
+    """A scheduler whose workers with these indices are up, and free."""
+    scheduler: Scheduler[str] = Scheduler(WORKERS, max_attempts)
+    for index in up:
+        scheduler.worker_up(index)
+        assert scheduler.take(index) == []
+    return scheduler
+
+
+def gang_of(size: int, workers: list[int] | None = None, *, retries: int = 0, key: int = 100) -> Gang[str]:
+    payloads = [f"rank {rank}" for rank in range(size)]
+    return Gang(payloads, range(key, key + size), workers, RunLimits(retries=retries))
+
+
+def placed(scheduler: Scheduler[str], gang: Gang[str]) -> list[int]:
+    """Send a gang that can be placed, and return its workers."""
+    assert scheduler.place_gang() is gang
+    for index, member in zip(gang.placed, gang.members, strict=True):
+        assert scheduler.take(index) == [member]
+    return list(gang.placed)
+
+
+def test_all_members_are_placed_at_once_or_none() -> None:
+    scheduler = cluster(0, 1, 2)
+    scheduler.add(busy := Task("ordinary"))
+    assert scheduler.take(1) == [busy]
+    gang = gang_of(3)
+    scheduler.add_gang(gang)
+    assert scheduler.place_gang() is None, "worker 1 is busy"
+    assert [worker.reserved for worker in scheduler.workers] == [None] * 3
+    scheduler.finish(1, busy.id, 0.1)
+    scheduler.take(1)
+    assert placed(scheduler, gang) == [0, 1, 2]
+
+
+def test_later_functions_do_not_delay_it_and_earlier_ones_go_first() -> None:
+    scheduler = cluster(0, 1, 2)
+    tasks = [Task(f"task {n}") for n in range(8)]
+    for task in tasks[:5]:
+        scheduler.add(task)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    for task in tasks[5:]:
+        scheduler.add(task)
+    sent = []
+    for _ in range(8):
+        for index in range(WORKERS):
+            for task in scheduler.take(index):
+                sent.append((index, task.payload))
+                scheduler.finish(index, task.id, 1.0)
+        if scheduler.place_gang() is gang:
+            break
+    on_others = {payload for index, payload in sent if index in (0, 1)}
+    assert on_others <= {f"task {n}" for n in range(5)}, "only earlier ones on workers that it needs"
+    assert gang.state is GangState.RUNNING
+
+
+def test_a_gang_whose_worker_is_gone_holds_none() -> None:
+    scheduler = cluster(0, 1)
+    waits, goes = gang_of(2, [1, 2]), gang_of(2, [0, 1], key=200)
+    scheduler.add_gang(waits)
+    scheduler.add(task := Task("ordinary"))
+    assert scheduler.take(1) == [task], "worker 1 is not held for a gang that waits for worker 2"
+    scheduler.add_gang(goes)
+    scheduler.finish(1, task.id, 1.0)
+    scheduler.take(1)
+    assert placed(scheduler, goes) == [0, 1], "it does not wait behind the other one"
+    for index, member in enumerate(goes.members):
+        scheduler.finish(index, member.id, 1.0)
+        scheduler.take(index)
+    assert scheduler.settle_gangs() == ([], [goes])
+    scheduler.worker_up(2)
+    scheduler.take(2)
+    assert placed(scheduler, waits) == [1, 2]
+
+
+def test_a_death_ends_the_others_and_all_run_again_once_they_are_shut_out() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(3)
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    first = list(gang.members)
+    scheduler.lose(1)
+    left_behind, ended = scheduler.settle_gangs()
+    assert ({task.id for task in left_behind}, ended) == ({first[0].id, first[2].id}, [])
+    scheduler.decide_loss(1, first[1])
+    scheduler.requeue(1)
+    assert scheduler.settle_gangs() == ([], [])
+    assert gang.state is GangState.ENDING, "a server may still apply what the others have sent"
+    assert not scheduler.idle
+    scheduler.shut_out(left_behind)
+    assert scheduler.settle_gangs() == ([], [])
+    assert list(scheduler.gangs.line) == [gang]
+    assert gang.deaths == 1
+    scheduler.worker_up(1)
+    for index in range(WORKERS):
+        scheduler.stray_ended(index, first[index].id)
+        scheduler.take(index)
+    placed(scheduler, gang)
+    assert gang.generation == 2
+    assert [member.key for member in gang.members] == [task.key for task in first], "its updates count once"
+    assert not {member.id for member in gang.members} & {task.id for task in first}, "the late ones are refused"
+
+
+def test_it_fails_when_too_many_workers_have_died_running_it() -> None:
+    scheduler = cluster(0, 1, 2, max_attempts=1)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    scheduler.lose(0)
+    left_behind, _ = scheduler.settle_gangs()
+    assert scheduler.decide_loss(0, gang.members[0]) is not None
+    scheduler.requeue(0, ValueError("too many deaths"))
+    scheduler.shut_out(left_behind)
+    assert scheduler.settle_gangs() == ([], [gang])
+    assert gang.state is GangState.FAILED
+    assert isinstance(gang.error, ValueError)
+
+
+def give_up(scheduler: Scheduler[str], index: int, member: Task[str]) -> None:
+    scheduler.gave_up(index, member, TimeoutError("another one is gone"))
+    scheduler.take(index)
+
+
+def test_the_error_of_the_one_that_failed_counts_not_of_those_that_missed_it() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(3)
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    give_up(scheduler, 0, gang.members[0])
+    assert scheduler.settle_gangs() == ([], []), "the others are not cancelled: one of them has the cause"
+    scheduler.fail(1, gang.members[1], ValueError("the cause"))
+    left_behind, _ = scheduler.settle_gangs()
+    assert left_behind == [gang.members[2]]
+    scheduler.shut_out(left_behind)
+    assert scheduler.settle_gangs() == ([], [gang])
+    assert isinstance(gang.error, ValueError)
+
+
+def test_members_that_miss_each_other_run_again_a_bounded_number_of_times() -> None:
+    scheduler = cluster(0, 1, 2, max_attempts=2)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    for attempt in (1, 2):
+        placed(scheduler, gang)
+        for index, member in enumerate(list(gang.members)):
+            give_up(scheduler, index, member)
+        assert scheduler.settle_gangs() == ([], [gang] if attempt == 2 else [])
+    assert gang.state is GangState.FAILED
+    assert isinstance(gang.error, TimeoutError)
+
+
+def test_a_death_that_others_noticed_first_counts_once() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    give_up(scheduler, 0, gang.members[0])
+    scheduler.settle_gangs()
+    scheduler.lose(1)
+    scheduler.settle_gangs()
+    scheduler.decide_loss(1, gang.members[1])
+    scheduler.requeue(1)
+    assert scheduler.settle_gangs() == ([], [])
+    assert (list(scheduler.gangs.line), gang.deaths) == ([gang], 1)
+
+
+def test_a_retry_is_one_of_all() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(2, [0, 1], retries=1)
+    scheduler.add_gang(gang)
+    for generation in (1, 2):
+        placed(scheduler, gang)
+        failed, other = gang.members
+        if scheduler.ended_badly(0, failed).name == "AGAIN":
+            scheduler.run_again(0, [failed.id])
+        else:
+            scheduler.fail(0, failed, ValueError("again"))
+        left_behind, ended = scheduler.settle_gangs()
+        assert left_behind == [other]
+        assert not ended
+        scheduler.shut_out(left_behind)
+        assert scheduler.settle_gangs() == ([], [gang] if generation == 2 else [])
+        scheduler.stray_ended(1, other.id)
+        for index in (0, 1):
+            scheduler.take(index)
+    assert gang.state is GangState.FAILED
+    assert scheduler.error is None, "its owner makes the error that of the job"
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_cancelling_one_member_cancels_all(running: bool) -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    if running:
+        placed(scheduler, gang)
+    cancelled, left_behind = scheduler.cancel([gang.members[1]])
+    assert set(cancelled) == set(gang.members)
+    assert len(left_behind) == (2 if running else 0)
+    scheduler.settle_gangs() if running else None
+    scheduler.shut_out(left_behind)
+    _, ended = scheduler.settle_gangs()
+    assert ended == [gang]
+    assert gang.state is GangState.CANCELLED
+
+
+def test_a_barrier_waits_for_a_gang_that_has_begun_and_holds_back_others() -> None:
+    scheduler = cluster(0, 1, 2)
+    owner = object()
+    gang, other = gang_of(2, [0, 1]), gang_of(1, [2], key=200)
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    scheduler.add_gang(other)
+    scheduler.begin_barrier(owner)
+    assert scheduler.place_gang() is None, "it has not begun"
+    assert not scheduler.take_barrier(owner)
+    scheduler.lose(0)
+    left_behind, _ = scheduler.settle_gangs()
+    scheduler.decide_loss(0, gang.members[0])
+    scheduler.requeue(0)
+    scheduler.stray_ended(1, gang.members[1].id)
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    assert not scheduler.take_barrier(owner), "half of the gang's updates may have been applied"
+    scheduler.worker_up(0)
+    for index in (0, 1):
+        scheduler.take(index)
+    for index in placed(scheduler, gang):
+        scheduler.finish(index, gang.members[index].id, 1.0)
+    assert scheduler.settle_gangs() == ([], [gang])
+    assert scheduler.take_barrier(owner)
+    scheduler.end_barrier(owner)
+    assert placed(scheduler, other) == [2]
+
+
+class GangMachine(RuleBasedStateMachine):
+    """All interleavings of gangs, functions, deaths, errors and cancels. In the end everything ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = cluster(0, 1, 2, max_attempts=1_000)
+        self.gangs: list[Gang[str]] = []
+        self.unshut: list[Task[str]] = []
+        self.lost: list[int] = []
+        self.ended: list[Gang[str]] = []
+
+    def settle(self) -> None:
+        left_behind, ended = self.scheduler.settle_gangs()
+        self.unshut += left_behind
+        self.ended += ended
+
+    def running(self) -> Iterator[tuple[int, Task[str]]]:
+        for index, worker in enumerate(self.scheduler.workers):
+            for task in list(worker.sent.values()):
+                yield index, task
+
+    @precondition(lambda self: self.scheduler.error is None)
+    @rule()
+    def schedule(self) -> None:
+        self.scheduler.add(Task("ordinary"))
+
+    @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
+    @rule(workers=st.one_of(st.integers(1, WORKERS), st.permutations(range(WORKERS))), size=st.integers(1, WORKERS))
+    def schedule_together(self, workers: int | list[int], size: int) -> None:
+        key = 100 * (len(self.gangs) + 1)
+        if isinstance(workers, int):
+            gang = gang_of(workers, retries=1, key=key)
+        else:
+            gang = gang_of(size, workers[:size], retries=1, key=key)
+        self.gangs.append(gang)
+        self.scheduler.add_gang(gang)
+
+    @rule()
+    def place(self) -> None:
+        self.scheduler.place_gang()
+
+    @rule(index=st.integers(0, WORKERS - 1))
+    def take(self, index: int) -> None:
+        if self.scheduler.workers[index].up:
+            self.scheduler.take(index)
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        if running := list(self.running()):
+            index, task = data.draw(st.sampled_from(running))
+            self.scheduler.finish(index, task.id, 1.0)
+            self.settle()
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        if running := list(self.running()):
+            index, task = data.draw(st.sampled_from(running))
+            if self.scheduler.ended_badly(index, task).name == "AGAIN":
+                self.scheduler.run_again(index, [task.id])
+            elif task.id in self.scheduler.workers[index].sent:
+                self.scheduler.fail(index, task, ValueError("failed"))
+            self.settle()
+
+    @rule(data=st.data())
+    def miss_another(self, data: st.DataObject) -> None:
+        if running := [(index, task) for index, task in self.running() if task.gang is not None]:
+            index, task = data.draw(st.sampled_from(running))
+            self.scheduler.gave_up(index, task, TimeoutError("another one is gone"))
+            self.settle()
+
+    @rule(index=st.integers(0, WORKERS - 1))
+    def lose(self, index: int) -> None:
+        if self.scheduler.workers[index].up:
+            self.scheduler.lose(index)
+            self.settle()
+            self.lost.append(index)
+
+    @precondition(lambda self: self.lost)
+    @rule()
+    def come_back(self) -> None:
+        index = self.lost.pop(0)
+        for task in self.scheduler.workers[index].orphaned:
+            self.scheduler.decide_loss(index, task)
+        self.scheduler.requeue(index)
+        self.settle()
+        self.scheduler.worker_up(index)
+
+    @rule(index=st.integers(0, WORKERS - 1))
+    def strays_end(self, index: int) -> None:
+        for task_id in list(self.scheduler.workers[index].strays):
+            self.scheduler.stray_ended(index, task_id)
+
+    @rule()
+    def shut_out(self) -> None:
+        self.scheduler.shut_out()
+        self.unshut.clear()
+        self.settle()
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if tasks := list(self.scheduler.tasks()):
+            self.scheduler.cancel([data.draw(st.sampled_from(tasks))])
+            self.settle()
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        if tasks := list(self.scheduler.tasks()):
+            self.scheduler.withdraw([data.draw(st.sampled_from(tasks))])
+            self.settle()
+
+    @rule()
+    def abort(self) -> None:
+        self.scheduler.abort(ValueError("aborted"), final=False)
+        self.settle()
+
+    @rule()
+    def take_error(self) -> None:
+        self.scheduler.take_error()
+
+    @invariant()
+    def placed_whole_or_not_at_all(self) -> None:
+        workers = self.scheduler.workers
+        held = {id(task) for worker in workers for task in (*worker.sent.values(), *worker.orphaned, worker.reserved)}
+        for gang in self.gangs:
+            if gang.state is GangState.RUNNING:
+                gone = [member for member in gang.members if member.state is State.DONE or member in gang.gave_up]
+                assert all(id(member) in held or member in gone for member in gang.members)
+            elif gang.state is not GangState.ENDING:
+                assert not any(id(member) in held for member in gang.members)
+
+    @invariant()
+    def one_generation_at_a_time(self) -> None:
+        for index, task in self.running():
+            if task.gang is not None:
+                assert task in task.gang.members
+                assert task.gang.placed[task.gang.rank_of(task)] == index
+
+    @invariant()
+    def ended_gangs_are_told_of_once(self) -> None:
+        assert len(set(map(id, self.ended))) == len(self.ended)
+        assert all(gang.state in _OVER for gang in self.ended)
+
+    def teardown(self) -> None:
+        """Once workers are up and functions return, everything ends."""
+        for _ in range(200):
+            while self.lost:
+                self.come_back()
+            self.shut_out()
+            self.scheduler.take_error()
+            for index in range(WORKERS):
+                self.strays_end(index)
+                self.scheduler.take(index)
+            self.place()
+            for index in range(WORKERS):
+                self.scheduler.take(index)
+            for index, task in list(self.running()):
+                if self.scheduler.finish(index, task.id, 1.0) is None:
+                    self.scheduler.ended_badly(index, task, stopped=True)
+            self.settle()
+            if self.scheduler.settled:
+                break
+        assert self.scheduler.settled
+        assert {id(gang) for gang in self.ended} == {id(gang) for gang in self.gangs}
+
+
+TestGangMachine = GangMachine.TestCase
+TestGangMachine.__doc__ = "Gangs run whole, one generation at a time, and each ends once, whatever happens to others."
+TestGangMachine.settings = search(60, 60)
