@@ -170,7 +170,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/guarantees.md", "docs/security.md"])
+@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/collectives.md", "docs/guarantees.md", "docs/security.md"])
 def test_links_and_lines(name: str) -> None:
     """A document is in the README's list, its links to files are valid, and its lines are not too long."""
     path = ROOT / name

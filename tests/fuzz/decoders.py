@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +41,14 @@ from pscluster.coordinator.checkpoints.index import (
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.job.progress import decoded
 from pscluster.core.cluster.spec import TFConfig, parse_address
-from pscluster.core.errors import CheckpointError, ConfigurationError, ProtocolError, PsClusterError, from_kind
+from pscluster.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NotPermittedError,
+    ProtocolError,
+    PsClusterError,
+    from_kind,
+)
 from pscluster.core.functions.definitions import capture, resolve, split_off_bulk
 from pscluster.core.functions.policy import SerializationPolicy, choose, chosen_policy
 from pscluster.core.ids import VERSION
@@ -63,6 +70,9 @@ from pscluster.ps.storage.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.replay import restored
 from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
+from pscluster.worker.collectives.gang import Gang
+from pscluster.worker.collectives.incoming import Hosted, Receiver
+from pscluster.worker.collectives.mailbox import Mailbox
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
@@ -452,6 +462,41 @@ class _Worker:
 
 _INCARNATION = bytes(range(0xB1, 0xB9))
 
+_GANG = Gang.of(
+    worker_pb2.Gang(id=1, generation=2, rank=1, members=[worker_pb2.GangMember()] * 2, secret=bytes(range(32)))
+)
+_BETWEEN = b"\xa5\x5a\xa5"
+
+
+def _exchange(data: bytes) -> None:
+    """What a member sends another one: an opening, which is checked or not, and a few messages."""
+    checked, rest = data[:1] != b"\1", data[1:]
+    mailbox = Mailbox(_GANG.rank, ["replica 0", "replica 1"], lambda _posted: None)
+    mailbox.begin(worker_pb2.Signature(operation="barrier()"))
+    hosted = Hosted(_GANG, mailbox)
+
+    def find(opening: worker_pb2.Opening) -> Hosted:
+        if checked:
+            _GANG.check(opening)
+        elif opening.source:
+            raise NotPermittedError("it is another one's")
+        return hosted
+
+    for _ in Receiver(find).messages(iter(rest.split(_BETWEEN)[:4])):
+        pass
+
+
+def _exchange_examples() -> list[bytes]:
+    sender = replace(_GANG, rank=0)
+    opening = pack(worker_pb2.ExchangeRequest(opening=sender.opening(1)))
+    signature = worker_pb2.Signature(operation="barrier()", layout="float32[2]", digest=1, place="a.py:1")
+    messages = [
+        pack(worker_pb2.ExchangeRequest(sequence=1, signature=signature, alone=True)),
+        pack(worker_pb2.ExchangeRequest(sequence=1), [bytes(8)]),
+        pack(worker_pb2.ExchangeRequest(sequence=2, signature=signature), [bytes(3)]),
+    ]
+    return [mark + _BETWEEN.join([opening, *messages]) for mark in (b"\0", b"\1")]
+
 
 def _part(data: bytes) -> None:
     """A part of a dataset, by its position."""
@@ -766,6 +811,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("ps", servers.unary_examples(), servers.unary),
         Decoder("node", node.examples(), node.call),
         Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
+        Decoder("exchange", _exchange_examples(), _exchange),
         Decoder("function", functions.examples(), functions.resolve),
         Decoder("part", [b"3/0/10/20"], _part),
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),

@@ -19,7 +19,7 @@ from tests.conftest import attached
 from tests.fakes import FakeCall
 from tests.waiting import until
 
-from pscluster.core.errors import StaleError, UnavailableError
+from pscluster.core.errors import MisuseError, StaleError, UnavailableError
 from pscluster.core.handles import Handle
 from pscluster.core.ids import make_identity
 from pscluster.core.metrics.trace import Recording
@@ -30,6 +30,7 @@ from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
 from pscluster.worker.collectives.links import Ways
+from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of
@@ -549,3 +550,54 @@ def test_parts_are_dropped_however_their_functions_end() -> None:
     assert job._parts == {}
     assert job._reader._parts == []
     job.close()
+
+
+class AloneInItsGang:
+    """A step that is the only member of its gang, generation after generation."""
+
+    def __init__(self, stream: Stream, incarnation: int = 1) -> None:
+        self._stream, self._incarnation = stream, incarnation
+        self._positions = itertools.count(1)
+
+    def send(self, definition: str, generation: int, *, rank: int = 0) -> None:
+        """Send the step."""
+        number = next(self._positions)
+        sent = step(number, definition)
+        sent.gang.id, sent.gang.generation, sent.gang.rank, sent.gang.secret = 5, generation, rank, bytes(32)
+        sent.gang.members.add(worker=0, address="127.0.0.1:1", incarnation=self._incarnation)
+        self._stream.send(number, sent)
+
+
+def test_a_step_of_a_gang_has_its_replica() -> None:
+    """A step with a gang runs as a member of it, and is over with it; another gang, or a wrong one, is refused."""
+    seen: list[Any] = []
+
+    def work() -> Any:
+        replica = replica_context()
+        replica.barrier()
+        seen.append(replica)
+        return replica.all_reduce("sum", 3)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    job = make_job(work=work, fail=fail, plain=lambda: replica_context().num_replicas)
+    stream = Stream(job)
+    gang = AloneInItsGang(stream)
+    gang.send("work", 1)
+    gang.send("fail", 2)
+    gang.send("work", 2)
+    gang.send("work", 3, rank=1)
+    gang.send("work", 3)
+    stream.send(6, step(6, "plain"))
+    outcomes = stream.end()
+    assert kinds(outcomes) == Counter(
+        {(1, "DONE"): 1, (2, "FAILED"): 1, (3, "FAILED"): 1, (4, "FAILED"): 1, (5, "DONE"): 1, (6, "DONE"): 1}
+    )
+    failures = {outcome.function: (outcome.failure.qualname, outcome.failure.message) for outcome in outcomes}
+    assert failures[2] == ("ValueError", "no")
+    assert failures[3][0] == "StaleError"
+    assert failures[4][0] == "ProtocolError"
+    assert len(seen) == 2
+    with pytest.raises(MisuseError, match="its function has ended"):
+        seen[0].barrier()

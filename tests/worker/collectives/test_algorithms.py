@@ -66,6 +66,11 @@ def test_all_reduce(size: int, length: int, name: str, op: str, seed: int) -> No
     assert list(map(bits, arrays)) == before
 
 
+def rounded(op: np.ufunc, arrays: list[Array], links: MemoryLinks) -> bytes:
+    """The bits of a member's result."""
+    return bits(algorithms.all_reduce(links, op, arrays[links.rank]))
+
+
 @few
 @given(members, lengths, st.sampled_from(("float16", "float32", "float64")), seeds)
 def test_rounding_is_the_same_everywhere(size: int, length: int, name: str, seed: int) -> None:
@@ -77,10 +82,8 @@ def test_rounding_is_the_same_everywhere(size: int, length: int, name: str, seed
         array[random.random(length) < 0.1] = -0.0
         array[random.random(length) < 0.1] = 0.0
     for op in (np.add, np.minimum):
-        runs = [
-            on_each(size, lambda links, op=op: bits(algorithms.all_reduce(links, op, arrays[links.rank])))
-            for _ in range(2)
-        ]
+        reduce = functools.partial(rounded, op, arrays)
+        runs = [on_each(size, reduce) for _ in range(2)]
         assert len({result for run in runs for result in run}) == 1
 
 
@@ -128,7 +131,8 @@ def test_all_to_all(size: int, data: st.DataObject) -> None:
 
     def exchange(links: MemoryLinks) -> list[bytes]:
         incoming = [bytearray(len(row[links.rank])) for row in buffers]
-        algorithms.all_to_all(links, list(map(memoryview, buffers[links.rank])), list(map(memoryview, incoming)))
+        outgoing = [memoryview(buffer) for buffer in buffers[links.rank]]
+        algorithms.all_to_all(links, outgoing, [memoryview(buffer) for buffer in incoming])
         return list(map(bytes, incoming))
 
     assert on_each(size, exchange) == [[row[rank] for row in buffers] for rank in range(size)]

@@ -99,7 +99,9 @@ def everything(replica: ReplicaContext) -> dict[str, Any]:
     replica.barrier()
     return {
         "sum": replica.all_reduce("sum", of_rank(rank)),
-        "mean": replica.all_reduce(ReduceOp.MEAN, {"i": rank, "f": np.float32(rank), "h": np.float16([rank])}),
+        "mean": replica.all_reduce(
+            ReduceOp.MEAN, {"i": rank, "f": np.float32(rank), "h": np.array([rank], np.float16)}
+        ),
         "min": replica.all_reduce("MIN", np.array([rank, -rank])),
         "max": replica.all_reduce("max", np.array([rank % 2 == 0])),
         "part": replica.reduce_scatter("sum", np.arange(70_000.0).reshape(7, 10_000) + rank),

@@ -160,7 +160,7 @@ class Gangs:
             self._changed.notify_all()
 
 
-class _Receiver:
+class Receiver:
     """Puts the messages of one exchange where they belong: into posted memory, where the transport can."""
 
     def __init__(self, find: Callable[[worker_pb2.Opening], Hosted]) -> None:
@@ -237,7 +237,7 @@ def serve(frames: Iterator[bytes], context: grpc.ServicerContext, gangs_of: Call
     def find(opening: worker_pb2.Opening) -> Hosted:
         return gangs_of(opening.incarnation).find(opening, context.is_active)
 
-    receiver, call = _Receiver(find), server_call(context)
+    receiver, call = Receiver(find), server_call(context)
     call.receive_into(receiver.take)
     messages = receiver.messages(frames)
     if next(messages, _END) is _END:

@@ -34,7 +34,7 @@ from pscluster.core.errors import (
 )
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.channel import reporting_calls
-from pscluster.core.transport.base import Stream, StreamEndedError
+from pscluster.core.transport.base import Stream
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.core.transport.frames import Buffer, parts_of
 from pscluster.core.transport.transport import Transport
@@ -147,8 +147,22 @@ class Link:
         threading.Thread(target=self._run, name="exchange", daemon=True).start()
 
     def _run(self) -> None:
-        stream: Stream | None = None
-        error: PsClusterError
+        try:
+            error = self._exchange()
+        except PsClusterError as refused:
+            error = refused
+        except Exception as failure:  # a reply that is none, or a call that was cancelled before it began
+            error = UnavailableError(f"{type(failure).__name__}: {failure}")
+        if error is not None:
+            if self._stream is not None:
+                self._stream.close()
+            if isinstance(error, UnavailableError):
+                error = MemberUnavailableError(f"{self.member} is gone: {error}")
+            self.on_broken(error)
+        self.ready.set()
+
+    def _exchange(self) -> PsClusterError | None:
+        """Open the stream, and receive what the other member says. Return why it broke; None at its proper end."""
         try:
             stream = self._open(self._report)
             with self._lock:
@@ -162,34 +176,18 @@ class Link:
                 reply = worker_pb2.ExchangeReply.FromString(stream.receive())
                 self.on_ended(reply)
                 self._half(theirs=True)
-        except StreamEndedError as ended:
-            assert stream is not None
-            if ended.code() is grpc.StatusCode.OK and self._has_ended:
-                stream.release()
-                return
-            error = self._failure(ended)
-        except grpc.RpcError as failed:
-            error = self._failure(failed)
-        except PsClusterError as refused:
-            error = refused
-        except Exception as failure:  # a reply that is none, for one
-            error = UnavailableError(f"{type(failure).__name__}: {failure}")
-        if stream is not None:
-            stream.close()
-        if isinstance(error, UnavailableError):
-            error = MemberUnavailableError(f"{self.member} is gone: {error}")
-        self.on_broken(error)
-        self.ready.set()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.OK or not self._has_ended:
+                failure = from_rpc(error, f"worker {self.member.worker}")
+                error.__traceback__ = None  # gRPC's frames, which hold the error
+                return failure
+        stream.release()
+        return None
 
     def _report(self, call: Any) -> None:
         self._calls.append(call)
         if self._is_cancelled:
             call.cancel()
-
-    def _failure(self, error: grpc.RpcError) -> PsClusterError:
-        failure = from_rpc(error, f"worker {self.member.worker}")
-        error.__traceback__ = None  # gRPC's frames, which hold the error
-        return failure
 
     def _half(self, *, theirs: bool) -> None:
         """Note that one of the two functions has ended; end the stream when both have."""
