@@ -1,8 +1,7 @@
 """Initial values of variables, made block by block where the blocks are stored.
 
 An initializer is a frozen set of numbers and, for the random ones, a seed. It makes any block of the whole array by
-itself, and the block's values do not depend on how the whole is cut: they are, bit for bit, a slice of the whole. So
-the servers can make a variable larger than any machine's memory, and its values are the same however it is cut.
+itself: bit for bit a slice of the whole, however that is cut. So a variable can be larger than any machine's memory.
 
 To that end, the elements of the whole, in C order, are divided into tiles of `_TILE`. Each tile is drawn in full, by
 NumPy's `Generator` on a Philox whose key is the seed and whose counter is the tile's index (times 2**64, far more
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,8 @@ from pscluster.core import checks
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_Draw = Callable[[np.random.Generator, Array], None]
+"""Fills a tile."""
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")  # by name: NumPy alone does not know bfloat16
@@ -67,6 +68,11 @@ _SEED = checks.checked(_seed)
 class Initializer(checks.Parameters, ABC):
     """Initial values of an array. Its parameters, integers and floats, are the fields of the dataclass."""
 
+    def __init_subclass__(cls, name: str = "") -> None:
+        super().__init_subclass__()
+        if name:
+            cls.name = name
+
     def __call__(
         self,
         shape: Sequence[int],
@@ -74,16 +80,10 @@ class Initializer(checks.Parameters, ABC):
         partition_shape: Sequence[int] | None = None,
         partition_offset: Sequence[int] | None = None,
     ) -> Array:
-        """Return the values of the whole array, or of a block of it, as a new C-contiguous array.
+        """Return the whole array of `shape`, or the block of it that has this shape and starts at this offset.
 
-        Args:
-            shape: of the whole.
-            dtype: of the elements; default: float32.
-            partition_shape: of the block; default: the whole.
-            partition_offset: where in the whole the block starts, one index an axis; given with the shape.
-
-        Raises:
-            ValueError: as `generate`, or only one of the block's shape and offset is given.
+        It is a new C-contiguous array, of float32 by default. Raises ValueError as `generate`, and if only one of the
+        block's shape and offset is given.
         """
         if (partition_shape is None) is not (partition_offset is None):
             raise ValueError(f"{self.name}: a block needs both partition_shape and partition_offset: give both or none")
@@ -102,9 +102,8 @@ class Initializer(checks.Parameters, ABC):
                 initializer can't make such values (see `check`). Nothing was written.
         """
         whole, dtype, offset = _shape(shape), np.dtype(dtype), _shape(partition_offset)
-        if not len(offset) == out.ndim == len(whole) or any(
-            map(operator.gt, map(operator.add, offset, out.shape), whole)
-        ):
+        ends = tuple(map(operator.add, offset, out.shape))
+        if not len(offset) == out.ndim == len(whole) or any(map(operator.gt, ends, whole)):
             raise ValueError(f"a block of shape {out.shape} at offset {offset} is not inside shape {whole}")
         if out.dtype != dtype:
             raise ValueError(f"the array to fill is of {out.dtype}, but {dtype} was asked for: give one of that dtype")
@@ -123,20 +122,12 @@ class Initializer(checks.Parameters, ABC):
         """Fill `out` with the block, which is not empty."""
 
     def to_spec(self) -> tuple[str, dict[str, float | int]]:
-        """Return the name, and the parameters by name, for `from_spec`.
-
-        Integers, including the seed, are signed 64-bit ints and must not pass through floats, which do not hold
-        them exactly.
-        """
+        """Return the name, and the parameters by name, for `from_spec`. Integers must not pass through floats."""
         return self.name, self.values_by_name()
 
 
 def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
-    """Return the initializer that `to_spec` described.
-
-    Raises:
-        ValueError: unknown initializer or parameter, a seed is missing, or a value is out of its limits.
-    """
+    """Return the initializer that `to_spec` described. ValueError if it is none, or a parameter is wrong or missing."""
     if name not in INITIALIZERS:
         raise ValueError(f"there is no initializer {name!r}; choose one of {', '.join(INITIALIZERS)}")
     initializer = INITIALIZERS[name].made_of(numbers)
@@ -149,9 +140,7 @@ def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
 class _Constant(Initializer):
     """All elements are one value."""
 
-    @property
-    @abstractmethod
-    def value(self) -> float | int: ...
+    value: float | int
 
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
         """Accept any shape, and any dtype that can hold the value."""
@@ -161,7 +150,7 @@ class _Constant(Initializer):
             if math.isfinite(value) and not _is_finite_in(value, dtype):
                 raise ValueError(f"{self.name}: {value!r} is too large for {dtype}: give a smaller one or a wider type")
         elif dtype.kind in "biu":
-            low, high = _limits(dtype)
+            low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
             checks.whole(f"{self.name}: value", value, f", for elements of {dtype}", at_least=low, at_most=high)
         else:
             raise ValueError(f"{self.name} makes numbers and bools, not elements of type {dtype}")
@@ -171,60 +160,39 @@ class _Constant(Initializer):
         out[...] = np.asarray(self.value).astype(out.dtype)
 
 
-@dataclass(frozen=True)
-class Zeros(_Constant):
+class Zeros(_Constant, name="zeros"):
     """All elements are 0; False for bool."""
 
-    name: ClassVar[str] = "zeros"
-    value: ClassVar[int] = 0
+    value = 0
 
 
-@dataclass(frozen=True)
-class Ones(_Constant):
+class Ones(_Constant, name="ones"):
     """All elements are 1; True for bool."""
 
-    name: ClassVar[str] = "ones"
-    value: ClassVar[int] = 1
+    value = 1
 
 
 @dataclass(frozen=True)
-class Constant(_Constant):
+class Constant(_Constant, name="constant"):
     """All elements are `value`, which may be infinite or NaN if they are floats."""
-
-    name: ClassVar[str] = "constant"
 
     value: float | int = field(default=0.0, metadata=checks.checked(_number_or_flag))
 
 
-class _Values(NamedTuple):
-    """Values of a distribution: the numbers drawn, times `scale`, plus `shift`, and less than `below`.
-
-    `draw` fills a tile. No value exceeds `extreme`, whatever is drawn.
-    """
-
-    draw: Callable[[np.random.Generator, Array], object]
-    scale: float
-    shift: float
-    extreme: float
-    below: float | None = None
+def _uniform(generator: np.random.Generator, tile: Array) -> None:
+    generator.random(out=tile, dtype=tile.dtype.type)
 
 
-def _uniform(low: float, high: float) -> _Values:
-    def draw(generator: np.random.Generator, tile: Array) -> None:
-        generator.random(out=tile, dtype=tile.dtype.type)
-
-    return _Values(draw, high - low, low, max(abs(low), abs(high), high - low), high)
+def _normal(generator: np.random.Generator, tile: Array) -> None:
+    generator.standard_normal(out=tile, dtype=tile.dtype.type)
 
 
-def _normal(mean: float, stddev: float, *, truncated: bool = False) -> _Values:
-    def draw(generator: np.random.Generator, tile: Array) -> None:
-        generator.standard_normal(out=tile, dtype=tile.dtype.type)
-        beyond = np.flatnonzero(np.abs(tile) > 2) if truncated else np.empty(0)
-        while beyond.size:
-            tile[beyond] = again = generator.standard_normal(beyond.size, tile.dtype.type)
-            beyond = beyond[np.abs(again) > 2]
-
-    return _Values(draw, stddev, mean, abs(mean) + 13 * stddev)  # NumPy draws no number beyond that
+def _truncated_normal(generator: np.random.Generator, tile: Array) -> None:
+    _normal(generator, tile)
+    beyond = np.flatnonzero(np.abs(tile) > 2)
+    while beyond.size:
+        tile[beyond] = again = generator.standard_normal(beyond.size, tile.dtype.type)
+        beyond = beyond[np.abs(again) > 2]
 
 
 class _Random(Initializer):
@@ -237,7 +205,9 @@ class _Random(Initializer):
         dtype = np.dtype(dtype)
         if dtype.name not in _FLOATS:
             raise ValueError(f"{self.name} makes {', '.join(_FLOATS)}, not {dtype}: choose one of these dtypes")
-        extreme = self._values(_shape(shape), dtype).extreme
+        _, shift, factor, below = self._distribution(_shape(shape))
+        # NumPy draws no normal number beyond 13.
+        extreme = abs(shift) + 13 * factor if below is None else max(abs(shift), abs(below), factor)
         if not _is_finite_in(extreme, dtype):
             raise ValueError(
                 f"{self.name}: values may be as large as {extreme:.3g}, which {dtype} can't hold: "
@@ -245,15 +215,18 @@ class _Random(Initializer):
             )
 
     @abstractmethod
-    def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
-        """Return how to make the elements of an array."""
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
+        """Return (draw, shift, factor, below): an element is a drawn number times the factor, plus the shift.
+
+        If `below` is not None, it is also less than that.
+        """
 
     def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
         if not shape:
             shape, offset, out = (1,), (0,), out.reshape(1)
         dtype = out.dtype.newbyteorder("=")
-        draw, scale, shift, _, below = self._values(shape, dtype)
-        highest = None if below is None else _highest_below(below, dtype)
+        draw, shift, factor, below = self._distribution(shape)
+        highest = None if below is None or dtype.kind in "iu" else _highest_below(below, dtype)
         bits = np.random.Philox(key=self.seed)
         generator, state = np.random.Generator(bits), bits.state
         # Pieces are cut along the first axis with at most a tile per index: that tile is made in full, though the
@@ -277,7 +250,7 @@ class _Random(Initializer):
                     draw(generator, tiles[(tile - first) * _TILE :][:_TILE])
                 values = tiles[start - first * _TILE : stop - first * _TILE].reshape(-1, *inner)[:, *needed]
                 if dtype.kind not in "iu":
-                    values *= scale
+                    values *= factor
                     values += shift
                     if highest is not None:
                         np.minimum(values, highest, out=values)
@@ -285,14 +258,12 @@ class _Random(Initializer):
 
 
 @dataclass(frozen=True)
-class RandomUniform(_Random):
+class RandomUniform(_Random, name="random_uniform"):
     """Uniform in [minval, maxval): for floats and, with whole limits, for integers.
 
     float64 values are multiples of 2**-53 of the range, other floats of 2**-24; they are then rounded, but kept below
     `maxval` even if rounding would reach it.
     """
-
-    name: ClassVar[str] = "random_uniform"
 
     minval: float | int = field(default=-0.05, metadata=checks.checked(_number))
     maxval: float | int = field(default=0.05, metadata=checks.checked(_number))
@@ -310,7 +281,7 @@ class RandomUniform(_Random):
         """Accept any shape, and floats and integers that can hold the range."""
         dtype = np.dtype(dtype)
         if dtype.kind in "iu":
-            low, high = _limits(dtype)
+            low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
             for item, value, limit in (("minval", self.minval, high), ("maxval", self.maxval, high + 1)):
                 checks.whole(f"{self.name}: {item}", value, f", for elements of {dtype}", at_least=low, at_most=limit)
             return
@@ -321,41 +292,38 @@ class RandomUniform(_Random):
                 "give limits further apart or a wider type"
             )
 
-    def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
         del shape
-        if dtype.kind not in "iu":
-            return _uniform(self.minval, self.maxval)
-        low, high = int(self.minval), int(self.maxval)
+        return self._draw, self.minval, self.maxval - self.minval, self.maxval
 
-        def draw(generator: np.random.Generator, tile: Array) -> None:
-            tile[:] = generator.integers(low, high, tile.size, dtype.type)
-
-        return _Values(draw, 1, 0, high)
+    def _draw(self, generator: np.random.Generator, tile: Array) -> None:
+        if tile.dtype.kind in "iu":
+            tile[:] = generator.integers(int(self.minval), int(self.maxval), tile.size, tile.dtype.type)
+        else:
+            _uniform(generator, tile)
 
 
 @dataclass(frozen=True)
-class RandomNormal(_Random):
+class RandomNormal(_Random, name="random_normal"):
     """Normal with this mean and standard deviation."""
 
-    name: ClassVar[str] = "random_normal"
     truncated: ClassVar[bool] = False
 
     mean: float = 0.0
     stddev: float = field(default=0.05, metadata=checks.checked(partial(checks.real, at_least=0)))
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
-        del shape, dtype
-        return _normal(self.mean, self.stddev, truncated=self.truncated)
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
+        del shape
+        return _truncated_normal if self.truncated else _normal, self.mean, self.stddev, None
 
 
-class TruncatedNormal(RandomNormal):
+class TruncatedNormal(RandomNormal, name="truncated_normal"):
     """Normal, but within two standard deviations of the mean.
 
     As in Keras, `stddev` is that of the distribution before truncation, which reduces it to 0.88 of that.
     """
 
-    name: ClassVar[str] = "truncated_normal"
     truncated: ClassVar[bool] = True
 
 
@@ -370,37 +338,29 @@ class _Scaled(_Random):
 
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _values(self, shape: Shape, dtype: np.dtype[Any]) -> _Values:
-        del dtype
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
         fan_in, fan_out = _fans(shape)
         stddev = math.sqrt(2 / (max(1, fan_in) if isinstance(self, HeUniform | HeNormal) else max(2, fan_in + fan_out)))
         if isinstance(self, GlorotUniform | HeUniform):
-            return _uniform(-math.sqrt(3) * stddev, math.sqrt(3) * stddev)
-        return _normal(0.0, stddev / 0.87962566103423978, truncated=True)  # truncation leaves `stddev`
+            limit = math.sqrt(3) * stddev
+            return _uniform, -limit, 2 * limit, limit
+        return _truncated_normal, 0.0, stddev / 0.87962566103423978, None  # truncation leaves `stddev`
 
 
-class GlorotUniform(_Scaled):
+class GlorotUniform(_Scaled, name="glorot_uniform"):
     """Uniform within sqrt(6 / (fan_in + fan_out)) of 0 (Glorot and Bengio 2010)."""
 
-    name: ClassVar[str] = "glorot_uniform"
 
-
-class GlorotNormal(_Scaled):
+class GlorotNormal(_Scaled, name="glorot_normal"):
     """Truncated normal of standard deviation sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio 2010)."""
 
-    name: ClassVar[str] = "glorot_normal"
 
-
-class HeUniform(_Scaled):
+class HeUniform(_Scaled, name="he_uniform"):
     """Uniform within sqrt(6 / fan_in) of 0 (He et al. 2015)."""
 
-    name: ClassVar[str] = "he_uniform"
 
-
-class HeNormal(_Scaled):
+class HeNormal(_Scaled, name="he_normal"):
     """Truncated normal of standard deviation sqrt(2 / fan_in) (He et al. 2015)."""
-
-    name: ClassVar[str] = "he_normal"
 
 
 _KINDS = (Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal)
@@ -411,9 +371,7 @@ INITIALIZERS: Mapping[str, type[Initializer]] = MappingProxyType({kind.name: kin
 
 def _fans(shape: Shape) -> tuple[int, int]:
     """Count input and output units; see `_Scaled`."""
-    if len(shape) < 2:
-        return (shape[0], shape[0]) if shape else (1, 1)
-    *field, inputs, outputs = shape
+    *field, inputs, outputs = shape if len(shape) > 1 else (shape or (1,)) * 2
     size = math.prod(field)
     return inputs * size, outputs * size
 
@@ -423,11 +381,6 @@ def _shape(lengths: Sequence[int]) -> Shape:
     if any(length < 0 for length in shape):
         raise ValueError(f"lengths and offsets must not be negative, but are {shape}")
     return shape
-
-
-def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return the lowest and the highest integer of a dtype of integers or bools."""
-    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
 
 
 def _is_finite_in(value: float, dtype: np.dtype[Any]) -> bool:
