@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests and examples start many processes; without the files of compiled modules each would compile all of ours.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test check proto bench bench-peers chaos fuzz soak clean
 

@@ -446,9 +446,9 @@ def run(name: str, options: argparse.Namespace) -> bool:
         with Checker(struck, options.durability) as checker:
             for _ in range(max(1, round(options.seconds / length))):
                 rates = []
-                for job, work in ((calm, calm.run), (struck, chaos.during)):
+                for job, work, seconds in ((calm, calm.run, options.calm or length), (struck, chaos.during, length)):
                     before, begin = job.done, time.monotonic()
-                    work(length)
+                    work(seconds)
                     rates.append((job.done - before) / (time.monotonic() - begin))
                 slices.append((rates[0], rates[1]))
                 print(f"  {name}: {rates[1] / rates[0]:.2f} of the undisturbed speed", flush=True)
@@ -472,10 +472,11 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tls", action="store_true", help="with certificates, as off loopback")
-    parser.add_argument("--short", action="store_true", help="one job, 20 s, a fault every 2 s")
+    parser.add_argument("--short", action="store_true", help="one job, 20 s with a fault every 2 s, 2 s without any")
     options = parser.parse_args()
+    options.calm = 0.0  # as long as with faults
     if options.short:
-        options.seconds, options.every = 20.0, 2.0
+        options.seconds, options.every, options.calm = 20.0, 2.0, 2.0
     if options.durability == "none" and options.faults == "all":
         parser.error("without durability the death of a parameter server ends the job: say --faults workers")
     jobs = options.job or (["digits"] if options.short else ["digits", "embedding"])

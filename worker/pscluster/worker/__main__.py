@@ -1,3 +1,6 @@
-from pscluster.worker.main import main
+from pscluster.core.importing import without_collections
+
+with without_collections():
+    from pscluster.worker.main import main
 
 main()

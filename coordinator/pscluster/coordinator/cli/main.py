@@ -14,6 +14,7 @@ from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options
 from pscluster.core.ids import VERSION
+from pscluster.core.importing import without_collections
 from pscluster.core.role.options import insecure_option, metrics_port_of, tls_option
 from pscluster.core.role.process import log_options, main_of
 from pscluster.core.sanitize import shown
@@ -35,7 +36,10 @@ class _LazyCommand(click.Command):
         self._module, self._attribute = module, attribute
 
     def load(self) -> click.Command:
-        command: click.Command = getattr(importlib.import_module(self._module), self._attribute)
+        if self._module not in sys.modules:
+            with without_collections():
+                importlib.import_module(self._module)
+        command: click.Command = getattr(sys.modules[self._module], self._attribute)
         return command
 
 
