@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -49,8 +50,10 @@ messages = st.lists(st.binary(max_size=3000), max_size=12)
 
 @settings(max_examples=60)
 @given(messages, messages, st.randoms(use_true_random=False))
-def test_messages_fill_receives_in_order(first: list[bytes], second: list[bytes], random: object) -> None:
+def test_messages_fill_receives_in_order(first: list[bytes], second: list[bytes], random: Random) -> None:
     """Two sources send while the function posts: each receive gets its message, and no more than the room is kept."""
+    order = [1] * len(first) + [2] * len(second)
+    random.shuffle(order)  # before there are threads: it may end the example
     mailbox = make()
     mailbox.begin(CALLED)
     most = [0]
@@ -60,11 +63,9 @@ def test_messages_fill_receives_in_order(first: list[bytes], second: list[bytes]
             assert arrive(mailbox, source, message, cuts=[len(message) // 2])
             most.append(mailbox.kept_bytes)
 
-    threads = [threading.Thread(target=send, args=(1, first)), threading.Thread(target=send, args=(2, second))]
+    threads = [threading.Thread(target=send, args=job, daemon=True) for job in ((1, first), (2, second))]
     for thread in threads:
         thread.start()
-    order = [1] * len(first) + [2] * len(second)
-    random.shuffle(order)  # type: ignore[attr-defined]
     waiting = {1: list(first), 2: list(second)}
     posted = []
     for source in order:
