@@ -27,6 +27,7 @@ from pscluster.coordinator import (
     Variable,
     __version__,
     optimizers,
+    replica_context,
 )
 
 
@@ -100,6 +101,13 @@ class Bench:
     def latency(self, n: int) -> list[float]:
         """Seconds from schedule to the result, one function at a time."""
         return [timed(lambda: self.coordinator.schedule(_one).fetch()) for _ in range(n)]
+
+    # Collectives
+
+    def all_reduce(self, n: int, size: int) -> float:
+        """Seconds for this many all-reduces, on the slowest worker."""
+        values = self.coordinator.schedule_together(_all_reduces, args=(n, size))
+        return float(max(self.coordinator.fetch(values)))
 
     # Dense
 
@@ -245,6 +253,18 @@ def _one() -> int:
     return 1
 
 
+def _all_reduces(n: int, size: int) -> float:
+    """Return the seconds for this many all-reduces of float32, from when all workers are ready."""
+    replica, array = replica_context(), np.ones(size // 4, np.float32)
+    replica.barrier()
+
+    def work() -> None:
+        for _ in range(n):
+            replica.all_reduce("sum", array)
+
+    return timed(work)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ps", type=int, default=2)
@@ -257,7 +277,8 @@ def main() -> None:
 
         bench = Bench(stack, options.ps, options.workers)
         names = ("empty", "latency", "pull", "push", "many", "gather", "gather_update", "embedding", "loop", "single")
-        handlers: dict[str, Any] = {name: getattr(bench, name) for name in (*names, "optimizer_names")}
+        names += ("all_reduce", "optimizer_names")
+        handlers: dict[str, Any] = {name: getattr(bench, name) for name in names}
         versions = {
             "pscluster": __version__,
             "grpcio": grpc.__version__,

@@ -34,7 +34,7 @@ from harness import (
 )
 from report import Cost, Report, Results, write
 
-OURS, TENSORFLOW, RAY, TORCH, DASK = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask"
+OURS, TENSORFLOW, RAY, TORCH, DASK, GLOO = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask", "torch gloo"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
 OUR_SCRIPTS = {
     OURS: "pscluster_side.py",
@@ -47,6 +47,7 @@ PEERS_SCRIPTS = {  # and what has to be installed for them
     RAY: ("ray_side.py", "ray"),
     TORCH: ("torch_rpc_side.py", "torch"),
     DASK: ("dask_side.py", "distributed"),
+    GLOO: ("gloo_side.py", "torch"),
 }
 TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
 MIB = 1 << 20
@@ -219,6 +220,27 @@ def _single_rows() -> list[Row]:
     return rows
 
 
+def _collective_rows(workers: int) -> list[Row]:
+    """All-reduces of float32 by as many workers, one after the other."""
+    return [
+        Row(
+            f"all-reduce-{key}-{workers}",
+            f"all_reduce of {title}, {workers} workers",
+            "/s",
+            "all_reduce",
+            dict.fromkeys((OURS, GLOO), n),
+            (((GLOO,), 1.0),),
+            _rate(1),
+            {"size": size},
+        )
+        for key, title, size, n in (
+            ("4k", "4 KiB", 4 << 10, 500),
+            ("1", "1 MiB", MIB, 200),
+            ("40", "40 MiB", 40 * MIB, 15),
+        )
+    ]
+
+
 class Bench:
     """Runs rows, and collects the results."""
 
@@ -236,7 +258,8 @@ class Bench:
         script, module = PEERS_SCRIPTS[name]
         if module not in self._peers:
             return None
-        return Side(name, script, python=PEERS, isolated=self._isolated)
+        arguments = [f"--workers={workers}"] if name == GLOO else []
+        return Side(name, script, *arguments, python=PEERS, isolated=self._isolated)
 
     def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2) -> None:
         """Run rows on the same clusters; a side is ended after the last row that it takes part in."""
@@ -597,7 +620,8 @@ SLOW_COSTS = tuple(key for key in COSTS if key not in ("cost-workers", "cost-loo
 
 def main() -> int:
     groups = [_dispatch_rows() + _dense_rows() + _sparse_rows() + _loop_rows(), _single_rows()]
-    keys = [row.key for rows in groups for row in rows] + list(COSTS)
+    collectives = {workers: _collective_rows(workers) for workers in (2, 4)}
+    keys = [row.key for rows in (*groups, *collectives.values()) for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
     parser.add_argument("--only", action="append", metavar="ROW", help=f"one of {', '.join(keys)}; may be repeated")
@@ -626,6 +650,8 @@ def main() -> int:
     try:
         bench.group([row for row in groups[0] if wanted(row.key)])
         bench.group([row for row in groups[1] if wanted(row.key)], ps=1, workers=1)
+        for workers, rows in collectives.items():
+            bench.group([row for row in rows if wanted(row.key)], ps=1, workers=workers)
         costs(bench, wanted)
     finally:
         if left := end_orphans():
