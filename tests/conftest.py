@@ -181,10 +181,10 @@ def grpc_server(threads: int, **settings: Any) -> Iterator[grpc.Server]:
             server.stop(0).wait()
 
 
-def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
+def run_cluster(num_ps: int, num_workers: int, **options: Any) -> Iterator[LocalCluster]:
     """A cluster for a fixture. At its end check that nothing has crashed, and nothing is left."""
     threads = set(threading.enumerate())
-    with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster:
+    with LocalCluster(num_ps, num_workers, log_level="ERROR", **options) as cluster:
         pids = cluster.pids
         spec = cluster.cluster_spec()
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
