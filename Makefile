@@ -11,8 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
 
-test: $(STAMP)  ## run all tests, two files at a time, the longest first
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Three files at a time, also on two cores: many tests wait for processes, links and leases.
+test: $(STAMP)  ## run all tests, the longest files first
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies
 	$(BIN)/ruff check .

@@ -61,23 +61,42 @@ _LASTING_THREADS = ("pscluster-loop", "stall-watchdog", "(_poll_wrapper)", "pyte
 _LONGEST = (
     "packaging/test_compose.py",
     "faults/test_fault_points.py",
-    "packaging/test_wheel.py",
     "faults/test_every_rpc.py",
-    "faults/test_chaos.py",
-    "coordinator/local/test_local_cluster.py",
-    "roles/test_unix_sockets.py",
-    "coordinator/dashboard/test_page.py",
-    "coordinator/dashboard/test_command_line.py",
-    "benchmarks/test_soak.py",
-    "faults/test_evaluation_snapshots.py",
-    "faults/test_ps_death.py",
-    "faults/test_ps_healing.py",
-    "faults/test_worker_death.py",
-    "faults/test_training.py",
-    "roles/test_tls.py",
-    "roles/test_signals.py",
+    "packaging/test_wheel.py",
     "ps/test_big_table.py",
+    "faults/test_applied_once.py",
+    "faults/test_ps_healing.py",
+    "faults/test_training.py",
+    "examples/test_word2vec.py",
+    "faults/test_worker_death.py",
+    "roles/test_bad_config.py",
+    "coordinator/local/test_local_cluster.py",
+    "faults/test_links.py",
+    "faults/test_cut_links.py",
+    "roles/test_tls.py",
+    "faults/test_worker_extremes.py",
+    "roles/test_signals.py",
+    "faults/test_cuts.py",
+    "coordinator/scheduling/test_schedule.py",
+    "faults/test_visit_once.py",
+    "faults/test_ps_death.py",
+    "coordinator/variables/test_variables.py",
+    "coordinator/checkpoints/test_checkpoints.py",
+    "faults/test_keys.py",
+    "coordinator/variables/test_optimizers.py",
+    "roles/test_health_status.py",
+    "roles/test_hostile.py",
+    "docs/test_docs.py",
+    "faults/test_coordinator_death.py",
+    "faults/test_chaos.py",
+    "core/transport/test_payload_sink.py",
+    "coordinator/dashboard/test_page.py",
+    "roles/test_unix_sockets.py",
+    "coordinator/observability/test_roles.py",
+    "faults/test_evaluation_snapshots.py",
+    "benchmarks/test_soak.py",
     "examples/test_examples.py",
+    "coordinator/dashboard/test_command_line.py",
 )
 
 
@@ -181,10 +200,10 @@ def grpc_server(threads: int, **settings: Any) -> Iterator[grpc.Server]:
             server.stop(0).wait()
 
 
-def run_cluster(num_ps: int, num_workers: int) -> Iterator[LocalCluster]:
+def run_cluster(num_ps: int, num_workers: int, **options: Any) -> Iterator[LocalCluster]:
     """A cluster for a fixture. At its end check that nothing has crashed, and nothing is left."""
     threads = set(threading.enumerate())
-    with LocalCluster(num_ps, num_workers, log_level="ERROR") as cluster:
+    with LocalCluster(num_ps, num_workers, log_level="ERROR", **options) as cluster:
         pids = cluster.pids
         spec = cluster.cluster_spec()
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]

@@ -61,9 +61,15 @@ def need(gib: float) -> None:
 
 
 @contextmanager
-def servers(count: int) -> Iterator[ParameterServerStrategy]:
-    """Separate servers for the test, and a worker: their memory is freed at the end."""
-    with contextmanager(run_cluster)(count, 1) as cluster, ParameterServerStrategy(cluster) as strategy:
+def servers(count: int, durability: str = "none") -> Iterator[ParameterServerStrategy]:
+    """Separate servers for the test, and a worker: their memory is freed at the end.
+
+    Nothing is saved, unless the test is about that too: gigabytes are written after each creation and at the end.
+    """
+    with (
+        contextmanager(run_cluster)(count, 1, durability=durability) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
         yield strategy
 
 
@@ -87,14 +93,21 @@ def moved(strategy: ParameterServerStrategy, call: Callable[[], T], pulled: int,
 
 @pytest.fixture(scope="class")
 def strategy() -> Iterator[ParameterServerStrategy]:
-    """One server."""
+    """One server, which saves what it has: its creation waits for that."""
     need(5.5)
-    with servers(1) as strategy:
+    with servers(1, "snapshot") as strategy:
         yield strategy
 
 
 @pytest.fixture(scope="class")
-def table(strategy: ParameterServerStrategy) -> Variable:
+def optimizer(strategy: ParameterServerStrategy) -> optimizers.Optimizer:
+    """An optimizer, created before the table: a creation saves everything that has changed."""
+    with strategy.scope():
+        return optimizers.SGD(0.5)
+
+
+@pytest.fixture(scope="class")
+def table(strategy: ParameterServerStrategy, optimizer: optimizers.Optimizer) -> Variable:
     """One shard of more than 4 GiB, created on its server."""
     with strategy.scope():
         table = Variable(INITIALIZER, name="table", shape=TestOneShard.shape)
@@ -183,12 +196,12 @@ class TestOneShard:
             moved(strategy, lambda: table.assign(7.0, at=np.s_[first + 490 : first + 999 : 3, ::2]), 0, 4)
             expected[490:999:3, ::2] = 7
 
-    def test_sparse_gradients(self, strategy: ParameterServerStrategy, table: Variable) -> None:
+    def test_sparse_gradients(
+        self, strategy: ParameterServerStrategy, optimizer: optimizers.Optimizer, table: Variable
+    ) -> None:
         """An optimizer changes the rows that have a gradient; those with equal ids are summed before they are sent."""
         ids = np.array([len(table) - 1, len(table) - 3, len(table) - 1, len(table) - 4])
         gradient = np.random.default_rng(3).integers(-9, 9, (len(ids), WIDTH)).astype(np.float32)
-        with strategy.scope():
-            optimizer = optimizers.SGD(0.5)
         with self.changing(table, range(len(table) - 5, len(table))) as expected:
             slices = IndexedSlices(gradient, ids)
             moved(strategy, lambda: optimizer.apply_gradients([(slices, table)]), 0, 3 * (ROW_BYTES + ID_BYTES))
