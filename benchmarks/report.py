@@ -114,8 +114,8 @@ workers have run it; TensorFlow's functions are traced by then.
   matrices; compared with functions that TensorFlow's coordinator schedules, joins and fetches, of one step each, or 16
   in a loop.
 - **One client, one server**: a worker reads or assigns one tensor.
-- **all_reduce**: sums of float32 among the workers, one after the other, beside torch's `all_reduce` over gloo, which has
-  as many processes.
+- **all_reduce**: sums of float32 among the workers, one after the other, beside torch's over gloo, among as many
+  processes.
 - **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each worker to each
   server, with nothing else (`socket_side.py`) but the row's arithmetic: no variables, no checks, no once-only updates,
   nothing kept for a restart, and the same warm memory each time. A dense push is added, by NumPy, once it has all

@@ -117,12 +117,8 @@ class FunctionQueue(StaysHere):
             raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
-        if type(retries) is not int or retries < 0:
-            retries = checks.whole("retries", retries, at_least=0)
-        if timeout is not None:
-            timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
-        if wait is not None:
-            _check_seconds("wait", wait)
+        if timeout is not None or wait is not None or type(retries) is not int or retries:
+            timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
         if function.handles:
             _check_no_part(function)
@@ -176,11 +172,7 @@ class FunctionQueue(StaysHere):
         if not callable(fn):
             raise TypeError(f"schedule_together takes a function, not {type_of(fn)}")
         indices, size = self._members(workers)
-        retries = checks.whole("retries", retries, at_least=0)
-        if timeout is not None:
-            timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
-        if wait is not None:
-            _check_seconds("wait", wait)
+        timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
         _check_no_part(function)
         values: list[RemoteValue] = []
@@ -578,6 +570,16 @@ class FunctionQueue(StaysHere):
         function = self._functions.get(fn)
         _check_no_part(function)
         return FunctionHandle(function)
+
+
+def _checked_limits(timeout: float | None, retries: int, wait: float | None) -> tuple[float | None, int]:
+    """Return a function's timeout and retries. Raise ValueError or TypeError for a wrong one, or a wrong `wait`."""
+    retries = checks.whole("retries", retries, at_least=0)
+    if timeout is not None:
+        timeout = checks.real("timeout", timeout, ", or None", kind=_SECONDS, finite=False, above=0)
+    if wait is not None:
+        _check_seconds("wait", wait)
+    return timeout, retries
 
 
 def _check_seconds(name: str, value: object) -> None:
