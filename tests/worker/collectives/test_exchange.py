@@ -18,7 +18,8 @@ import pytest
 from tests.roles.processes import free_addresses
 from tests.waiting import until
 from tests.worker.collectives import member
-from tests.worker.collectives.hosts import TOKEN, Host, Running, as_member, gang_of, hosts_of
+from tests.worker.collectives.host import Host, as_member, gang_of
+from tests.worker.collectives.hosts import TOKEN, Running, hosts_of
 
 from pscluster.core.errors import (
     MemberTimeoutError,
