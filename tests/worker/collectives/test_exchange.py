@@ -25,6 +25,7 @@ from pscluster.core.errors import (
     MemberTimeoutError,
     MemberUnavailableError,
     NotPermittedError,
+    ProtocolError,
     PsClusterError,
     StaleError,
     UnavailableError,
@@ -163,7 +164,7 @@ def test_an_opening_that_is_none(pair: list[Host], first: worker_pb2.ExchangeReq
     """A first message that opens nothing, or is too large to be one, is refused."""
     with exchange(pair[1], first) as stream:
         refusal = outcome(stream)
-    assert isinstance(refusal, NotPermittedError | StaleError), refusal
+    assert isinstance(refusal, NotPermittedError | StaleError | ProtocolError), refusal
 
 
 def test_exchanges_that_wait_are_bounded(pair: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
