@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from tests.worker.collectives.hosts import Host, as_member, gang_of
+from tests.worker.collectives.host import Host, as_member, gang_of
 
 from pscluster.core.role.options import RoleOptions
 from pscluster.worker.collectives.replica import ReplicaContext

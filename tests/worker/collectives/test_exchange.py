@@ -18,12 +18,14 @@ import pytest
 from tests.roles.processes import free_addresses
 from tests.waiting import until
 from tests.worker.collectives import member
-from tests.worker.collectives.hosts import TOKEN, Host, Running, as_member, gang_of, hosts_of
+from tests.worker.collectives.host import Host, as_member, gang_of
+from tests.worker.collectives.hosts import TOKEN, Running, hosts_of
 
 from pscluster.core.errors import (
     MemberTimeoutError,
     MemberUnavailableError,
     NotPermittedError,
+    ProtocolError,
     PsClusterError,
     StaleError,
     UnavailableError,
@@ -162,7 +164,7 @@ def test_an_opening_that_is_none(pair: list[Host], first: worker_pb2.ExchangeReq
     """A first message that opens nothing, or is too large to be one, is refused."""
     with exchange(pair[1], first) as stream:
         refusal = outcome(stream)
-    assert isinstance(refusal, NotPermittedError | StaleError), refusal
+    assert isinstance(refusal, NotPermittedError | StaleError | ProtocolError), refusal
 
 
 def test_exchanges_that_wait_are_bounded(pair: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.waiting import until
-from tests.worker.collectives.hosts import WAYS, Host, Running, Step, as_member, gang_of, hosts_of, together
+from tests.worker.collectives.host import Host, Step, as_member, gang_of
+from tests.worker.collectives.hosts import WAYS, Running, hosts_of, together
 
 from pscluster.coordinator import ReduceOp, ReplicaContext, replica_context
 from pscluster.core.context import FunctionContext, running
@@ -200,6 +201,7 @@ def test_grpc_is_used_where_there_is_no_data_plane(folder: Path, monkeypatch: py
 def test_eight_members_and_uneven_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight members reduce, scatter, gather and spread arrays that eight does not divide."""
     monkeypatch.setattr(algorithms, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(algorithms, "SMALL_BYTES", 10_000)
 
     def step(replica: ReplicaContext) -> tuple[Any, ...]:
         rank = replica.replica_id
@@ -225,7 +227,10 @@ def test_two_runs_and_all_replicas_give_the_same_bits(three: list[Host]) -> None
 
     def step(replica: ReplicaContext) -> bytes:
         random = np.random.default_rng(replica.replica_id)
-        small, large = random.standard_normal(100).astype(np.float32), random.standard_normal(LARGE).astype(np.float16)
+        small, large = (
+            random.standard_normal(100).astype(np.float32),
+            random.standard_normal(2 * LARGE).astype(np.float16),
+        )
         return b"".join(array.tobytes() for array in replica.all_reduce("sum", [small, large]))
 
     runs = []
@@ -400,8 +405,11 @@ def test_a_function_starts_late(three: list[Host], generation: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 10 * LARGE], ids=["receiving", "sending"])
-def test_a_function_that_is_told_to_stop(four: list[Host], generation: int, size: int) -> None:
+def test_a_function_that_is_told_to_stop(
+    four: list[Host], generation: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function that waits for a message, or to send one, stops when it is told to; the others learn of it."""
+    monkeypatch.setattr(algorithms, "PIECE_BYTES", ROOM_BYTES // 8)  # a piece as large as the room would not be kept
     begun, over = threading.Barrier(3), threading.Event()
 
     def wait(replica: ReplicaContext) -> None:

@@ -244,7 +244,7 @@ def serve(frames: Iterator[bytes], context: grpc.ServicerContext, gangs_of: Call
         return
     hosted, source = receiver.hosted, receiver.source
     if hosted is None:
-        raise NotPermittedError("an exchange without an opening")
+        raise ProtocolError("an exchange without an opening")
     try:
         if (send := call.sender()) is not None:
             hosted.on_end(source, lambda reply: send(reply.SerializeToString()))
