@@ -21,6 +21,7 @@ from pscluster.coordinator.api import LocalCluster
 EXAMPLES, BATCH = 2000, 10
 
 SCRIPT = """
+    import os
     import sys
     import numpy as np
     from pscluster.coordinator import (
@@ -47,13 +48,19 @@ SCRIPT = """
                     if "callback" in sys.argv:
                         counts.numpy()
 
+    steps_wait = "steps" in sys.argv  # those that begin when there have been enough
+
     def step(numbers):
+        if steps_wait and os.path.exists(folder + "/enough"):
+            wait_for(folder, "go on")
         counts.scatter_add(IndexedSlices(np.ones(len(numbers), np.int64), numbers))
         return float(len(numbers))
 
     data = coordinator.distribute_dataset(np.arange(2000), name="numbers").shuffle(seed=1).batch(10)
     backup = callbacks.BackupAndRestore(folder + "/backup", save_freq=save_freq or "epoch")
-    history = coordinator.fit(step, data, epochs=3, callbacks=[backup, Holds()])
+    history = coordinator.fit(
+        step, data, epochs=3, steps_per_execution=8 if steps_wait else "auto", callbacks=[backup, Holds()]
+    )
     found = sorted(set(counts.numpy().tolist()))
     note(folder, "result", f"{data.epoch} {found} {history.epoch} {history.history}")
 """
@@ -111,7 +118,8 @@ def test_it_is_asked_to_end(script: Path, tmp_path: Path, signum: signal.Signals
     """Running functions end, a checkpoint is made, and the process ends as by the signal; the next one resumes."""
     with LocalCluster(2, 2, log_level="ERROR", durability="none") as cluster:
         errors = tmp_path / "errors"
-        with started(cluster, script, tmp_path, 30, 0, errors=errors) as first:
+        # Otherwise what is in flight might be the rest of the epoch.
+        with started(cluster, script, tmp_path, 30, 0, "steps", errors=errors) as first:
             wait_for(str(tmp_path), "enough")
             first.send_signal(signum)
             until(lambda: f"{signum.name}: training stops" in errors.read_text(), "it has heard")
