@@ -43,7 +43,7 @@ def topics(folder: Path) -> str:
     """A text of 60 words in ten groups; the words of a sentence are from one group."""
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghij"))
-    words = np.array([[f"{group}{group}{'xyzuvw'[each]}" for each in range(6)] for group in letters])
+    words = np.array([[f"{group}{group}{'xyzuvw'[index]}" for index in range(6)] for group in letters])
     lines = [" ".join(rng.choice(words[rng.integers(10)], 8)) + "." for _ in range(1500)]
     path = folder / "topics.txt"
     path.write_text("\n".join(lines))
@@ -60,11 +60,11 @@ def test_documentation_is_prose_of_the_library(word2vec: ModuleType) -> None:
     texts = list(word2vec.documentation())
     doc = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text().split('"""')[1]
     assert any(text.strip() == doc.strip() for text in texts)
-    found = word2vec.sentences(texts)
-    assert ("wrap", "single", "paragraph", "of", "text", "returning", "list", "of", "wrapped", "lines") in found
-    assert len(found) == len(set(found))
-    assert found == word2vec.sentences(texts)
-    assert sum(map(len, found)) > 50_000
+    sentences = word2vec.sentences(texts)
+    assert ("wrap", "single", "paragraph", "of", "text", "returning", "list", "of", "wrapped", "lines") in sentences
+    assert len(sentences) == len(set(sentences))
+    assert sentences == word2vec.sentences(texts)
+    assert sum(map(len, sentences)) > 50_000
 
 
 def test_sentences(word2vec: ModuleType) -> None:
@@ -79,7 +79,7 @@ def test_sentences(word2vec: ModuleType) -> None:
 
 def test_windows_end_with_the_sentence(word2vec: ModuleType) -> None:
     """Near are WINDOW words before and after, in the same sentence, however much is read at once."""
-    ids = {word: number for number, word in enumerate("abcdefghij")}
+    ids = {word: index for index, word in enumerate("abcdefghij")}
     windows = word2vec.Windows.of(["abc", "defghxij"], ids, np.ones(10))
     words, near = windows.read(0, 10)
     assert word2vec.WINDOW == 3
@@ -92,7 +92,7 @@ def test_windows_end_with_the_sentence(word2vec: ModuleType) -> None:
     ]
     assert near[7].tolist() == [4, 5, 6, 8, 9, -1], "x is none of the words"
     parts = [windows.read(start, start + 2) for start in range(0, 10, 2)]
-    np.testing.assert_array_equal(np.concatenate([part[1] for part in parts]), near)
+    np.testing.assert_array_equal(np.concatenate([window[1] for window in parts]), near)
 
 
 def test_frequent_words_are_thinned_out(word2vec: ModuleType) -> None:
@@ -148,15 +148,15 @@ def test_gradients(word2vec: ModuleType) -> None:
         return float((word2vec.log_losses(word2vec.likely(rows, other_rows), labels) * weights).sum())
 
     d_scores = (word2vec.likely(rows, other_rows) - labels) * weights
-    for found, array in zip(word2vec.gradients(d_scores, rows, other_rows), (rows, other_rows), strict=True):
-        for place in np.ndindex(array.shape):
-            value = array[place]
-            array[place] = value + 1e-5
+    for gradient, array in zip(word2vec.gradients(d_scores, rows, other_rows), (rows, other_rows), strict=True):
+        for position in np.ndindex(array.shape):
+            value = array[position]
+            array[position] = value + 1e-5
             above = loss(rows, other_rows)
-            array[place] = value - 1e-5
+            array[position] = value - 1e-5
             slope = (above - loss(rows, other_rows)) / 2e-5
-            array[place] = value
-            assert found[place] == pytest.approx(slope, abs=1e-7)
+            array[position] = value
+            assert gradient[position] == pytest.approx(slope, abs=1e-7)
 
 
 # The whole example
@@ -164,9 +164,9 @@ def test_gradients(word2vec: ModuleType) -> None:
 
 def score(output: str) -> float:
     """The AUC, which is higher than that of frequency alone."""
-    found = re.search(SCORES, output)
-    assert found is not None, output
-    reached, by_frequency, _ = map(float, found.groups())
+    match = re.search(SCORES, output)
+    assert match is not None, output
+    reached, by_frequency, _ = map(float, match.groups())
     assert reached > by_frequency
     return reached
 
@@ -215,16 +215,16 @@ def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert score(output) > 0.9
     assert re.search(r"words/part_4 .* 200x8 ", output), output
     for group in "ab":
-        found = re.search(rf"{group}{group}x: (.*)", output)
-        assert found is not None, output
-        assert {word[0] for word in found[1].split()[:5]} == {group}
+        match = re.search(rf"{group}{group}x: (.*)", output)
+        assert match is not None, output
+        assert {word[0] for word in match[1].split()[:5]} == {group}
 
 
 def test_words_that_keep_no_company(tmp_path: Path) -> None:
     """If words follow one another by chance nothing beats their frequency, and the exit code says so."""
     rng = np.random.default_rng(0)
     words = [f"{one}{two}" for one in "abcdefgh" for two in "abcdefgh"]
-    lines = [" ".join(words[each - 1] for each in rng.zipf(1.3, 8) if each <= 64) for _ in range(3000)]
+    lines = [" ".join(words[rank - 1] for rank in rng.zipf(1.3, 8) if rank <= 64) for _ in range(3000)]
     (tmp_path / "noise.txt").write_text("\n\n".join(lines))
     arguments = ["--files", str(tmp_path / "noise.txt"), "--epochs", "1", "--dim", "8"]
     code, output = run("run", "--workers", "1", str(EXAMPLE), *arguments, "--picture", str(tmp_path / "words.png"))

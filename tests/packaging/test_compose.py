@@ -85,9 +85,9 @@ def test_compose_trains_the_digits_and_ends(project: str) -> None:
     """`docker compose up` builds the image, trains the example and ends by itself, each role with code 0."""
     up = compose(project, "up", "--build", "--exit-code-from", "coordinator", timeout=720)
     assert up.returncode == 0, up.stdout
-    found = re.search(r"test accuracy (\d\.\d+)", up.stdout)
-    assert found is not None, up.stdout
-    assert float(found[1]) >= 0.96
+    match = re.search(r"test accuracy (\d\.\d+)", up.stdout)
+    assert match is not None, up.stdout
+    assert float(match[1]) >= 0.96
 
     label = f"label=com.docker.compose.project={project}"
     listed = subprocess.run(
@@ -170,9 +170,9 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     docker("exec", containers["coordinator"], "touch", "/tmp/enough")
     until(lambda: "test accuracy" in docker("logs", containers["coordinator"]), "it ends", output, 240)
     text = output()
-    found = re.search(r"test accuracy (\d\.\d+)", text)
-    assert found is not None
-    assert float(found[1]) >= 0.96, text
+    match = re.search(r"test accuracy (\d\.\d+)", text)
+    assert match is not None
+    assert float(match[1]) >= 0.96, text
     assert "resuming a job with" in text, text
 
 

@@ -561,11 +561,11 @@ class AloneInItsGang:
 
     def send(self, definition: str, generation: int, *, rank: int = 0) -> None:
         """Send the step."""
-        number = next(self._positions)
-        sent = step(number, definition)
+        position = next(self._positions)
+        sent = step(position, definition)
         sent.gang.id, sent.gang.generation, sent.gang.rank, sent.gang.secret = 5, generation, rank, bytes(32)
         sent.gang.members.add(worker=0, address="127.0.0.1:1", incarnation=self._incarnation)
-        self._stream.send(number, sent)
+        self._stream.send(position, sent)
 
 
 def test_a_step_of_a_gang_has_its_replica() -> None:

@@ -818,7 +818,7 @@ _SCHEDULERS = ("scheduling/scheduler.py", "scheduling/gangs.py", "scheduling/tas
 def test_no_other_module_changes_what_it_knows_of_workers() -> None:
     """The coordinator's other modules assign nothing to a worker's state: they report events."""
     known, folder = {item.name for item in fields(WorkerState)}, Path(coordinator.__file__).parent
-    found = [
+    changes = [
         f"{path.name}:{node.lineno}: {ast.unparse(node)}"
         for path in folder.rglob("*.py")
         if path.relative_to(folder).as_posix() not in _SCHEDULERS
@@ -827,4 +827,4 @@ def test_no_other_module_changes_what_it_knows_of_workers() -> None:
         # The parts of the dispatcher have handles of workers, with attributes of the same names.
         if not ast.unparse(node.value).endswith("handle")
     ]
-    assert not found
+    assert not changes
