@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from pscluster.core.checks import type_of
-
 
 class Handle:
     """Base of all handles.
@@ -61,4 +59,4 @@ class StaysHere:
         return f"stays in the script: {self.instead}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(f"{type_of(self)} {self.why}")
+        raise TypeError(f"a {type(self).__name__} {self.why}")

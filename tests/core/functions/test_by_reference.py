@@ -416,7 +416,8 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
 NOT_FOR_PEERS = {
     *("Checkpoint", "CheckpointManager", "ClusterCoordinator", "ClusterResolver", "ClusterSpec", "Dashboard"),
     *("DataPart", "DistributedDataset", "FixedShardsPartitioner", "History", "LocalCluster", "MaxSizePartitioner"),
-    *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerWorkerDataset", "PerWorkerIterator"),
+    *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorkerDataset"),
+    "PerWorkerIterator",
     *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
     *("SidecarEvaluator", "SimpleClusterResolver", "TFConfigClusterResolver", "callbacks", "optimizers"),
 }
