@@ -417,11 +417,11 @@ NOT_FOR_PEERS = {
     *("Checkpoint", "CheckpointManager", "ClusterCoordinator", "ClusterResolver", "ClusterSpec", "Dashboard"),
     *("DataPart", "DistributedDataset", "FixedShardsPartitioner", "History", "LocalCluster", "MaxSizePartitioner"),
     *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorkerDataset"),
-    "PerWorkerIterator",
+    *("PerWorkerIterator", "ReplicaContext"),
     *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
     *("SidecarEvaluator", "SimpleClusterResolver", "TFConfigClusterResolver", "callbacks", "optimizers"),
 }
-"""Of the public names those that make sense on the coordinator alone."""
+"""Of the public names those that make sense on the coordinator alone, or that only the library makes."""
 
 
 def test_the_list_has_all_that_is_public() -> None:
