@@ -31,7 +31,10 @@ from tests.conftest import is_gone
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "observability", "dashboard")
+NAMES = (
+    *("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "collectives", "observability"),
+    "dashboard",
+)
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
 
@@ -170,7 +173,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/collectives.md", "docs/guarantees.md", "docs/security.md"])
+@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/guarantees.md", "docs/security.md"])
 def test_links_and_lines(name: str) -> None:
     """A document is in the README's list, its links to files are valid, and its lines are not too long."""
     path = ROOT / name
