@@ -225,6 +225,23 @@ def test_the_cause_is_raised_not_that_others_missed_the_one_that_failed(coordina
         coordinator.join(TIMEOUT)
 
 
+def test_functions_that_take_its_results_run_on_all_workers(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """They wait until it has ended; then all idle workers get them, not only the one that ended last."""
+
+    def member() -> int:
+        until((tmp_path / "go").exists, "the test goes on")
+        return replica_context().replica_id
+
+    def after(rank: int) -> int:
+        meet(str(tmp_path), "after", WORKERS)
+        return rank
+
+    values = coordinator.schedule_together(member)
+    later = [coordinator.schedule(after, (value,)) for value in values]
+    (tmp_path / "go").touch()
+    assert coordinator.fetch(later, TIMEOUT) == list(range(WORKERS))
+
+
 def test_cancelling_one_ends_all(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     with coordinator.strategy.scope():
         counted = Variable(np.zeros(()), name="counted")

@@ -66,13 +66,16 @@ class GangRuns:
         if failed is not None and self._scheduler.error is None:
             state.settle_cancelled(self._scheduler.abort(failed, final=False))
             state.recall_all()
+        unblocked = False
         for rank, call in enumerate(gang.payloads):
             if gang.state is GangState.DONE:
-                state.set_value(call, *gang.results[rank])
+                unblocked |= state.set_value(call, *gang.results[rank])
             elif failed is not None:
                 state.set_call_error(call, failed, RemoteValueStatus.FAILED)
             else:
                 error = cancelled_error(call.function.name, self._scheduler.error, call.applied)
                 state.set_call_error(call, error, RemoteValueStatus.CANCELLED)
+        if unblocked:
+            state.ask_to_wake()
         self._scheduler.forget(gang.keys)
         self._state.changed.notify_all()
