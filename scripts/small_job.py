@@ -13,7 +13,7 @@ from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterSer
 
 @contextmanager
 def small_job(batch: int) -> Iterator[tuple[LocalCluster, Callable[[float], float]]]:
-    """Yield a cluster, and what runs functions there for so many seconds, and returns how many it were per second.
+    """Yield a cluster, and a callable that runs functions there for some seconds and returns how many ran per second.
 
     `batch` functions are waited for at once. In the end it is checked that each ran once.
     """

@@ -34,7 +34,7 @@ def options_of(way: str, folder: Path) -> RoleOptions:
 
 
 def addresses_of(way: str, folder: Path, count: int) -> list[str]:
-    """Addresses for so many workers."""
+    """Addresses for this number of workers."""
     if way != "unix":
         return free_addresses(count)
     folders = [folder / f"w{index}" for index in range(count)]

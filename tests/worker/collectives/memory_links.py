@@ -54,7 +54,7 @@ class MemoryLinks:
         data, network = b"".join(buffers), self._network
         with network.changed:
             posted = network.posted[self.rank, to]
-            network.wait_for(lambda: posted, "nobody receives: the members are in a deadlock")
+            network.wait_for(lambda: posted, "no member receives: they are in a deadlock")
             receipt = posted.popleft()
             receipt.memory[:] = data  # of another size: ValueError
             receipt.done = True
@@ -71,7 +71,7 @@ class MemoryLinks:
 
 
 def on_each(size: int, fn: Callable[[MemoryLinks], Any]) -> list[Any]:
-    """Run a function as each of so many members at once; return the results by rank, when nothing is left over."""
+    """Run a function as each of the members at once; return the results by rank, when nothing is left over."""
     network, results = Network(), [None] * size
 
     def run(rank: int) -> None:

@@ -168,7 +168,7 @@ def test_an_opening_that_is_none(pair: list[Host], first: worker_pb2.ExchangeReq
 
 
 def test_exchanges_that_wait_are_bounded(pair: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many may wait for gangs to start; each only for so long; one whose caller has gone, no longer."""
+    """A limited number may wait for gangs to start, each for a limited time, and none whose caller has gone."""
     monkeypatch.setattr(incoming, "MAX_WAITING_EXCHANGES", 1)
     generation = 50 + next(_numbers)
     gangs = pair[1].job.membership.gangs

@@ -1,4 +1,4 @@
-"""The mailbox: every message fills its receive, whichever comes first, and what nobody awaits is bounded."""
+"""The mailbox: every message fills its receive, whichever comes first, and what no receive awaits is bounded."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ DISAGREEING: dict[str, tuple[Sequence[Step], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", DISAGREEING)
 def test_members_that_disagree(three: list[Host], generation: int, case: str) -> None:
-    """Where members make different calls, all that wait learn which replica does what, and where: nobody hangs."""
+    """Where members make different calls, all that wait learn which replica does what, and where: none hangs."""
     steps, words = DISAGREEING[case]
     results = together(three, *steps[:3], generation=generation)
     errors = [result for result in results if isinstance(result, BaseException)]

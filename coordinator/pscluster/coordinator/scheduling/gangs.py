@@ -241,9 +241,13 @@ class Gangs(Generic[P]):
             cancelled += gang.members
         return cancelled
 
-    def with_members(self, tasks: Iterable[Task[P]]) -> set[Task[P]]:
-        """Return these tasks, and the other members of their gangs."""
+    def withdraw(self, tasks: Iterable[Task[P]]) -> set[Task[P]]:
+        """Mark the gangs of these tasks as unwanted. Return the tasks, with the other members of those gangs."""
         chosen = set[Task[P]]()
         for task in tasks:
-            chosen.update(task.gang.members if task.gang is not None else (task,))
+            if task.gang is None:
+                chosen.add(task)
+            else:
+                task.gang.withdrawn = True
+                chosen.update(task.gang.members)
         return chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pscluster.core.values import map_structure
@@ -26,9 +26,6 @@ class PerReplica(Sequence[Any]):
 
     def __getitem__(self, rank: Any) -> Any:
         return self._values[rank]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{rank}: {value!r}" for rank, value in enumerate(self._values))

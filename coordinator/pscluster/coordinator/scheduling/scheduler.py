@@ -185,19 +185,13 @@ class Scheduler(TaskQueue[P]):
 
     def withdraw(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
         """Mark tasks as unwanted; cancel, and return, those that no worker has."""
-        for task in self.gangs.with_members(tasks):
+        for task in self.gangs.withdraw(tasks):
             task.withdrawn = True
-            if task.gang is not None:
-                task.gang.withdrawn = True
         return self._cancel_waiting(lambda task: task.withdrawn)
 
     def cancel(self, tasks: Iterable[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
         """Cancel these tasks at once. Return those that had not ended, and those of them that must be shut out."""
-        chosen = self.gangs.with_members(tasks)
-        for task in chosen:
-            if task.gang is not None:
-                task.gang.withdrawn = True
-        return self._cancel(chosen)
+        return self._cancel(self.gangs.withdraw(tasks))
 
     def _cancel(self, chosen: set[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
         cancelled, left_behind = self._cancel_waiting(chosen.__contains__), list[Task[P]]()

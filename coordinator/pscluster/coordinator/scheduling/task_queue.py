@@ -138,11 +138,13 @@ class TaskQueue(Generic[P]):
 
     def _requeue(self, tasks: Sequence[Task[P]]) -> list[Task[P]]:
         """Put these at the head of the queue, and return those that are cancelled instead."""
-        cancelled = [task for task in tasks if self.error is not None or task.withdrawn]
-        # The members of a gang run again together, as new tasks.
-        cancelled_members = [task for task in tasks if task.gang is not None and task not in cancelled]
-        for task in (*cancelled, *cancelled_members):
-            self._end(task, State.CANCELLED)
+        cancelled = []
+        for task in tasks:
+            if self.error is not None or task.withdrawn:
+                cancelled.append(task)
+            elif task.gang is None:
+                continue
+            self._end(task, State.CANCELLED)  # the members of a gang run again together, as new tasks
         for task in reversed(tasks):
             if task.state is not State.CANCELLED:
                 task.state = State.QUEUED

@@ -5,7 +5,7 @@ is combined, and in which order, depends only on sizes and ranks: two runs give 
 since each element is combined in one place or, for small arrays, in the same order everywhere.
 
 A receive is posted before the sends that its sender may be waiting for, so that no ring of members that all send can
-block: whoever is furthest behind has posted what its predecessor sends next.
+block: the member furthest behind has posted what its predecessor sends next.
 
     small arrays   recursive doubling: log2(size) rounds of the whole array
     large arrays   a ring, in pieces: each member sends 2 (size - 1) / size of the array, whatever the size

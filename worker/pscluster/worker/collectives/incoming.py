@@ -224,7 +224,7 @@ class Receiver:
 
 
 def _dropped(size: int) -> Iterator[memoryview]:
-    """Yield memory for bytes that nobody wants."""
+    """Yield memory for bytes that are not wanted."""
     memory = memoryview(bytearray(min(size, _DROP_BYTES)))
     while size > 0:
         yield memory[:size]
