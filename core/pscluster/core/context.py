@@ -29,6 +29,9 @@ class FunctionContext:
     term: int = 0
     replica: Any = None
     """The ReplicaContext of its gang, or of one replica; made at first use, by a module that stands above this one."""
+    steps: Any = None
+    """The ReplicaSteps of a synchronous run that this function is called for, once for each of them."""
+    _committed: bool = field(default=False, init=False)  # is a step?
     _cancelled: bool = field(default=False, init=False)
     _on_cancel: list[Callable[[], object]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -40,10 +43,16 @@ class FunctionContext:
             self._updates[variable] += 1
             return self._updates[variable]
 
+    def begin_step(self, *, committed: bool = False) -> None:
+        """Number the updates from 1 again: a synchronous step begins. `committed`: the last one is."""
+        with self._lock:
+            self._updates.clear()
+        self._committed |= committed
+
     @property
     def updated(self) -> bool:
         """Whether it has requested an update, which may have been applied."""
-        return bool(self._updates)
+        return self._committed or bool(self._updates)
 
     def cancel(self) -> None:
         """Make the function stop at its next library call, and end those that wait."""

@@ -150,7 +150,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class UpdateItem(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -175,10 +176,11 @@ class UpdateItem(_message.Message):
     boot_id: int
     name: str
     text: str
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    weight: float
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term")
+    __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term", "contribution")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,7 @@ class UpdateRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnation: int
     function: int
@@ -195,19 +198,103 @@ class UpdateRequest(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[UpdateItem]
     key: int
     term: int
-    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    contribution: Contribution
+    def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ..., term: _Optional[int] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ...) -> None: ...
+
+class StepCount(_message.Message):
+    __slots__ = ("run", "step", "pad")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    run: int
+    step: int
+    pad: bytes
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
+        STAGE: _ClassVar[Contribution.Kind]
+        COMMIT: _ClassVar[Contribution.Kind]
+        WAIT: _ClassVar[Contribution.Kind]
+        OPEN: _ClassVar[Contribution.Kind]
+    KIND_UNSPECIFIED: Contribution.Kind
+    STAGE: Contribution.Kind
+    COMMIT: Contribution.Kind
+    WAIT: Contribution.Kind
+    OPEN: Contribution.Kind
+    class PositionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    run: int
+    step: int
+    epoch: int
+    replica: int
+    replicas: int
+    kind: Contribution.Kind
+    ended: bool
+    updated: _containers.RepeatedScalarFieldContainer[int]
+    positions: _containers.ScalarMap[int, int]
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class StepState(_message.Message):
+    __slots__ = ("committed", "missing", "ended", "unknown", "before", "after")
+    class BeforeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class AfterEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    ended: bool
+    unknown: bool
+    before: _containers.ScalarMap[int, int]
+    after: _containers.ScalarMap[int, int]
+    def __init__(self, committed: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
-    __slots__ = ("applied", "repeated_", "updates", "boot_id")
+    __slots__ = ("applied", "repeated_", "updates", "boot_id", "state")
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     REPEATED__FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     applied: int
     repeated_: int
     updates: _containers.RepeatedScalarFieldContainer[int]
     boot_id: int
-    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., boot_id: _Optional[int] = ...) -> None: ...
+    state: StepState
+    def __init__(self, applied: _Optional[int] = ..., repeated_: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., boot_id: _Optional[int] = ..., state: _Optional[_Union[StepState, _Mapping]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("kind", "message")
@@ -218,7 +305,7 @@ class Refusal(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "read", "update", "create", "restore", "total_bytes", "last", "pad", "payload")
+    __slots__ = ("id", "read", "update", "create", "restore", "total_bytes", "last", "after", "pad", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +313,7 @@ class Request(_message.Message):
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -235,9 +323,10 @@ class Request(_message.Message):
     restore: bool
     total_bytes: int
     last: bool
+    after: StepCount
     pad: bytes
     payload: bytes
-    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., restore: bool = ..., total_bytes: _Optional[int] = ..., last: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., restore: bool = ..., total_bytes: _Optional[int] = ..., last: bool = ..., after: _Optional[_Union[StepCount, _Mapping]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "again", "pad", "payload")

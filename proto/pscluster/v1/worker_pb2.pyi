@@ -86,20 +86,46 @@ class Step(_message.Message):
     def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
 
 class Gang(_message.Message):
-    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout")
+    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "steps")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     id: int
     generation: int
     rank: int
     members: _containers.RepeatedCompositeFieldContainer[GangMember]
     secret: bytes
     timeout: float
-    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ...) -> None: ...
+    steps: SynchronousSteps
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
+
+class SynchronousSteps(_message.Message):
+    __slots__ = ("run", "first", "count", "epoch", "collect", "open")
+    class Collect(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LAST: _ClassVar[SynchronousSteps.Collect]
+        ALL: _ClassVar[SynchronousSteps.Collect]
+        MEAN: _ClassVar[SynchronousSteps.Collect]
+    LAST: SynchronousSteps.Collect
+    ALL: SynchronousSteps.Collect
+    MEAN: SynchronousSteps.Collect
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    run: int
+    first: int
+    count: int
+    epoch: int
+    collect: SynchronousSteps.Collect
+    open: bool
+    def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ...) -> None: ...
 
 class GangMember(_message.Message):
     __slots__ = ("worker", "address", "incarnation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ ROWS_IDS_BYTES = 1 << 20
 METADATA = 0, 1
 """Variable and shard in whose place the job's metadata stands in updates, on server 0."""
 
+SYNCHRONOUS = "synchronous"
+"""The name, in a job's metadata, of the record of the last synchronous step that was committed."""
+
 RESERVED = "pscluster/"
 """Users can't give names that begin so. Those of an evaluation's copies do."""
 
@@ -44,6 +48,30 @@ AVERAGE = "average"
 
 OWN_RULE = "custom"
 """The name of custom rules in an OptimizerSpec."""
+
+
+_AFTER = struct.Struct("<3sQBQ2s10x")
+_AFTER_TAGS = b"\x42\x1e\x09", 0x11, b"\x6a\x0a"
+"""Of Request.after and of its fields, in their order: run, step, padding."""
+
+
+def with_step(run: int, step: int) -> bytes:
+    """Return what to put before a request that is answered as after this many steps of a run.
+
+    It keeps the request's alignment, and the rest of the bytes the same from step to step.
+    """
+    head, step_tag, pad = _AFTER_TAGS
+    return _AFTER.pack(head, run, step_tag, step, pad)
+
+
+def split_step(data: bytes) -> tuple[ps_pb2.StepCount | None, bytes]:
+    """Return what `with_step` has put before a request, and the request; None if there is nothing."""
+    if not data.startswith(_AFTER_TAGS[0]) or len(data) < _AFTER.size:
+        return None, data
+    head, run, step_tag, step, pad = _AFTER.unpack_from(data)
+    if (head, step_tag, pad) != _AFTER_TAGS:
+        return None, data  # another client's, in another order
+    return ps_pb2.StepCount(run=run, step=step), data[_AFTER.size :]
 
 
 def part_name(server: int, servers: int) -> str:

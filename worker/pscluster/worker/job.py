@@ -117,6 +117,12 @@ class Job:
                 return self._passing.setdefault((kind, key), handle)
             return self._handles.setdefault((kind, key), handle)
 
+    def iterator_of(self, resource: int) -> WorkerIterator | None:
+        """Return this worker's iterator of a per-worker dataset; None if there is none."""
+        with self._lock:
+            handle = self._handles.get((WorkerIterator.handle_kind, str(resource)))
+        return handle if isinstance(handle, WorkerIterator) else None
+
     # Definitions and resources
 
     def define(self, definition: definition_pb2.Definition, bulk: memoryview) -> None:

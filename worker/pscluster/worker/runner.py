@@ -18,6 +18,7 @@ coordinator gives it to another worker.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -45,6 +46,7 @@ from pscluster.worker.data.prefetch import EndOfPart, Part
 from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import SHORTEST_SECONDS
 from pscluster.worker.job import Job
+from pscluster.worker.steps import run_steps
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +255,7 @@ class Runner:
                     parts = self._job.parts_of(step)
                 args, kwargs = self._arguments(step, arguments, parts)
                 begin = time.monotonic()
-                result = _called(function, args, kwargs, parts)
+                result = self._result(step, context, functools.partial(_called, function, args, kwargs, parts))
             outcome.seconds = seconds = time.monotonic() - begin
             reach("worker.run.after")
             if step.want_result and result is not None:
@@ -292,6 +294,12 @@ class Runner:
     def _membership(self, step: worker_pb2.Step, context: FunctionContext) -> AbstractContextManager[None]:
         """Return the membership in the step's gang; nothing for a step that runs alone."""
         return self._job.membership.member(step.gang, context) if step.HasField("gang") else _ALONE
+
+    def _result(self, step: worker_pb2.Step, context: FunctionContext, call: Callable[[], Any]) -> Any:
+        """Call a function, or call it for each synchronous step that it is to take."""
+        if not step.gang.HasField("steps"):
+            return call()
+        return run_steps(step.gang, context, self._job.client(), self._job.iterator_of, call)
 
     def _arguments(
         self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]

@@ -24,6 +24,7 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.gangs import Gang
 from pscluster.coordinator.scheduling.per_replica import own_values
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
@@ -56,6 +57,7 @@ class FunctionQueue(StaysHere):
         self.trainings_ended = 0  # how many of the script's have
         self._dispatcher = dispatcher
         self._functions = CapturedFunctions(strategy.context.variables.serialization)
+        self.synchronous_run = SynchronousRun(strategy.context.client.updater)
         self._resources = itertools.count(1)
         self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset] = (
             weakref.WeakValueDictionary()
@@ -171,6 +173,20 @@ class FunctionQueue(StaysHere):
         """
         if not callable(fn):
             raise TypeError(f"schedule_together takes a function, not {type_of(fn)}")
+        return self.schedule_gang(fn, args, kwargs, workers, timeout, retries, wait)
+
+    def schedule_gang(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        workers: int | Sequence[int] | None,
+        timeout: float | None,
+        retries: int,
+        wait: float | None,
+        steps: worker_pb2.SynchronousSteps | None = None,
+    ) -> list[RemoteValue]:
+        """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use."""
         indices, size = self._members(workers)
         timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
@@ -190,7 +206,8 @@ class FunctionQueue(StaysHere):
             values.append(value)
             calls.append(call)
         keys = [fresh_id() for _ in calls]
-        gang = Gang(calls, keys, indices, RunLimits(timeout, retries) if timeout or retries else NO_LIMITS, fresh_id())
+        limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
+        gang = Gang(calls, keys, indices, limits, fresh_id(), steps=steps)
         self._dispatcher.submit_gang(gang, wait)
         return values
 

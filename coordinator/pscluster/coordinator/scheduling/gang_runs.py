@@ -50,6 +50,10 @@ class GangRuns:
             described = gang.described = worker_pb2.Gang(
                 id=gang.id, generation=gang.generation, secret=secrets.token_bytes(_SECRET_BYTES)
             )
+            if gang.steps is not None:
+                described.steps.CopyFrom(gang.steps)
+                described.steps.epoch += gang.generation
+                described.steps.open = gang.generation > 1
             for index in gang.placed:
                 handle = self._state.workers[index]
                 assert handle.connection is not None, "a worker that is free is connected"

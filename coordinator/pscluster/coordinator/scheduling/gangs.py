@@ -59,6 +59,7 @@ class Gang(Generic[P]):
     members: list[Task[P]] = field(default_factory=list)  # of this generation, by rank
     placed: Sequence[int] = ()  # the worker of each
     described: Any = None  # this generation, as its members are told of it
+    steps: Any = None  # the steps of a synchronous run that it takes, if it does
     results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned
     failures: int = 0  # that were retried
     deaths: int = 0  # of workers that ran a member, and attempts in which members lost each other

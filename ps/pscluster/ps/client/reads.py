@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -18,7 +18,7 @@ import numpy as np
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import UnavailableError
 from pscluster.core.metrics.trace import SESSION_HEADER
-from pscluster.core.transport.frames import pack, view
+from pscluster.core.transport.frames import Buffer, pack, view
 from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
@@ -88,8 +88,11 @@ class Reader:
             plan.check(server, reply, payload)
             decode(server, payload)
 
-        if plan.requests:
-            self._exchanges.exchange("pull", plan.requests, finish, function)
+        requests: Mapping[int, Sequence[Buffer]] = plan.requests
+        if function is not None and function.steps is not None:
+            requests = {server: (function.steps.after, *request) for server, request in requests.items()}
+        if requests:
+            self._exchanges.exchange("pull", requests, finish, function)
         if plan.large:
             self._exchanges.on_each(
                 functools.partial(self._pull, server, reads, function) for server, reads in plan.large.items()
@@ -111,6 +114,8 @@ class Reader:
                 sink = PayloadSink(ps_pb2.Reply, [cast(memoryview, piece.target) for piece in pieces])
                 name, begin = new_session(), time.monotonic()
                 request = pack(*request_for(self._job, pieces))
+                if function is not None and function.steps is not None:
+                    request = function.steps.after + request
                 server.pull(request, ((SESSION_HEADER, name),), timeout, sink.take)
                 if not sink.complete:
                     raise UnavailableError(f"the reply ended {sink.missing} bytes too early")

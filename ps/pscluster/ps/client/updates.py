@@ -17,6 +17,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, parts_of, view
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import Exchanges, padded
+from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -47,6 +48,9 @@ class Updater:
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         """Apply every update once, however often it is sent. Return when all servers have acknowledged."""
         function = self._exchanges.begin()
+        if function is not None and function.steps is not None:
+            function.steps.add(updates)
+            return
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
         for update in updates:
             by_server[update.server].append(update)
@@ -96,6 +100,33 @@ class Updater:
             self._exchanges.pushed += sum(
                 len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in updates
             )
+        finally:
+            with self._lock:
+                self._open.discard(sequence)
+
+    def header(self, function: FunctionContext) -> ps_pb2.UpdateRequest:
+        """Return the origin of a function's updates, for its contributions to synchronous steps."""
+        return ps_pb2.UpdateRequest(
+            job=self._job, incarnation=self._incarnation, function=function.function, term=function.term
+        )
+
+    def settle_run(self, run: int, epoch: int) -> int:
+        """Begin an epoch of a synchronous run, outside of functions; return how many of its steps are committed.
+
+        When this returns, all servers have applied these steps, and no other one will be committed in an earlier epoch.
+        """
+        sequence, settled = self._next_sequence()
+        try:
+            header = ps_pb2.UpdateRequest(
+                job=self._job, incarnation=self._incarnation, sequence=sequence, settled=settled, term=self.term
+            )
+            steps = ReplicaSteps(
+                self._exchanges, header, run=run, step=0, epoch=epoch, replica=0, replicas=1, seconds=0
+            )
+            committed = steps.open().committed
+            steps.go_to(committed, committed)
+            steps.settle(range(1, len(self._exchanges.servers)))
+            return committed
         finally:
             with self._lock:
                 self._open.discard(sequence)

@@ -108,6 +108,11 @@ class Ledger:
             for sequence in [sequence for sequence in client.keys if sequence < before]:
                 del client.keys[sequence]
 
+    def last_sequence(self, incarnation: int) -> int:
+        """Return the highest sequence number of a client of which something was applied; 0 if there is none."""
+        client = self.clients.get(incarnation)
+        return max((*client.keys, client.settled)) if client is not None else 0
+
     def finish(self, intervals: Iterable[tuple[int, int]]) -> None:
         """Forget functions that have ended, given as [start, stop) intervals, and refuse their late updates."""
         for start, stop in intervals:

@@ -25,7 +25,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import Incoming, WritePath
-from pscluster.ps.spec import SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES, split_step
 from pscluster.v1 import ps_pb2
 
 STILL_SECONDS = 30.0
@@ -84,14 +84,20 @@ class ParameterServerService:
 
     def _reply(self, data: bytes, more: Iterator[bytes], context: grpc.ServicerContext) -> tuple[str, list[Buffer]]:
         """Return "pull", "push" or "", and the answer in parts. Takes further frames of the request from `more`."""
+        after, data = split_step(data)
         prepared = None if self._role.waiting else self._role.store.prepared(data)
+        # If this raises, the request is refused below.
         if prepared is not None:
-            with suppress(UnavailableError), self.drain:  # if it raises, the request is refused below
+            with suppress(PsClusterError), self.drain:
+                if after is not None:
+                    self.writes.reach_step(self._role.store, after)
                 return "pull", prepared.reply()
         request, payload = unpack(data, ps_pb2.Request)
+        if after is not None:
+            request.after.CopyFrom(after)
         if request.last:
             answer = self._answered(data, request, Payload([payload]), len(payload), context)
-            if answer[0] == "pull" and not payload and not request.id:
+            if answer[0] == "pull" and not payload and not request.id and not (after is None and request.after.run):
                 self._role.store.prepare(data, request.read)
             return answer
         assembler = Assembler(SESSION_BYTES)
@@ -125,6 +131,8 @@ class ParameterServerService:
     ) -> list[Buffer]:
         store = self._role.serving()
         body = request.WhichOneof("body")
+        if request.HasField("after"):
+            self.writes.reach_step(store, request.after)
         if body == "read":
             size = reads.reply_bytes(store, request.read, request.total_bytes)
             if size > SESSION_BYTES:
@@ -148,6 +156,8 @@ class ParameterServerService:
             store = self._role.serving()
             if request.WhichOneof("body") != "read":
                 raise ProtocolError("a Pull is a read")
+            if request.HasField("after"):
+                self.writes.reach_step(store, request.after)
             with self._incoming.turn(data, len(payload)):
                 total = reads.reply_bytes(store, request.read, len(payload))
             with (

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import view
@@ -24,6 +25,7 @@ from pscluster.ps.server.directory import Contents, Directory, HeldOptimizer, He
 from pscluster.ps.server.losses import NAMES, Losses, ShardKey
 from pscluster.ps.server.prepared_reads import MAX_PREPARED, MAX_REQUEST_BYTES, PreparedRead
 from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.synchronous.runs import Runs
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
 
@@ -63,6 +65,7 @@ class Store:
         self._prepared: dict[bytes, PreparedRead] = {}  # by their requests
         self.losses = Losses()
         self._creating: dict[int, threading.Lock] = {}  # by variable, held while its shards are made
+        self.runs: Runs[Any] = Runs(index, self._steps_applied)  # synchronous ones
 
     # The directory
 
@@ -206,6 +209,11 @@ class Store:
                 self._ledger.forget(over[at : at + _BATCH])
         if shut_out:
             _pass_through(self._all_shards())
+
+    def _steps_applied(self, run_id: int) -> int:
+        """Return how many steps of a synchronous run have been applied: each is a request of the run, as a client."""
+        with self._lock:
+            return self._ledger.last_sequence(run_id)
 
     # Prepared reads
 

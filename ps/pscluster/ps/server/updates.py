@@ -143,14 +143,7 @@ def apply(
     applied = [] if applied is None else applied
     origin = _origin(request)
     store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
-    ids_of: list[Ids | None] = []
-    for change in changes:
-        ids = None
-        if change.item.rows.WhichOneof("kind") == "ids":
-            ids = payload.ids(change.ids_at, change.item.rows.ids)
-            table = table_of(change.shard.array, change.item.rows.leading, change.held.spec.name)
-            check_ids(table, ids, change.held.spec.name)
-        ids_of.append(ids)
+    ids_of = [checked_ids(change, payload) for change in changes]
     reply = ps_pb2.UpdateReply(boot_id=store.losses.boot_id)
     for change, ids in zip(changes, ids_of, strict=True):
         item, begin = change.item, time.monotonic()
@@ -201,6 +194,16 @@ def apply(
         with store.ledger() as ledger:
             ledger.forget_answered(origin.incarnation, request.settled)
     return reply
+
+
+def checked_ids(change: Change, payload: Payload) -> Ids | None:
+    """Return the row numbers of an item; None if it has none. InvalidUpdateError if there are no such rows."""
+    if change.item.rows.WhichOneof("kind") != "ids":
+        return None
+    ids = payload.ids(change.ids_at, change.item.rows.ids)
+    table = table_of(change.shard.array, change.item.rows.leading, change.held.spec.name)
+    check_ids(table, ids, change.held.spec.name)
+    return ids
 
 
 def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:

@@ -4,7 +4,8 @@
       decode     a header, and a payload that is still to arrive if it is large
       validate   `updates.check_update`, `check_create`: all that can be checked before the payload arrives
       admit      `admission.Budget`: memory for the payload, which is then received
-      apply      `updates.apply`: each item once, under its shard's lock; `creation.create`
+      apply      `updates.apply`: each item once, under its shard's lock; `creation.create`; or, of a contribution to a
+                 synchronous step, `StepPath.contribute`: staged now, applied with those of the other replicas
       log        `StateManager.logged`, `StateManager.save`: as durable as the user has chosen
       reply
 
@@ -36,6 +37,7 @@ from pscluster.ps.server.payload import ArrayPool, Payload, Staging
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.steps import StepPath
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import COPY
 from pscluster.ps.storage.manager import StateManager
@@ -80,6 +82,7 @@ class WritePath:
         self._role = role
         self._budget = budget
         self._incoming = incoming
+        self._steps = StepPath(functools.partial(write, role.manager), role.manager.log_contribution)
         self.pool = ArrayPool()
         self._mixed = False  # whether large updates of different kinds have arrived
 
@@ -89,7 +92,19 @@ class WritePath:
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
     ) -> ps_pb2.UpdateReply:
         changes = updates.check_update(store, request.update, request.total_bytes, context)
-        return write(self._role.manager, store, request.update, changes, payload, request.total_bytes)
+        return self._update(store, request.update, changes, payload, request.total_bytes)
+
+    def _update(
+        self, store: Store, update: ps_pb2.UpdateRequest, changes: list[Change], payload: Payload, total_bytes: int
+    ) -> ps_pb2.UpdateReply:
+        """Stage a contribution to a synchronous step; apply any other update."""
+        if update.HasField("contribution"):
+            return self._steps.contribute(store, update, changes, payload, total_bytes)
+        return write(self._role.manager, store, update, changes, payload, total_bytes)
+
+    def reach_step(self, store: Store, after: ps_pb2.StepCount) -> None:
+        """Apply what is staged of synchronous steps before this one, all of which are committed."""
+        self._steps.reach_step(store, after)
 
     def create(
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
@@ -140,7 +155,7 @@ class WritePath:
             _check_restore(first, context)
         else:
             raise ProtocolError("a Push is an update, a creation or a request to restore")
-        if self._may_stage(first.total_bytes, changes):
+        if not first.update.HasField("contribution") and self._may_stage(first.total_bytes, changes):
             with self._budget.reserve(first.total_bytes, context):
                 server_call(context).has_taken_memory()
                 # A separate function, so that no reference is left when the memory is released to other requests.
@@ -162,8 +177,9 @@ class WritePath:
                 self.restore(store, _restore_request(Payload(assembler.chunks).joined()))
                 return "", 0, pack(reply)
             if body == "update":
-                whole = Payload(assembler.chunks, once=not self._role.manager.logs)
-                update = write(self._role.manager, store, first.update, changes, whole, first.total_bytes)
+                keep = self._role.manager.logs or first.update.HasField("contribution")
+                whole = Payload(assembler.chunks, once=not keep)
+                update = self._update(store, first.update, changes, whole, first.total_bytes)
                 reply.update.CopyFrom(update)
                 return "push", first.total_bytes, pack(reply)
             reply.create.CopyFrom(self._create(store, first.create, Payload(assembler.chunks)))

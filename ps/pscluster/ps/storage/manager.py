@@ -27,6 +27,7 @@ from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.server.updates import Change
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.generations import DamagedError, StateDirectory
@@ -156,6 +157,7 @@ class StateManager:
             coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
         replay.restore_losses(store, manifest, self._directory.losses(), dropped)
+        store.runs.whole = manifest.logged and self._plan.due() is None
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
@@ -315,6 +317,34 @@ class StateManager:
                 self._request_save()
                 raise
 
+    def log_contribution(self, store: Store, contribution: Contribution) -> None:
+        """Log a contribution to a synchronous step, if there is a log. UnavailableError if it can't be written."""
+        if self._log is None:
+            return
+        with self._changed:
+            if not self._plan.is_saved(self._owed):
+                raise UnavailableError("updates are refused until the change of coordinator has been saved")
+            job = self._job
+        if job is None or job.store is not store:
+            return  # its job is over
+        try:
+            self._write_contribution(self._log, job.identity, contribution)
+        except UnavailableError:
+            self._request_save()  # so that a new segment begins
+            raise
+
+    def _log_staged(self, log: Log, job: _Job) -> None:
+        """Log what is staged again: the segments that have it are no longer read once this generation is saved."""
+        for contribution in job.store.runs.staged():
+            self._write_contribution(log, job.identity, contribution)
+
+    def _write_contribution(self, log: Log, identity: JobIdentity, contribution: Contribution) -> None:
+        total = contribution.total_bytes
+        record = state_pb2.LogRecord(update=contribution.request, total_bytes=total, last=True)
+        record.store_id, record.coordinator_number = identity.store_id, identity.coordinator_number
+        ticket, room = log.take(total + record.ByteSize())
+        log.record(ticket, room, record, contribution.payload.chunks if total else ())
+
     def write_losses(self) -> None:
         """Have the losses written in the background if new ones were found."""
         with self._changed:
@@ -400,6 +430,8 @@ class StateManager:
         if self._log is not None:
             saved = job.saved.generation if job.saved is not None else 0
             broken = self._log.begin_segment(generation, self._segment_before, saved)
+            if not broken:
+                self._log_staged(self._log, job)
         contents, identity = job.store.held(), job.identity
         manifest = replay.manifest_of(job.store, contents)
         manifest.store_id, manifest.job_id, manifest.coordinator_number = (
@@ -434,6 +466,7 @@ class StateManager:
         job.before, job.saved, job.sizes = job.saved, manifest, _sizes(manifest)
         if self._log is not None and broken:
             self._log.mended()
+            self._log_staged(self._log, job)
         self._remove_unused(job)
         reach("ps.generation.after")
 

@@ -17,6 +17,7 @@ from pscluster.ps.server.losses import UNKNOWN
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import METADATA, partition_of
 from pscluster.ps.storage.generations import DamagedError
@@ -214,6 +215,9 @@ class Replay:
         if record.coordinator_number > self.coordinator_number:
             self._store.take_over(record.update.job)
             self.coordinator_number = record.coordinator_number
+        if record.update.HasField("contribution"):
+            self._contributed(record.update, payload)
+            return
         wanted = [index for index, item in enumerate(record.update.items) if item.variable in self._here]
         self.skipped += len(record.update.items) - len(wanted)
         if not wanted:
@@ -233,6 +237,16 @@ class Replay:
                 early[count] = update, change, Payload([payload])
                 while (ready := early.pop(change.shard.updates + 1, None)) is not None:
                     self._apply(*ready, change.shard.updates + 1)
+
+    def _contributed(self, update: ps_pb2.UpdateRequest, data: memoryview) -> None:
+        """Take a contribution to a synchronous step, which may have been applied since, and may not."""
+        of = update.contribution
+        try:
+            changes = updates.changes_of(self._store, update, len(data))
+        except PsClusterError:  # of a variable that was deleted since, after the step
+            return
+        staged = Contribution(update, changes, Payload([data]), len(data))
+        self._store.runs.found(of.run, of.step, of.epoch, of.replica, of.replicas, staged)
 
     def _declare(self, record: state_pb2.LogRecord) -> None:
         """Declare the optimizers as they were when the update was applied."""
@@ -273,6 +287,7 @@ def replayed(
     for record, payload in records:
         replay.add(record, payload)
     replay.end()
+    store.runs.end_of_log()
     for saved in declared_last if newest else ():
         if not saved.by_value:
             _declare(store, saved)

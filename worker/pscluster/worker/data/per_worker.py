@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +19,7 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
-from pscluster.core.errors import EndOfDatasetError
+from pscluster.core.errors import EndOfDatasetError, MisuseError
 from pscluster.core.handles import Handle
 
 
@@ -147,6 +148,9 @@ class WorkerIterator(_Built):
     given = 0  # elements so far
 
     def _take(self, dataset: Iterable[Any]) -> None:
+        self._recent: deque[Any] = deque()  # taken by the last synchronous step that was committed, or since
+        self._begin = 0  # how many were taken before these
+        self._confirmed = 0  # how many by steps that are committed, and before
         if not isinstance(dataset, Iterable):
             raise TypeError(f"dataset_fn returned {type_of(dataset)}: it must return something to iterate over")
         self._iterator = iter(dataset)
@@ -157,19 +161,71 @@ class WorkerIterator(_Built):
     def __next__(self) -> Any:
         if (function := current_function()) is not None:
             function.check()
+        steps = None if function is None else function.steps
         with self._lock:
             self._check()
-            begin = time.monotonic()
-            try:
-                element = next(self._iterator)
-            except StopIteration:
-                raise EndOfIterator(self.given) from None
-            except Exception as error:
-                self._store(error)
-                raise
+            if self.given < self._begin + len(self._recent):
+                element = self._recent[self.given - self._begin]
+            else:
+                element = self._next()
+                if steps is not None:
+                    self._begin = self.given - len(self._recent)
+                    self._recent.append(element)
             self.given += 1
-            self._waited(time.monotonic() - begin)
+            if steps is not None:
+                steps.take_from(self)
+            elif self._recent or self._begin:
+                self._forget(self.given)
             return element
+
+    def _next(self) -> Any:
+        """Take an element from the dataset. Under the lock."""
+        begin = time.monotonic()
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            raise EndOfIterator(self.given) from None
+        except Exception as error:
+            self._store(error)
+            raise
+        self._waited(time.monotonic() - begin)
+        return element
+
+    # In synchronous steps: the elements of a step are given again until it is committed.
+
+    def confirm(self) -> None:
+        """Note that the step that took the last elements is committed; before that, the one before it was."""
+        with self._lock:
+            self._forget(self._confirmed)
+            self._confirmed = self.given
+
+    def rewind(self) -> None:
+        """Give again what was taken since the last step that was committed."""
+        with self._lock:
+            self.given = max(self._confirmed, self._begin)
+
+    def seek(self, position: int) -> None:
+        """Give the element at this position next. MisuseError if it was given too long ago."""
+        with self._lock:
+            self._check()
+            if not self._recent:
+                self._begin = self.given
+            if position < self._begin:
+                raise MisuseError(
+                    f"this worker's iterator can't go back to element {position}: those before {self._begin} are gone"
+                )
+            while self._begin + len(self._recent) < position:
+                self.given = self._begin + len(self._recent)
+                self._recent.append(self._next())
+                self._forget(self.given + 1)
+            self.given = self._confirmed = position
+
+    def _forget(self, before: int) -> None:
+        """Drop elements before this position. Under the lock."""
+        while self._recent and self._begin < before:
+            self._recent.popleft()
+            self._begin += 1
+        self._begin = max(self._begin, before)
 
     def get_next(self) -> Any:
         """Return the next element (TensorFlow's name). Raise EndOfDatasetError after the last one."""

@@ -1,0 +1,74 @@
+"""The synchronous run of a job: numbers its steps, and the attempts at them.
+
+A run begins with the first steps, and anew after a checkpoint is restored, whose steps are others. Only one call takes
+steps at a time. It knows how many steps are committed: all that it asked for, if it succeeded; if it did not, it asks
+server 0, which ends the attempt, and has all servers apply what is committed. So between two calls no server holds
+anything of a step that is not applied, and no other part of the job needs to know of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pscluster.core.errors import PsClusterError
+from pscluster.core.ids import fresh_id
+from pscluster.ps.client.updates import Updater
+from pscluster.v1 import worker_pb2
+
+_GENERATION_BITS = 20
+"""An epoch is the number of the call, and below it the generation of its gang."""
+
+
+class SynchronousRun:
+    """The run of one job. Thread-safe."""
+
+    def __init__(self, updater: Updater) -> None:
+        self._updater = updater
+        self._lock = threading.Lock()
+        self._id, self._term = 0, -1
+        self._calls = 0
+        self._settled = True  # all that is committed is applied, and nothing else will be
+        self.committed = 0
+        """How many steps of the run are committed."""
+
+    @contextlib.contextmanager
+    def steps(
+        self, count: int, collect: worker_pb2.SynchronousSteps.Collect
+    ) -> Iterator[tuple[worker_pb2.SynchronousSteps, Callable[[int], Any]]]:
+        """Yield the message for `count` steps, and what to call with the number of steps that are then committed.
+
+        A block that does not call it, or raises, may have committed any of them.
+        """
+        with self._lock:
+            if (term := self._updater.term) != self._term:
+                self._id, self._term = fresh_id(), term
+                self.committed, self._settled = 0, True
+            if not self._settled:
+                self._settle()
+            self._calls += 1
+            message = worker_pb2.SynchronousSteps(
+                run=self._id,
+                first=self.committed,
+                count=count,
+                epoch=self._calls << _GENERATION_BITS,
+                collect=collect,
+            )
+            self._settled = False
+            try:
+                yield message, self._committed
+            finally:
+                if not self._settled:
+                    with contextlib.suppress(PsClusterError):  # then the next call does it
+                        self._settle()
+
+    def _committed(self, steps: int) -> None:
+        self.committed, self._settled = steps, True
+
+    def _settle(self) -> None:
+        """End what may be left of the last attempt."""
+        self._calls += 1
+        self.committed = self._updater.settle_run(self._id, self._calls << _GENERATION_BITS)
+        self._settled = True

@@ -1,0 +1,192 @@
+"""One replica's part in the steps of a synchronous run: what it contributes, and the answers of server 0.
+
+Updates that a step makes are kept here until it ends. Then, for each step:
+
+    stage    the contributions for the other servers, to all of them at once; they are acknowledged once they are staged
+    commit   those for server 0, and that all is staged. It is answered at once, with the replicas that are missing
+    wait     until the step is committed, in questions that are answered after half a second at most
+
+The next read, on any server, then names the step that it follows; so a server that has only staged the step applies it
+first. What is repeated after a lost connection changes nothing.
+
+A step can also be repeated for its result only (`dry`): its updates are dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pscluster.core.context import FunctionContext
+from pscluster.core.errors import MemberTimeoutError, MisuseError
+from pscluster.core.fault_points import reach
+from pscluster.core.transport.frames import Buffer, parts_of, view
+from pscluster.ps.client.exchanges import Exchanges, padded
+from pscluster.ps.spec import SESSION_BYTES, with_step
+from pscluster.v1 import ps_pb2
+
+if TYPE_CHECKING:
+    from pscluster.ps.client.updates import ShardUpdate
+
+_Kind = ps_pb2.Contribution
+
+
+class ReplicaSteps:
+    """The steps of one replica in one attempt (epoch). For one thread."""
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        header: ps_pb2.UpdateRequest,
+        *,
+        run: int,
+        step: int,
+        epoch: int,
+        replica: int,
+        replicas: int,
+        seconds: float,
+    ) -> None:
+        """Begin with step number `step`.
+
+        Args:
+            header: the origin of all updates.
+            seconds: how long to wait for the other replicas.
+        """
+        self._exchanges = exchanges
+        self._header = header
+        self._run, self.step, self._epoch = run, step, epoch
+        self._replica, self._replicas, self._seconds = replica, replicas, seconds
+        self.dry = False
+        self._contributed: list[int] = []  # see Contribution.updated
+        self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)
+        self.after = with_step(run, step)
+        """Goes before each read."""
+
+    # In a step
+
+    def add(self, updates: Sequence[ShardUpdate]) -> None:
+        """Keep updates until the step ends, as they are now. MisuseError if they can't be combined."""
+        for update in updates:
+            if update.item.kind == ps_pb2.ASSIGN:
+                raise MisuseError(
+                    "a variable is assigned in a synchronous step, by every replica: assign it in the script, between "
+                    "two runs, or add to it"
+                )
+        if self.dry:
+            return
+        for update in updates:
+            code = update.item.variable * 16 + update.item.kind
+            if not self._contributed or self._contributed[-1] != code:
+                self._contributed.append(code)
+            segments = [memoryview(bytes(update.values))]  # the caller may change its arrays
+            if update.ids is not None:
+                segments.insert(0, memoryview(bytes(view(update.ids))))
+            self._items[update.server].append((update.item, padded(segments)))
+
+    def check_read(self, variable: int, name: str) -> None:
+        """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
+        if any(code // 16 == variable for code in self._contributed):
+            raise MisuseError(
+                f"variable {name!r} is read after this synchronous step has updated it: its new value is there once "
+                "all replicas have ended the step. Read it before, in the next step, or in the script"
+            )
+
+    # Between steps
+
+    def open(self) -> ps_pb2.StepState:
+        """Begin this epoch on server 0: return how many steps are committed, and the positions of the iterators."""
+        return self._ask(_Kind.OPEN)
+
+    def end(self, function: FunctionContext, positions: Mapping[int, int], *, ended: bool = False) -> bool:
+        """End a step: return once it is committed. False if it never will be, since the data has `ended`.
+
+        Raises:
+            MisuseError: the replicas have not made the same updates.
+            MemberTimeoutError: others have not ended the step in time; the message names them.
+            StaleError: this attempt is over.
+        """
+        if self.dry:
+            self._clear()
+            return True
+        if not ended:
+            self._stage(function)
+        reach("client.step.staged")
+        if ended:
+            self._clear()
+        commit = _Kind(ended=ended, updated=self._contributed, positions=positions)
+        state = self._ask(_Kind.COMMIT, commit)
+        deadline = time.monotonic() + self._seconds
+        while not state.ended and state.committed <= self.step:
+            function.check()
+            if time.monotonic() > deadline:
+                missing = ", ".join(map(str, state.missing))
+                raise MemberTimeoutError(
+                    f"replicas {missing} have not ended step {self.step} for {self._seconds:g} s: they are slow, "
+                    "frozen, or cut off"
+                )
+            state = self._ask(_Kind.COMMIT, commit) if state.unknown else self._ask(_Kind.WAIT)
+        self._clear()
+        if not state.ended:
+            self.step += 1
+            self.after = with_step(self._run, self.step)
+        return not state.ended
+
+    def go_to(self, step: int, committed: int) -> None:
+        """Go on with this step, and read what is there after all that are committed."""
+        self.step, self.after = step, with_step(self._run, committed)
+
+    def settle(self, servers: Sequence[int]) -> None:
+        """Have these servers apply all steps that are committed."""
+        requests = {
+            index: (self.after, *parts_of(ps_pb2.Request(read=ps_pb2.ReadRequest(job=self._header.job), last=True)))
+            for index in servers
+        }
+        self._exchanges.exchange("pull", requests, lambda *_: None, None)
+
+    def _clear(self) -> None:
+        self._contributed.clear()
+        self._items.clear()
+
+    def _stage(self, function: FunctionContext) -> None:
+        small: dict[int, Sequence[Buffer]] = {}
+        large: list[Callable[[], object]] = []
+        for index in self._items.keys() - {0}:
+            request, buffers = self._request(_Kind.STAGE, index)
+            if request.last:
+                small[index] = parts_of(request, buffers)
+            else:
+                large.append(functools.partial(self._exchanges.push, index, request, buffers))
+        if small:
+            self._exchanges.exchange("push", small, lambda *_: None, function)
+        if large:
+            self._exchanges.on_each(large)
+
+    def _ask(self, kind: ps_pb2.Contribution.Kind, commit: ps_pb2.Contribution | None = None) -> ps_pb2.StepState:
+        """Send server 0 a contribution, with this step's updates if it is a COMMIT; return its answer."""
+        request, buffers = self._request(kind, 0 if commit is not None else None)
+        if commit is not None:
+            request.update.contribution.MergeFrom(commit)
+        states: list[ps_pb2.StepState] = []
+        if request.last:
+            message = {0: parts_of(request, buffers)}
+            self._exchanges.exchange("push", message, lambda _, reply, __: states.append(reply.update.state), None)
+        else:
+            states.append(self._exchanges.push(0, request, buffers).update.state)
+        return states[0]
+
+    def _request(self, kind: ps_pb2.Contribution.Kind, server: int | None) -> tuple[ps_pb2.Request, list[Buffer]]:
+        """Return a contribution, with the updates of a server or without. `last`: it fits in one message."""
+        items = self._items.get(server, []) if server is not None else []
+        request = ps_pb2.Request()
+        request.update.CopyFrom(self._header)
+        of = request.update.contribution
+        of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
+        of.replica, of.replicas = self._replica, self._replicas
+        request.update.items.extend(item for item, _ in items)
+        buffers = [buffer for _, segments in items for buffer in segments]
+        request.total_bytes = sum(map(len, buffers))
+        request.last = request.total_bytes <= SESSION_BYTES
+        return request, buffers

@@ -1,0 +1,195 @@
+"""Combine the contributions of all replicas to one step into one update.
+
+Gradients of a shard are summed in the order of the replicas, or averaged by their weights, and become one gradient,
+which the rule then sees as if one process had computed it. Rows of sparse gradients are joined, and summed by id where
+they are applied. Other updates (additions, minima and the like) are applied one after another, in the order of the
+replicas. So the result does not depend on which contribution came first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.transport.frames import Buffer, padding, view
+from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.server.payload import Array, Payload
+from pscluster.ps.server.selection import table_of
+from pscluster.ps.server.updates import Change
+from pscluster.v1 import ps_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one replica has sent to this server for one step: checked, and wholly received."""
+
+    request: ps_pb2.UpdateRequest
+    changes: Sequence[Change]
+    payload: Payload
+    total_bytes: int
+
+    @property
+    def replica(self) -> int:
+        return self.request.contribution.replica
+
+
+@dataclass(slots=True)
+class Combined:
+    """The items of an update, and their payload."""
+
+    items: list[ps_pb2.UpdateItem]
+    buffers: list[memoryview]
+
+    def add(self, item: ps_pb2.UpdateItem, *segments: memoryview) -> None:
+        self.items.append(item)
+        for segment in segments:
+            self.buffers.append(segment)
+            if gap := padding(len(segment)):
+                self.buffers.append(memoryview(bytes(gap)))
+
+
+def check_contribution(changes: Sequence[Change]) -> None:
+    """Raise MisuseError for an update that can't be combined with those of other replicas."""
+    for change in changes:
+        name = change.held.spec.name
+        if change.item.kind == ps_pb2.ASSIGN:
+            raise MisuseError(
+                f"variable {name!r} is assigned in a synchronous step, by every replica: which value counts? Assign it "
+                "in the script, between two runs, or add to it"
+            )
+        if change.item.kind == ps_pb2.PUT:
+            raise ProtocolError("metadata in a synchronous step")
+        if not 0 <= change.item.weight < float("inf"):
+            raise ProtocolError(f"a gradient of {name!r} with a weight of {change.item.weight}")
+
+
+def combine(contributions: Sequence[Contribution]) -> Combined:
+    """Return the update that these contributions make, which are in the order of the replicas.
+
+    MisuseError if they do not update the same shards in the same ways.
+    """
+    result = Combined([], [])
+    lengths = {len(contribution.changes) for contribution in contributions}
+    if len(lengths) > 1:
+        raise _different(contributions)
+    for changes in zip(*(contribution.changes for contribution in contributions), strict=True):
+        alike = {_form(change) for change in changes}
+        if len(alike) > 1:
+            raise _different(contributions)
+        payloads = [contribution.payload for contribution in contributions]
+        first = changes[0]
+        if first.item.kind != ps_pb2.APPLY_GRADIENT:
+            for change, payload in zip(changes, payloads, strict=True):
+                result.add(_copy_of(change.item), *_segments(change, payload))
+        elif first.item.rows.WhichOneof("kind") == "ids":
+            _join(result, changes, payloads)
+        else:
+            _sum(result, changes, payloads)
+    nth: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for item in result.items:
+        nth[item.variable, item.shard] += 1
+        item.nth = nth[item.variable, item.shard]
+    return result
+
+
+def _form(change: Change) -> tuple[Any, ...]:
+    """Return what must be the same for all replicas."""
+    item = change.item
+    sparse = item.rows.WhichOneof("kind") == "ids"
+    return item.variable, item.shard, item.kind, item.optimizer, sparse, item.HasField("weight")
+
+
+def _different(contributions: Sequence[Contribution]) -> MisuseError:
+    first = contributions[0]
+    for other in contributions[1:]:
+        if [_form(change) for change in first.changes] != [_form(change) for change in other.changes]:
+            return MisuseError(
+                f"replica {other.replica} has updated {_words(other)} in a synchronous step, and replica "
+                f"{first.replica} {_words(first)}: all replicas must make the same updates in the same order, with "
+                "gradients that are all dense or all sparse"
+            )
+    raise AssertionError("contributions that do not differ")
+
+
+def _words(contribution: Contribution) -> str:
+    words = [
+        f"{change.held.spec.name!r} ({ps_pb2.UpdateKind.Name(change.item.kind)}"
+        f"{', rows' if change.item.rows.ids else ''})"
+        for change in contribution.changes
+    ]
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "") or "nothing"
+
+
+def _copy_of(item: ps_pb2.UpdateItem) -> ps_pb2.UpdateItem:
+    copy = ps_pb2.UpdateItem()
+    copy.CopyFrom(item)
+    copy.ClearField("seen")
+    copy.ClearField("boot_id")
+    copy.ClearField("weight")
+    return copy
+
+
+def _segments(change: Change, payload: Payload) -> list[memoryview]:
+    """Return the bytes of an item: its ids, if it has some, and its values."""
+    dtype = change.shard.array.dtype
+    segments = []
+    if change.item.rows.WhichOneof("kind") == "ids":
+        segments.append(view(payload.ids(change.ids_at, change.item.rows.ids)))
+    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+    return [*segments, view(values)]
+
+
+def _shares(changes: Sequence[Change]) -> Sequence[float | None]:
+    """Return the share of each replica in a mean; None for each in a sum."""
+    if not changes[0].item.HasField("weight"):
+        return [None] * len(changes)
+    weights = [change.item.weight for change in changes]
+    total = sum(weights) or 1.0
+    return [weight / total for weight in weights]
+
+
+def _values(change: Change, payload: Payload, share: float | None) -> Array:
+    """Return a replica's values, as they enter the sum."""
+    dtype = change.shard.array.dtype
+    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+    values = values.astype(compute_dtype(dtype), copy=False)
+    return values if share is None else values * values.dtype.type(share)
+
+
+def _sum(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:
+    shares = _shares(changes)
+    total: Any = None
+    with np.errstate(all="ignore"):
+        for change, payload, share in zip(changes, payloads, shares, strict=True):
+            values = _values(change, payload, share)
+            if total is None:
+                total = values.copy() if share is None else values
+            else:
+                total += values
+    result.add(_copy_of(changes[0].item), view(total.astype(changes[0].shard.array.dtype, copy=False)))
+
+
+def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:
+    shares = _shares(changes)
+    ids = [payload.ids(change.ids_at, change.item.rows.ids) for change, payload in zip(changes, payloads, strict=True)]
+    with np.errstate(all="ignore"):
+        rows = [
+            _values(change, payload, share) for change, payload, share in zip(changes, payloads, shares, strict=True)
+        ]
+    item = _copy_of(changes[0].item)
+    table = table_of(changes[0].shard.array, item.rows.leading, changes[0].held.spec.name)
+    item.rows.ids = sum(map(len, ids))
+    item.value_bytes = item.rows.ids * table.shape[1] * table.itemsize
+    joined = np.concatenate(rows).astype(table.dtype, copy=False)
+    result.add(item, view(np.concatenate(ids)), view(joined))
+
+
+def parts_of_payload(combined: Combined) -> tuple[Payload, int]:
+    """Return the payload of a combined update, and its bytes."""
+    chunks: list[Buffer] = [*combined.buffers]
+    return Payload([memoryview(chunk) for chunk in chunks] or [memoryview(b"")]), sum(map(len, chunks))

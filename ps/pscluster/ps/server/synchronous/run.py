@@ -1,0 +1,137 @@
+"""One synchronous run on one server: which steps have been applied, and what is staged of the next one. Pure.
+
+The steps of a run are numbered from 0. All replicas contribute to a step, and all that they contribute is applied
+together or not at all. Server 0 decides: a replica sends its contributions to the other servers first, which stage
+them, and then its COMMIT to server 0, with what that one is to stage. So the COMMITs of all replicas mean that every
+contribution is staged, as durably as updates are, and server 0 applies its own part together with the record that the
+step is committed. That is the decision. The other servers learn of it from any message about a later step.
+
+What is staged of step `applied`:
+
+    empty     --a contribution------------------------------> partial
+    partial   --the contribution of the last replica--------> complete
+    complete  --server 0: at once; others: a later step-----> applied: the next step is open, and empty
+    partial, complete  --a contribution of a later epoch----> empty, then that contribution counts
+
+An epoch is one attempt of all replicas at a step. Before a replica sends anything in a new one it asks server 0 how
+many steps are committed (OPEN), which also ends the earlier epochs there. So a step is never committed in an epoch
+after another one has begun, and a server that gets a contribution of a later epoch to the step that it has staged knows
+that this step was not committed. A server that restarts has forgotten its epoch; but before it serves it is told which
+functions are over, as always, and refuses what they still send.
+
+On server 0 a step can also end without being applied, until the next epoch: `ended`, since the data of a replica has
+ended, or `disagreement`, since two replicas have updated different variables.
+
+What may be lost: a server without a log that restarts has an older state, and what was staged is gone. It does not know
+such a run any more, and refuses it (`whole`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pscluster.core.errors import ProtocolError, StaleError
+
+T = TypeVar("T")
+
+
+class Verdict(enum.Enum):
+    """What becomes of a contribution."""
+
+    STAGE = enum.auto()
+    KNOWN = enum.auto()  # a repetition: it is staged
+    APPLIED = enum.auto()  # a repetition: its step has been applied
+
+
+@dataclass(slots=True)
+class Run(Generic[T]):
+    """The state of one run. Contributions are of any type."""
+
+    server: int
+    applied: int = 0  # how many steps
+    whole: bool = True  # False: this server may have lost steps, since it restarted without a log
+    epoch: int = 0
+    replicas: int = 0  # that contribute to a step of this epoch
+    staged: dict[int, T] = field(default_factory=dict)  # by replica, of step number `applied`
+    ended: bool = False
+    disagreement: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Return whether all replicas have contributed to the open step."""
+        return 0 < self.replicas == len(self.staged)
+
+    @property
+    def decided(self) -> bool:
+        """Return whether the open step is to be applied, on the server that decides."""
+        return self.complete and not self.ended and not self.disagreement
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the replicas that have not contributed to the open step."""
+        return [replica for replica in range(self.replicas) if replica not in self.staged]
+
+    def in_order(self) -> list[T]:
+        """Return what is staged, by replica."""
+        return [self.staged[replica] for replica in sorted(self.staged)]
+
+    def due(self, step: int) -> bool:
+        """Take note that all steps before `step` are committed. Return whether the staged one must be applied first.
+
+        StaleError if this server does not have what was contributed to them.
+        """
+        if step <= self.applied:
+            return False
+        if not self.whole or self.server == 0:
+            raise self._lost(step)
+        if not self.staged:  # nothing of those steps was for this server
+            self.applied = step
+            return False
+        if step > self.applied + 1 or not self.complete:
+            raise self._lost(step)
+        return True
+
+    def _lost(self, step: int) -> StaleError:
+        return StaleError(
+            f"ps {self.server} has {self.applied} of the {step} synchronous steps that are committed: it has restarted "
+            "with an older state. Restore a checkpoint, and start servers with --durability log to lose no step"
+        )
+
+    def admit(self, step: int, epoch: int, replica: int, replicas: int) -> Verdict:
+        """Decide on a contribution, after `due`. A later epoch begins with it.
+
+        StaleError if it is of an earlier epoch, ProtocolError if it contradicts the others.
+        """
+        self._check_epoch(epoch)
+        if step < self.applied:
+            return Verdict.APPLIED
+        if not 0 <= replica < replicas:
+            raise ProtocolError(f"a contribution of replica {replica}, of {replicas}")
+        if epoch > self.epoch:
+            self.begin(epoch)
+        if self.replicas not in (0, replicas):
+            raise ProtocolError(f"a contribution of one of {replicas} replicas, in an epoch of {self.replicas}")
+        self.replicas = replicas
+        return Verdict.KNOWN if replica in self.staged else Verdict.STAGE
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch, unless it has begun: what earlier ones have staged is dropped."""
+        self._check_epoch(epoch)
+        if epoch > self.epoch:
+            self.epoch, self.replicas = epoch, 0
+            self._clear()
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise StaleError("this attempt at a synchronous step is over: another one has begun")
+
+    def end_step(self) -> None:
+        """Count the staged step as applied."""
+        self.applied += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self.staged.clear()
+        self.ended, self.disagreement = False, ""

@@ -1,0 +1,228 @@
+"""Takes the contributions of replicas to synchronous steps: stages them, decides on server 0, applies what is decided.
+
+What becomes of a contribution is decided in `run`, and what the staged ones make in `combine`. This is the shell:
+
+- One condition guards all runs of a store. It is not held while a step is applied or written: the run is busy then, and
+  whoever needs its state waits for that.
+- Server 0 applies a step in the thread that brings the last COMMIT. The record of the decision is a text of the job's
+  metadata, put in the same update, so it is logged, replayed and saved in checkpoints together with what was applied.
+- The combined update is one of a client that is the run, with the number of the step as its sequence: so the
+  ledger knows how many steps have been applied, also after a restart, and applies no part of one twice.
+- With a log, a contribution is logged before it is acknowledged, and when a segment of the log begins.
+- A WAIT is answered after at most `WAIT_SECONDS`, so that no thread is held for a replica that never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.fault_points import reach
+from pscluster.ps.server import updates
+from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.combine import Contribution, check_contribution, combine, parts_of_payload
+from pscluster.ps.server.synchronous.run import Run, Verdict
+from pscluster.ps.server.updates import Change
+from pscluster.ps.spec import METADATA, SYNCHRONOUS
+from pscluster.v1 import ps_pb2
+
+WAIT_SECONDS = 0.5
+"""How long a WAIT is held, at most."""
+
+Write = Callable[[Store, ps_pb2.UpdateRequest, list[Change], Payload, int], ps_pb2.UpdateReply]
+"""Applies and logs an update."""
+
+
+class StepPath:
+    """Handles contributions, for the write path. Thread-safe.
+
+    Args:
+        write: applies and logs an update.
+        log: logs a contribution, if there is a log.
+    """
+
+    def __init__(self, write: Write, log: Callable[[Store, Contribution], None]) -> None:
+        self._write = write
+        self._log = log
+
+    def contribute(
+        self, store: Store, request: ps_pb2.UpdateRequest, changes: list[Change], payload: Payload, total_bytes: int
+    ) -> ps_pb2.UpdateReply:
+        """Take a contribution whose payload has wholly arrived, or a question about a run."""
+        of = request.contribution
+        if (of.kind != ps_pb2.Contribution.STAGE) != (store.index == 0):
+            raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
+        if of.kind == ps_pb2.Contribution.OPEN:
+            state = self._open(store, of)
+        elif of.kind == ps_pb2.Contribution.WAIT:
+            state = self._wait(store, of)
+        else:
+            check_contribution(changes)
+            for change in changes:
+                updates.checked_ids(change, payload)
+            contribution = Contribution(request, changes, payload, total_bytes)
+            verdict = self._stage(store, contribution)
+            if of.kind == ps_pb2.Contribution.COMMIT:
+                state = self._state(store, of, 0.0)
+            else:
+                if verdict is not Verdict.APPLIED:
+                    reach("ps.stage_step.before")
+                    self._log(store, contribution)
+                    reach("ps.stage_step.after")
+                state = ps_pb2.StepState()
+        return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=state)
+
+    def reach_step(self, store: Store, after: ps_pb2.StepCount) -> None:
+        """Apply what is staged of steps before this one, all of which are committed."""
+        if not store.runs.has_reached(after.run, after.step):
+            self._settle(store, after.run, after.step)
+
+    def _stage(self, store: Store, contribution: Contribution) -> Verdict:
+        of = contribution.request.contribution
+        self._settle(store, of.run, of.step)
+        runs = store.runs
+        with runs.changed:
+            run = store.runs.idle(of.run)
+            verdict = run.admit(of.step, of.epoch, of.replica, of.replicas)
+            if verdict is Verdict.STAGE:
+                if of.kind == ps_pb2.Contribution.COMMIT:
+                    run.ended |= of.ended
+                    run.disagreement = run.disagreement or _disagreement(store, run, contribution)
+                run.staged[of.replica] = contribution
+                runs.changed.notify_all()
+        return verdict
+
+    def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+        with store.runs.changed:
+            run = store.runs.idle(of.run)
+            run.begin(of.epoch)
+            store.runs.changed.notify_all()
+            committed = run.applied
+        state = ps_pb2.StepState(committed=committed)
+        decided = _decision(store)
+        if decided.get("run") == of.run:
+            state.before.update(_positions(decided.get("before", {}), of.replica))
+            state.after.update(_positions(decided.get("after", {}), of.replica))
+        return state
+
+    def _wait(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+        with store.runs.changed:
+            run = store.runs.idle(of.run)
+            if of.step >= run.applied:
+                run.begin(of.epoch)
+                if of.replica not in run.staged:
+                    return ps_pb2.StepState(committed=run.applied, unknown=True)
+        return self._state(store, of, WAIT_SECONDS)
+
+    def _state(self, store: Store, of: ps_pb2.Contribution, seconds: float) -> ps_pb2.StepState:
+        """Return what became of a step, on server 0; apply it if all replicas have contributed. Wait, if not."""
+        runs, deadline = store.runs, time.monotonic() + seconds
+        with runs.changed:
+            while True:
+                run = store.runs.idle(of.run)
+                if run.applied > of.step:
+                    return ps_pb2.StepState(committed=run.applied)
+                run.begin(of.epoch)  # refuses an epoch that is over
+                if run.disagreement:
+                    raise MisuseError(run.disagreement)
+                if run.ended:
+                    return ps_pb2.StepState(committed=run.applied, ended=True)
+                if run.decided:
+                    break
+                if (left := deadline - time.monotonic()) <= 0:
+                    return ps_pb2.StepState(committed=run.applied, missing=run.missing)
+                runs.changed.wait(left)
+            runs.begin_step(of.run)
+        self._apply(store, of.run, run)
+        return ps_pb2.StepState(committed=run.applied)
+
+    def _settle(self, store: Store, run_id: int, step: int) -> None:
+        """Apply the staged step if it is before this one."""
+        with store.runs.changed:
+            run = store.runs.idle(run_id)
+            if not run.due(step):
+                return
+            store.runs.begin_step(run_id)
+        self._apply(store, run_id, run)
+
+    def _apply(self, store: Store, run_id: int, run: Run[Contribution]) -> None:
+        """Apply the staged step of a run that is marked busy."""
+        contributions, step, applied = run.in_order(), run.applied, False
+        try:
+            reach("ps.step.before")
+            combined = combine(contributions)
+            request = ps_pb2.UpdateRequest(
+                job=store.job,
+                incarnation=run_id,
+                sequence=step + 1,
+                settled=step + 1,
+                term=contributions[0].request.term,
+                items=combined.items,
+            )
+            if store.index == 0:
+                variable, shard = METADATA
+                text = _decided(store, run_id, step + 1, contributions)
+                request.items.add(variable=variable, shard=shard, kind=ps_pb2.PUT, nth=1, name=SYNCHRONOUS, text=text)
+            if request.items:
+                payload, total = parts_of_payload(combined)
+                changes = updates.changes_of(store, request, total)
+                self._write(store, request, changes, payload, total)
+            applied = True
+            reach("ps.step.after")
+        except MisuseError as error:
+            run.disagreement = str(error)  # for the other replicas
+            raise
+        finally:
+            store.runs.end_step(run_id, applied=applied)
+
+
+def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> str:
+    """Return how the updates of a replica differ from those of the others; "" if they do not."""
+    mine = new.request.contribution
+    for other in run.in_order():
+        theirs = other.request.contribution
+        if mine.ended or theirs.ended or mine.updated == theirs.updated:
+            continue
+        first, second = sorted((mine, theirs), key=lambda of: of.replica)
+        return (
+            f"replica {first.replica} has updated {_named(store, first)} in step {first.step}, and replica "
+            f"{second.replica} {_named(store, second)}: all replicas must update the same variables in the same order"
+        )
+    return ""
+
+
+def _named(store: Store, of: ps_pb2.Contribution) -> str:
+    names = []
+    for code in of.updated:
+        held = store.directory.variables.get(code // 16)
+        names.append(repr(held.spec.name) if held is not None else f"variable {code // 16}")
+    short = ", ".join(names[:4]) or "nothing"
+    return short + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _decision(store: Store) -> dict[str, object]:
+    """Return the last decision that this server has recorded; {} if there is none."""
+    text = store.directory.metadata.texts.get(SYNCHRONOUS, "{}")
+    found = json.loads(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribution]) -> str:
+    """Return the record that this many steps of a run are committed, with the positions of all iterators."""
+    before = _decision(store)
+    after = {
+        str(contribution.replica): {str(key): at for key, at in contribution.request.contribution.positions.items()}
+        for contribution in contributions
+        if contribution.request.contribution.positions
+    }
+    known = before.get("after", {}) if before.get("run") == run_id else {}
+    return json.dumps({"run": run_id, "steps": steps, "before": known, "after": after}, separators=(",", ":"))
+
+
+def _positions(by_replica: object, replica: int) -> Iterator[tuple[int, int]]:
+    if isinstance(by_replica, Mapping):
+        for key, at in by_replica.get(str(replica), {}).items():
+            yield int(key), int(at)

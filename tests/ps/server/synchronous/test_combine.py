@@ -1,0 +1,133 @@
+"""Contributions of several replicas, combined: sums and means in the order of the replicas, rows joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.transport.frames import padding, view
+from pscluster.ps.server import updates
+from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.combine import Combined, Contribution, check_contribution, combine
+from pscluster.ps.storage.replay import restored
+from pscluster.v1 import ps_pb2, state_pb2
+
+W, TABLE = 1, 2
+
+
+@pytest.fixture
+def store() -> Store:
+    """A server with w, of 3 float32, and a table of 4 rows of 2; and an SGD."""
+    manifest = state_pb2.Manifest(server=0, job=5)
+    for variable, name, shape in ((W, "w", (3,)), (TABLE, "table", (4, 2))):
+        spec = manifest.variables.add(id=variable, name=name, dtype="float32", shape=shape, owners=[0])
+        for length in shape:
+            spec.splits.add(ends=[length])
+        manifest.shards.add(variable=variable, shard=0)
+    sgd = manifest.optimizers.add().spec
+    sgd.id, sgd.name, sgd.rule = 9, "sgd", "sgd"
+    sgd.numbers["learning_rate"] = 0.5
+    sgd.flags["nesterov"] = False
+    sgd.numbers["momentum"] = 0.0
+    return restored(manifest, [{"value": np.zeros(3, np.float32)}, {"value": np.zeros((4, 2), np.float32)}])
+
+
+Item = tuple[int, Any, Any, float | None]
+"""Variable, row numbers or None, values, weight."""
+
+
+def contribution(
+    store: Store, replica: int, items: Sequence[Item], kind: ps_pb2.UpdateKind = ps_pb2.APPLY_GRADIENT
+) -> Contribution:
+    request, buffers = ps_pb2.UpdateRequest(job=5), list[bytes]()
+    request.contribution.replica = replica
+    for variable, ids, values, weight in items:
+        array = np.ascontiguousarray(values, np.float32)
+        item = request.items.add(variable=variable, kind=kind, value_bytes=array.nbytes, nth=1)
+        if kind == ps_pb2.APPLY_GRADIENT:
+            item.optimizer = 9
+        if weight is not None:
+            item.weight = weight
+        if ids is None:
+            item.rows.all = True
+        else:
+            item.rows.ids = len(ids)
+            buffers.append(bytes(view(np.array(ids, np.int64))) + bytes(padding(8 * len(ids))))
+        buffers.append(bytes(view(array)) + bytes(padding(array.nbytes)))
+    data = b"".join(buffers)
+    changes = updates.changes_of(store, request, len(data))
+    return Contribution(request, changes, Payload([memoryview(data)]), len(data))
+
+
+def values_of(combined: Combined, at: int = 0) -> list[float]:
+    data, start = b"".join(combined.buffers), 0
+    for item in combined.items[: at + 1]:
+        start += item.rows.ids * 8 + padding(item.rows.ids * 8)
+        values: list[float] = np.frombuffer(data, np.float32, item.value_bytes // 4, start).tolist()
+        start += item.value_bytes + padding(item.value_bytes)
+    return values
+
+
+def test_gradients_are_summed_in_the_order_of_the_replicas(store: Store) -> None:
+    large, small = np.float32(1e8), np.float32(1.0)
+    parts = [[large, 0, 1], [small, 0, 1], [-large, 0, 1]]
+    combined = combine([contribution(store, rank, [(W, None, part, None)]) for rank, part in enumerate(parts)])
+    assert values_of(combined) == [(large + small) - large, 0, 3], "not the exact sum, but that of this order"
+    assert len(combined.items) == 1
+
+
+def test_a_mean_is_weighted_by_examples(store: Store) -> None:
+    parts = [(W, None, [1, 1, 1], 3.0), (W, None, [5, 5, 5], 1.0)]
+    combined = combine([contribution(store, rank, [part]) for rank, part in enumerate(parts)])
+    assert values_of(combined) == [2, 2, 2]
+    assert not combined.items[0].HasField("weight")
+
+
+def test_a_replica_without_examples_does_not_count(store: Store) -> None:
+    parts = [(W, None, [1, 1, 1], 0.0), (W, None, [5, 5, 5], 2.0)]
+    combined = combine([contribution(store, rank, [part]) for rank, part in enumerate(parts)])
+    assert values_of(combined) == [5, 5, 5]
+
+
+def test_rows_are_joined(store: Store) -> None:
+    parts = [(TABLE, [3, 0], [[1, 2], [3, 4]], None), (TABLE, [], np.zeros((0, 2)), None), (TABLE, [3], [[5, 6]], None)]
+    combined = combine([contribution(store, rank, [part]) for rank, part in enumerate(parts)])
+    assert combined.items[0].rows.ids == 3
+    assert values_of(combined) == [1, 2, 3, 4, 5, 6]
+
+
+def test_additions_are_applied_one_by_one(store: Store) -> None:
+    parts = [[1, 1, 1], [2, 2, 2]]
+    adds = [contribution(store, rank, [(W, None, part, None)], ps_pb2.ADD) for rank, part in enumerate(parts)]
+    combined = combine(adds)
+    assert [item.nth for item in combined.items] == [1, 2], "each has its own key"
+    assert values_of(combined, 1) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(W, None, [1, 1, 1], None)], []),
+        ([(W, None, [1, 1, 1], None)], [(TABLE, [0], [[1, 1]], None)]),
+        ([(TABLE, None, np.ones((4, 2)), None)], [(TABLE, [0], [[1, 1]], None)]),
+        ([(W, None, [1, 1, 1], None)], [(W, None, [1, 1, 1], 2.0)]),
+    ],
+)
+def test_replicas_that_update_differently_are_named(store: Store, first: list[Item], second: list[Item]) -> None:
+    with pytest.raises(MisuseError, match=r"replica 1 has updated .* in a synchronous step, and replica 0 "):
+        combine([contribution(store, 0, first), contribution(store, 1, second)])
+
+
+def test_what_can_t_be_combined_is_refused_when_it_comes(store: Store) -> None:
+    assigned = contribution(store, 0, [(W, None, [1, 1, 1], None)], ps_pb2.ASSIGN)
+    with pytest.raises(MisuseError, match="'w' is assigned in a synchronous step"):
+        check_contribution(assigned.changes)
+    for weight in (-1.0, float("inf"), float("nan")):
+        weighted = contribution(store, 0, [(W, None, [1, 1, 1], weight)])
+        with pytest.raises(ProtocolError, match="weight"):
+            check_contribution(weighted.changes)

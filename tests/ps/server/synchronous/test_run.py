@@ -1,0 +1,178 @@
+"""Interleavings of contributions, epochs, lost and late messages, and restarts: every server applies what server 0 has
+decided, in that order, once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pscluster.core.errors import ProtocolError, StaleError
+from pscluster.ps.server.synchronous.run import Run, Verdict
+from pscluster.ps.server.synchronous.runs import Runs
+
+REPLICAS = 3
+RUN = 7
+
+Contributed = tuple[int, int, int]
+"""Replica, step, epoch."""
+
+
+class Steps(RuleBasedStateMachine):
+    """Two servers, and replicas that may be told to begin again at any time, with old messages on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decider: Run[Contributed] = Run(0)
+        self.other: Run[Contributed] = Run(1)
+        self.decided: list[list[Contributed]] = []  # by step, what server 0 has applied
+        self.applied: list[list[Contributed]] = []  # by step, what server 1 has
+        self.logged: list[Contributed] = []  # by server 1
+        self.epoch = 0
+        self.at: dict[int, int] = {}  # the step of each replica in this epoch, once it has begun
+        self.staged: set[Contributed] = set()  # acknowledged by server 1 to replicas of this epoch
+        self.sent: list[tuple[str, Contributed]] = []  # what may arrive, or arrive again
+
+    @rule()
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.at.clear()
+        self.staged.clear()
+
+    @precondition(lambda self: self.epoch)
+    @rule(replica=st.integers(0, REPLICAS - 1))
+    def open(self, replica: int) -> None:
+        if replica not in self.at:
+            self.decider.begin(self.epoch)
+            self.at[replica] = self.decider.applied
+
+    @precondition(lambda self: self.at)
+    @rule(data=st.data())
+    def contribute(self, data: st.DataObject) -> None:
+        """A replica sends what it may send next, or sends it again."""
+        replica = data.draw(st.sampled_from(sorted(self.at)))
+        step = self.at[replica]
+        contributed = replica, step, self.epoch
+        kind = "commit" if contributed in self.staged else "stage"
+        self.sent.append((kind, contributed))
+        self.deliver_one(kind, contributed)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def deliver_late(self, data: st.DataObject) -> None:
+        self.deliver_one(*data.draw(st.sampled_from(self.sent)))
+
+    def deliver_one(self, kind: str, contributed: Contributed) -> None:
+        replica, step, epoch = contributed
+        server = self.decider if kind == "commit" else self.other
+        current = epoch == self.epoch
+        try:
+            if server.due(step):
+                assert server is self.other
+                self.apply_at_other()
+            verdict = server.admit(step, epoch, replica, REPLICAS)
+        except StaleError:
+            assert not current, "a replica of this epoch was refused"
+            return
+        if verdict is Verdict.STAGE:
+            server.staged[replica] = contributed
+            if server is self.other:
+                self.logged.append(contributed)
+        if server is self.other:
+            if current and verdict is not Verdict.APPLIED:
+                self.staged.add(contributed)
+        else:
+            if server.decided:
+                self.decided.append(server.in_order())
+                server.end_step()
+            if current and server.applied > step and self.at.get(replica) == step:
+                self.at[replica] = step + 1
+
+    @precondition(lambda self: self.at)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        """A replica asks whether its step is committed, and then reads from the other server."""
+        replica = data.draw(st.sampled_from(sorted(self.at)))
+        if self.decider.applied > self.at[replica]:
+            self.at[replica] += 1
+        if self.other.due(self.at[replica]):
+            self.apply_at_other()
+        assert self.other.applied >= self.at[replica]
+
+    def apply_at_other(self) -> None:
+        self.applied.append(self.other.in_order())
+        self.other.end_step()
+
+    @rule()
+    def restart_decider(self) -> None:
+        """Its staged contributions are not acknowledged before they are applied, so they are not logged."""
+        self.decider = Run(0, self.decider.applied)
+        self.refuse_late_ones()
+
+    @rule()
+    def restart_other(self) -> None:
+        """It has logged what it has staged, and the ledger knows what it has applied."""
+        runs: Runs[Contributed] = Runs(1, lambda _: len(self.applied))
+        for contributed in self.logged:
+            replica, step, epoch = contributed
+            runs.found(RUN, step, epoch, replica, REPLICAS, contributed)
+        runs.end_of_log()
+        self.other = runs.idle(RUN)
+        self.refuse_late_ones()
+
+    def refuse_late_ones(self) -> None:
+        """Before a server that restarted serves, it is told which functions are over: it refuses their messages."""
+        self.sent = [(kind, contributed) for kind, contributed in self.sent if contributed[2] == self.epoch]
+
+    @invariant()
+    def the_other_follows(self) -> None:
+        assert self.applied == self.decided[: len(self.applied)]
+        assert len(self.decided) == self.decider.applied
+        assert self.decider.applied - 1 <= self.other.applied <= self.decider.applied or not self.decided
+
+
+TestSteps = Steps.TestCase
+TestSteps.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+
+
+@pytest.fixture
+def run() -> Run[str]:
+    return Run(1)
+
+
+def test_a_server_that_lost_what_it_had_staged_says_so(run: Run[str]) -> None:
+    run.admit(0, 1, 0, 2)
+    run.staged[0] = "half"
+    with pytest.raises(StaleError, match="ps 1 has 0 of the 1 synchronous steps"):
+        run.due(1)
+
+
+def test_a_server_that_restarted_without_a_log_refuses_a_run_that_goes_on() -> None:
+    with pytest.raises(StaleError, match="--durability log"):
+        Run(1, 3, whole=False).due(5)
+    assert not Run(1, 0, whole=False).due(0), "a run that begins is welcome"
+
+
+def test_a_server_without_a_part_in_some_steps_goes_on(run: Run[str]) -> None:
+    assert not run.due(9)
+    assert run.applied == 9
+
+
+def test_contradictions_are_refused(run: Run[str]) -> None:
+    run.admit(0, 1, 0, 2)
+    with pytest.raises(ProtocolError, match="one of 3 replicas, in an epoch of 2"):
+        run.admit(0, 1, 1, 3)
+    with pytest.raises(ProtocolError, match="replica 2, of 2"):
+        run.admit(0, 1, 2, 2)
+
+
+def test_an_ended_step_is_never_decided_until_the_next_epoch() -> None:
+    run: Run[str] = Run(0)
+    run.admit(0, 1, 0, 1)
+    run.staged[0], run.ended = "the end", True
+    assert not run.decided
+    run.begin(2)
+    run.admit(0, 2, 0, 1)
+    run.staged[0] = "more"
+    assert run.decided

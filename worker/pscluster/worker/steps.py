@@ -1,0 +1,140 @@
+"""Calls a step function once for each step of a synchronous run, and ends each step together with the other replicas.
+
+What happens if an attempt ends too early (a worker dies, a replica fails, the coordinator stops it):
+
+- A step that was not committed is as if it had never begun: its updates are dropped, and the iterators give its
+  elements again.
+- The next attempt asks server 0 how many steps are committed, and where the iterators were. It goes on from there, also
+  on a worker that has restarted and whose iterators begin anew: what the committed steps have taken is skipped.
+- If all steps are committed, and only their results are lost, the last one is computed again for its result, on the
+  same elements, with the variables as they are after it; what it updates is dropped.
+
+Results of committed steps that only an earlier attempt had computed are lost: they are missing in what `ALL` collects,
+and in the `MEAN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.context import FunctionContext
+from pscluster.core.dtypes import array_of
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.limits import MAX_COUNT, check_count
+from pscluster.core.values import describe, map_structure
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.steps import ReplicaSteps
+from pscluster.v1 import worker_pb2
+from pscluster.worker.collectives.gang import Gang
+from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
+
+_Collect = worker_pb2.SynchronousSteps
+
+
+class WorkerSteps(ReplicaSteps):
+    """The steps of this worker, with the iterators that they take elements from."""
+
+    def __init__(self, *args: Any, **member: Any) -> None:
+        super().__init__(*args, **member)
+        self.iterators: dict[int, WorkerIterator] = {}
+
+    def take_from(self, iterator: WorkerIterator) -> None:
+        """Note that a step takes elements from an iterator."""
+        self.iterators.setdefault(int(iterator.handle_key), iterator)
+
+
+def run_steps(
+    message: worker_pb2.Gang,
+    context: FunctionContext,
+    client: PsClient,
+    iterator_of: Callable[[int], WorkerIterator | None],
+    call: Callable[[], Any],
+) -> tuple[int, Any]:
+    """Call a function for each step of a message; return how many are committed, and the results that are collected.
+
+    MisuseError if results can't be averaged; what the function raises; errors as of `ReplicaSteps.end`.
+    """
+    asked, gang = message.steps, Gang.of(message)
+    check_count(asked.count, MAX_COUNT, "steps")
+    last = asked.first + asked.count
+    steps = WorkerSteps(
+        client.exchanges,
+        client.updater.header(context),
+        run=asked.run,
+        step=asked.first,
+        epoch=asked.epoch,
+        replica=gang.rank,
+        replicas=gang.size,
+        seconds=gang.seconds,
+    )
+    results: list[Any] = []
+    servers = [index for index in range(1, client.num_servers) if index % gang.size == gang.rank]
+    try:
+        if asked.open:
+            _go_on(steps, last, iterator_of)
+        while steps.step < last:
+            context.steps = steps
+            try:
+                result = call()
+            except EndOfIterator:
+                steps.end(context, {}, ended=True)
+                break
+            finally:
+                context.steps = None
+            if not steps.end(context, {key: iterator.given for key, iterator in steps.iterators.items()}):
+                break
+            context.begin_step(committed=True)
+            for iterator in steps.iterators.values():
+                iterator.confirm()
+            results = [*results, result] if asked.collect != _Collect.LAST else [result]
+            if steps.dry:
+                steps.step = last
+        steps.settle(servers)
+    finally:
+        context.begin_step()
+        for iterator in steps.iterators.values():
+            iterator.rewind()
+    return steps.step, _collected(asked.collect, results)
+
+
+def _go_on(steps: WorkerSteps, last: int, iterator_of: Callable[[int], WorkerIterator | None]) -> None:
+    """Go on after the steps that an earlier attempt has committed."""
+    state = steps.open()
+    if not steps.step <= state.committed <= last:
+        raise ProtocolError(f"{state.committed} steps are committed, where {steps.step} to {last} were expected")
+    steps.dry = state.committed == last
+    steps.go_to(state.committed - steps.dry, state.committed)
+    positions: Mapping[int, int] = state.before if steps.dry else state.after
+    for key in state.after:
+        if (iterator := iterator_of(key)) is not None:
+            iterator.seek(positions.get(key, 0))
+
+
+def _collected(how: int, results: list[Any]) -> Any:
+    if how == _Collect.ALL:
+        return results
+    if how == _Collect.MEAN and results:
+        return _mean(results)
+    return results[-1] if results else None
+
+
+def _mean(results: list[Any]) -> Any:
+    """Return the mean of structures, leaf by leaf."""
+    leaves: list[list[Any]] = []
+    for result in results:
+        own: list[Any] = []
+        map_structure(own.append, result)
+        leaves.append(own)
+    if len({len(own) for own in leaves}) > 1:
+        raise MisuseError('collect="mean" needs results of the same structure in all steps')
+    try:
+        means = iter([np.mean([array_of(leaf) for leaf in of_all], axis=0)[()] for of_all in zip(*leaves, strict=True)])
+    except (TypeError, ValueError):
+        raise MisuseError(
+            f'collect="mean" needs numbers, or arrays of one shape, not {describe(results[-1])}: return those, or use '
+            'collect="last"'
+        ) from None
+    return map_structure(lambda _: next(means), results[-1])
