@@ -42,6 +42,7 @@ class ShardRequests:
     partition: Partition
     owners: tuple[int, ...]
     id: int
+    asynchronous: bool = False  # applied at once, also in synchronous steps
     _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
 
     # Reads
@@ -217,7 +218,8 @@ class ShardRequests:
         item = ps_pb2.UpdateItem(
             variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
         )
-        return ShardUpdate(self.owners[shard], item, data, None if ids is None else np.ascontiguousarray(ids))
+        row_numbers = None if ids is None else np.ascontiguousarray(ids)
+        return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.asynchronous)
 
     def _next_update(self) -> int:
         function = current_function()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
@@ -31,6 +32,9 @@ from pscluster.v1 import ps_pb2
 
 WAIT_SECONDS = 0.5
 """How long a WAIT is held, at most."""
+
+MAX_ITERATORS = 16
+"""The most iterators of which a replica's position is remembered: those used last."""
 
 Write = Callable[[Store, ps_pb2.UpdateRequest, list[Change], Payload, int], ps_pb2.UpdateReply]
 """Applies and logs an update."""
@@ -78,11 +82,11 @@ class StepPath:
     def reach_step(self, store: Store, after: ps_pb2.StepCount) -> None:
         """Apply what is staged of steps before this one, all of which are committed."""
         if not store.runs.has_reached(after.run, after.step):
-            self._settle(store, after.run, after.step)
+            self._settle(store, after.run, after.step, after.epoch)
 
     def _stage(self, store: Store, contribution: Contribution) -> Verdict:
         of = contribution.request.contribution
-        self._settle(store, of.run, of.step)
+        self._settle(store, of.run, of.step, of.after)
         runs = store.runs
         with runs.changed:
             run = store.runs.idle(of.run)
@@ -104,6 +108,7 @@ class StepPath:
         state = ps_pb2.StepState(committed=committed)
         decided = _decision(store)
         if decided.get("run") == of.run:
+            state.epoch = int(decided.get("epoch", 0))
             state.before.update(_positions(decided.get("before", {}), of.replica))
             state.after.update(_positions(decided.get("after", {}), of.replica))
         return state
@@ -139,14 +144,15 @@ class StepPath:
         self._apply(store, of.run, run)
         return ps_pb2.StepState(committed=run.applied)
 
-    def _settle(self, store: Store, run_id: int, step: int) -> None:
-        """Apply the staged step if it is before this one."""
-        with store.runs.changed:
-            run = store.runs.idle(run_id)
-            if not run.due(step):
-                return
-            store.runs.begin_step(run_id)
-        self._apply(store, run_id, run)
+    def _settle(self, store: Store, run_id: int, step: int, epoch: int) -> None:
+        """Apply the staged step if it is before this one, and was committed."""
+        while True:
+            with store.runs.changed:
+                run = store.runs.idle(run_id)
+                if not run.due(step, epoch):
+                    return
+                store.runs.begin_step(run_id)
+            self._apply(store, run_id, run)
 
     def _apply(self, store: Store, run_id: int, run: Run[Contribution]) -> None:
         """Apply the staged step of a run that is marked busy."""
@@ -188,22 +194,23 @@ def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> st
             continue
         first, second = sorted((mine, theirs), key=lambda of: of.replica)
         return (
-            f"replica {first.replica} has updated {_named(store, first)} in step {first.step}, and replica "
-            f"{second.replica} {_named(store, second)}: all replicas must update the same variables in the same order"
+            f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
+            f"{second.replica} to {_named(store, second)}: all replicas must apply gradients to the same variables, in "
+            "the same order"
         )
     return ""
 
 
 def _named(store: Store, of: ps_pb2.Contribution) -> str:
     names = []
-    for code in of.updated:
-        held = store.directory.variables.get(code // 16)
-        names.append(repr(held.spec.name) if held is not None else f"variable {code // 16}")
+    for variable in of.updated:
+        held = store.directory.variables.get(variable)
+        names.append(repr(held.spec.name) if held is not None else f"variable {variable}")
     short = ", ".join(names[:4]) or "nothing"
     return short + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _decision(store: Store) -> dict[str, object]:
+def _decision(store: Store) -> dict[str, Any]:
     """Return the last decision that this server has recorded; {} if there is none."""
     text = store.directory.metadata.texts.get(SYNCHRONOUS, "{}")
     found = json.loads(text)
@@ -213,13 +220,22 @@ def _decision(store: Store) -> dict[str, object]:
 def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribution]) -> str:
     """Return the record that this many steps of a run are committed, with the positions of all iterators."""
     before = _decision(store)
-    after = {
-        str(contribution.replica): {str(key): at for key, at in contribution.request.contribution.positions.items()}
-        for contribution in contributions
-        if contribution.request.contribution.positions
-    }
     known = before.get("after", {}) if before.get("run") == run_id else {}
-    return json.dumps({"run": run_id, "steps": steps, "before": known, "after": after}, separators=(",", ":"))
+    after = {}
+    for contribution in contributions:
+        replica, new = str(contribution.replica), contribution.request.contribution.positions
+        kept = {key: at for key, at in known.get(replica, {}).items() if int(key) not in new}
+        kept |= {str(key): at for key, at in new.items()}
+        if kept:
+            after[replica] = dict(list(kept.items())[-MAX_ITERATORS:])
+    decided = {
+        "run": run_id,
+        "steps": steps,
+        "epoch": contributions[0].request.contribution.epoch,
+        "before": known,
+        "after": after,
+    }
+    return json.dumps(decided, separators=(",", ":"))
 
 
 def _positions(by_replica: object, replica: int) -> Iterator[tuple[int, int]]:
