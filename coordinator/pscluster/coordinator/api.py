@@ -10,10 +10,10 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIte
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.per_replica import PerReplica
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.variables.partitioners import (

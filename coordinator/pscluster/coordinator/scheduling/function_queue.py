@@ -22,11 +22,11 @@ from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placehol
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.per_replica import own_values
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.synchronous.per_replica import own_values
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
 from pscluster.core.checks import type_of
