@@ -35,6 +35,7 @@ from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embeddi
 from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
+from pscluster.worker.losses import compute_average_loss, scale_regularization_loss
 from pscluster.worker.strategy import ReduceOp
 
 __version__ = VERSION
@@ -73,9 +74,11 @@ __all__ = [
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
     "Variable",
+    "compute_average_loss",
     "embedding_bag",
     "embedding_lookup",
     "embedding_lookup_sparse",
     "experimental_get_current_worker_index",
     "replica_context",
+    "scale_regularization_loss",
 ]

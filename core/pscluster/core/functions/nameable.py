@@ -40,6 +40,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "pscluster.ps.handles.variable": ("ShardedVariable", "Variable"),
     "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
+    "pscluster.worker.losses": ("compute_average_loss", "scale_regularization_loss"),
     "pscluster.worker.strategy": ("ReduceOp",),
 }
 """By module: functions and classes."""
