@@ -14,6 +14,7 @@ from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteVal
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
+from pscluster.coordinator.synchronous.strategy import SynchronousStrategy
 from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.variables.partitioners import (
@@ -72,6 +73,7 @@ __all__ = [
     "ShardedVariable",
     "SidecarEvaluator",
     "SimpleClusterResolver",
+    "SynchronousStrategy",
     "TFConfigClusterResolver",
     "Variable",
     "compute_average_loss",
