@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
@@ -14,10 +14,18 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous import results
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.core.context import MAX_STEPS
+from pscluster.core.errors import EndOfDatasetError
+from pscluster.v1 import worker_pb2
 from pscluster.worker.data.per_replica import made_in_sync, sliced
 from pscluster.worker.strategy import ReduceOp
 
 _NOT_GIVEN: Final[Any] = object()
+_COLLECT: Final = {
+    "last": worker_pb2.SynchronousSteps.LAST,
+    "all": worker_pb2.SynchronousSteps.ALL,
+    "mean": worker_pb2.SynchronousSteps.MEAN,
+}
 
 
 class SynchronousStrategy(ParameterServerStrategy):
@@ -36,24 +44,47 @@ class SynchronousStrategy(ParameterServerStrategy):
 
     # Steps
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run a function on all replicas at once, and return their results, once all have returned.
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        collect: Literal["last", "all", "mean"] = "last",
+        timeout: float | None = None,
+        retries: int = 0,
+    ) -> Any:
+        """Run a function on all replicas at once, once for each step, and return their results.
+
+        What all replicas update in a step is applied together when all have ended it, and each reads in the next step
+        what that has made of the variables. If a worker dies, the step that was not committed runs again once it is
+        back, on the same elements of its iterators.
 
         Within a function that runs on a worker, `run` calls `fn` there.
 
         Args:
             fn: a step function, captured as by `ClusterCoordinator.schedule`: make it once, before the loop.
             args, kwargs: the same for all, but for `PerReplica` values, of which each gets its own.
+            steps: how often. The workers are told once, and take the steps among themselves.
+            collect: the results of the last step; of all steps, as a list for each replica; or the mean of each number
+                or array over the steps.
+            timeout: seconds for all of these steps; see `ClusterCoordinator.schedule`.
+            retries: how often a step is tried again in which a replica has raised an error.
 
         Returns:
             The structure of the results, with a `PerReplica` in place of each leaf: a value for each replica, by rank.
 
         Raises:
             FunctionError: a replica raised: its error, also an instance of the class it raised. The others have been
-                stopped, and the next `run` works. Or an earlier scheduled function failed.
-            MisuseError: the replicas returned different structures.
+                stopped, the steps before are applied, and the next `run` works. Or an earlier scheduled function
+                failed.
+            EndOfDatasetError: the data of a replica has ended; no replica has applied anything of that step. `steps` of
+                the error says how many were done before, and `results` what they returned.
+            MisuseError: the replicas returned different structures, or have applied gradients to different variables.
             TypeError: `fn` is not callable, or something in the arguments can't be sent.
-            ValueError: a `PerReplica` argument has not as many values as there are replicas.
+            ValueError: `steps`, `collect` or another argument is out of range, or a `PerReplica` argument has not as
+                many values as there are replicas.
             PSUnavailableError: a parameter server is lost.
         """
         if not callable(fn):
@@ -62,21 +93,45 @@ class SynchronousStrategy(ParameterServerStrategy):
             raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
-        return results.merge(self._run_gang(fn, args, kwargs))
+        steps = checks.whole("steps", steps, at_least=1, at_most=MAX_STEPS - 1)
+        if collect not in _COLLECT:
+            raise ValueError(f"collect is {collect!r}; give one of {', '.join(map(repr, _COLLECT))}")
+        done, of_replicas = self._take_steps(fn, args, kwargs, steps, _COLLECT[collect], timeout, retries)
+        if done == steps:
+            return results.merge(of_replicas)
+        error = EndOfDatasetError(
+            f"the data of a replica has ended after {done} of {steps} steps: all replicas have stopped there. Begin a "
+            "new iter() of the dataset, or make it endless"
+        )
+        error.steps, error.results = done, results.merge(of_replicas) if done else None
+        raise error
 
-    def _run_gang(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
-        """Run a function on all workers; return its results by rank, or raise the first error, which is cleared."""
+    def _take_steps(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        steps: int,
+        collect: worker_pb2.SynchronousSteps.Collect,
+        timeout: float | None,
+        retries: int,
+    ) -> tuple[int, list[Any]]:
+        """Take steps on all workers; return how many were done, and what they returned, by rank."""
         coordinator = ClusterCoordinator(self)
-        values = coordinator.schedule_together(fn, args, kwargs)
-        try:
-            for value in values:
-                value.wait()
-        except BaseException:  # such as Ctrl-C
-            coordinator.cancel(values)
-            raise
-        if any(value.status is not RemoteValueStatus.READY for value in values):
-            coordinator.join()  # raises the error, which a later call would raise otherwise
-        return [value.fetch() for value in values]
+        run = coordinator.synchronous_run
+        with run.steps(steps, collect) as (message, committed):
+            values = coordinator.schedule_gang(fn, args, kwargs, None, timeout, retries, None, message)
+            try:
+                for value in values:
+                    value.wait()
+            except BaseException:  # such as Ctrl-C
+                coordinator.cancel(values)
+                raise
+            if any(value.status is not RemoteValueStatus.READY for value in values):
+                coordinator.join()  # raises the error, which a later call would raise otherwise
+            returned = [value.fetch() for value in values]
+            committed(returned[0][0])
+        return run.committed - message.first, [result for _, result in returned]
 
     # Values of replicas
 
