@@ -1,5 +1,5 @@
-"""Steps of a SynchronousStrategy on a real cluster: several a call, their results, the end of the data, what is refused,
-and that whatever dies the parameters are those of one process that has read the same batches."""
+"""Steps of a SynchronousStrategy on a real cluster: several a call, their results, the end of the data, what is
+refused, and that whatever dies the parameters are those of one process that has read the same batches."""
 
 from __future__ import annotations
 
