@@ -50,6 +50,16 @@ OWN_RULE = "custom"
 """The name of custom rules in an OptimizerSpec."""
 
 
+def update_code(item: ps_pb2.UpdateItem) -> int:
+    """Return what stands in Contribution.updated for an item: its variable, its shard, and its kind."""
+    return (item.variable << 36 | item.shard << 4 | item.kind) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def updated_shard(code: int) -> tuple[int, int]:
+    """Return the variable and the shard of a code as of `update_code`."""
+    return code >> 36, code >> 4 & 0xFFFF_FFFF
+
+
 _AFTER = struct.Struct("<3sQBQ2s10x")
 _AFTER_TAGS = b"\x42\x1e\x09", 0x11, b"\x6a\x0a"
 """Of Request.after and of its fields, in their order: run, step, padding."""

@@ -25,7 +25,7 @@ from pscluster.core.errors import MemberTimeoutError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges, padded
-from pscluster.ps.spec import SESSION_BYTES, with_step
+from pscluster.ps.spec import SESSION_BYTES, update_code, updated_shard, with_step
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class ReplicaSteps:
         if self.dry:
             return
         for update in updates:
-            code = update.item.variable * 16 + update.item.kind
-            if not self._contributed or self._contributed[-1] != code:
-                self._contributed.append(code)
+            self._contributed.append(update_code(update.item))
             segments = [memoryview(bytes(update.values))]  # the caller may change its arrays
             if update.ids is not None:
                 segments.insert(0, memoryview(bytes(view(update.ids))))
@@ -88,7 +86,7 @@ class ReplicaSteps:
 
     def check_read(self, variable: int, name: str) -> None:
         """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
-        if any(code // 16 == variable for code in self._contributed):
+        if any(updated_shard(code)[0] == variable for code in self._contributed):
             raise MisuseError(
                 f"variable {name!r} is read after this synchronous step has updated it: its new value is there once "
                 "all replicas have ended the step. Read it before, in the next step, or in the script"
@@ -99,6 +97,15 @@ class ReplicaSteps:
     def open(self) -> ps_pb2.StepState:
         """Begin this epoch on server 0: return how many steps are committed, and the positions of the iterators."""
         return self._ask(_Kind.OPEN)
+
+    def open_on(self, servers: Sequence[int], committed: int) -> None:
+        """Begin this epoch on other servers: they apply all steps that are committed, and drop what else is staged."""
+        requests = {}
+        for index in servers:
+            request, _ = self._request(_Kind.OPEN, None)
+            request.update.contribution.step = committed
+            requests[index] = parts_of(request)
+        self._exchanges.exchange("push", requests, lambda *_: None, None)
 
     def end(self, function: FunctionContext, positions: Mapping[int, int], *, ended: bool = False) -> bool:
         """End a step: return once it is committed. False if it never will be, since the data has `ended`.

@@ -149,9 +149,11 @@ class ShardRequests:
             ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
             rows = sums.reshape(len(ids), *row_shape)
         nth = self._next_update()
+        function = current_function()
+        in_step = function is not None and function.steps is not None  # all replicas update the same shards there
         updates = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
-            if len(positions) or optimizer:
+            if len(positions) or optimizer or in_step:
                 values = rows[_row_index(positions, self.partition.block(shard))]
                 where = ps_pb2.Rows(ids=len(positions))
                 updates.append(self._shard_update(kind, shard, nth, where, values, optimizer, local_ids))

@@ -68,19 +68,21 @@ def check_contribution(changes: Sequence[Change]) -> None:
             raise ProtocolError(f"a gradient of {name!r} with a weight of {change.item.weight}")
 
 
+def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
+    """Return the error of contributions that do not update the same shards in the same ways; None if they do."""
+    forms = {tuple(map(_form, contribution.changes)) for contribution in contributions}
+    return _different(contributions) if len(forms) > 1 else None
+
+
 def combine(contributions: Sequence[Contribution]) -> Combined:
     """Return the update that these contributions make, which are in the order of the replicas.
 
     MisuseError if they do not update the same shards in the same ways.
     """
     result = Combined([], [])
-    lengths = {len(contribution.changes) for contribution in contributions}
-    if len(lengths) > 1:
-        raise _different(contributions)
+    if (error := difference(contributions)) is not None:
+        raise error
     for changes in zip(*(contribution.changes for contribution in contributions), strict=True):
-        alike = {_form(change) for change in changes}
-        if len(alike) > 1:
-            raise _different(contributions)
         payloads = [contribution.payload for contribution in contributions]
         first = changes[0]
         if first.item.kind != ps_pb2.APPLY_GRADIENT:
