@@ -15,7 +15,7 @@ and in the `MEAN`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def run_steps(
     servers = [index for index in range(1, client.num_servers) if index % gang.size == gang.rank]
     try:
         if asked.open:
-            _go_on(steps, last, iterator_of)
+            _go_on(steps, last, servers, iterator_of)
         while steps.step < last:
             context.steps = steps
             try:
@@ -100,17 +100,26 @@ def run_steps(
     return steps.step, _collected(asked.collect, results)
 
 
-def _go_on(steps: WorkerSteps, last: int, iterator_of: Callable[[int], WorkerIterator | None]) -> None:
-    """Go on after the steps that an earlier attempt has committed."""
-    state = steps.open()
+def _go_on(
+    steps: WorkerSteps, last: int, servers: Sequence[int], iterator_of: Callable[[int], WorkerIterator | None]
+) -> None:
+    """Go on after the steps that an earlier attempt has committed. Each replica tells some of the servers."""
+    first, state = steps.step, steps.open()
     if not steps.step <= state.committed <= last:
         raise ProtocolError(f"{state.committed} steps are committed, where {steps.step} to {last} were expected")
+    steps.open_on(servers, state.committed)
     steps.dry = state.committed == last
     steps.go_to(state.committed - steps.dry, state.committed)
     positions: Mapping[int, int] = state.before if steps.dry else state.after
     for key in state.after:
-        if (iterator := iterator_of(key)) is not None:
-            iterator.seek(positions.get(key, 0))
+        if (iterator := iterator_of(key)) is None:
+            continue
+        position = positions.get(key, 0)
+        # If no step of these is committed, its iterator is there already, or further if a function took elements since.
+        if state.committed > first or iterator.given < position:
+            iterator.seek(position)
+        if state.committed > first:
+            steps.take_from(iterator)
 
 
 def _collected(how: int, results: list[Any]) -> Any:
