@@ -21,12 +21,21 @@ from tests.faults.steps import note, wait_for
 from tests.faults.support import quiet, status
 from tests.waiting import TIMEOUT, until
 
-from pscluster.coordinator.api import Checkpoint, ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator.api import (
+    Checkpoint,
+    ClusterCoordinator,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    replica_context,
+)
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.spec import SESSION_BYTES
+from pscluster.v1 import worker_pb2
 
 FUNCTIONS = 60
 WORKERS = 2
+STEPS = 6
 LARGE = 100_000
 """Bytes of an argument or a result that travels beside the stream of functions."""
 
@@ -160,6 +169,8 @@ class Round:
             self.directory()
         if "recall" in parts:
             count += self.recall()
+        if "steps" in parts:
+            self.steps()
         values = self.functions(FUNCTIONS)
         count += FUNCTIONS
         if "saving" in parts:
@@ -260,6 +271,28 @@ class Round:
 
         self.insist(write)
         return path
+
+    def steps(self) -> None:
+        """Take synchronous steps on all workers: each counts once, on both servers, and is seen whole."""
+        with self.strategy.scope():
+            total = Variable(np.zeros(4), name="total")
+
+        def step() -> list[float]:
+            seen: list[float] = total.numpy().tolist()
+            total.assign_add(np.full(4, 1.0 + replica_context().replica_id))
+            return seen
+
+        run, collect = self.coordinator.synchronous_run, worker_pb2.SynchronousSteps.LAST
+        for first in (0, STEPS):
+            with run.steps(STEPS, collect) as (message, committed):
+                values = self.coordinator.schedule_gang(step, (), {}, None, None, 0, None, message)
+                results = self.coordinator.fetch(values, TIMEOUT)
+                committed(results[0][0])
+            done = first + STEPS
+            assert [steps for steps, _ in results] == [done] * WORKERS
+            for _, seen in results:  # the last step is taken again if only its results were lost
+                assert seen in ([3.0 * (done - 1)] * 4, [3.0 * done] * 4)
+            assert total.numpy().tolist() == [3.0 * done] * 4
 
     def recall(self) -> int:
         """Make a checkpoint ask for all functions back while some run and others wait; return how many functions

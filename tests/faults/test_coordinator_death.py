@@ -90,6 +90,34 @@ FROZEN = """
     note(folder, "result", f"{value.fetch()} {count.numpy().tolist()}")
 """
 
+HALF_A_STEP = """
+    import os
+    import signal
+    import sys
+    import numpy as np
+    from pscluster.coordinator import FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable
+    from pscluster.core.context import FunctionContext, running
+    from pscluster.ps.client.steps import ReplicaSteps
+    from tests.faults.steps import note
+
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        count = Variable(np.zeros(4), name="count")
+    if strategy.resumed:
+        note(sys.argv[1], "result", str(count.numpy().tolist()))
+        sys.exit()
+    context = FunctionContext(function=1000, attempt=1, worker_index=0, num_workers=1)
+    client = strategy.client
+    context.steps = ReplicaSteps(
+        client.exchanges, client.updater.header(context), run=7, step=0, epoch=1, replica=0, replicas=1, seconds=9.0
+    )
+    with running(context):
+        count.assign_add(np.ones(4))
+        context.steps.end(context, {})
+    assert count.numpy().tolist() == [1, 1, 0, 0]  # only server 0 knows that the step is committed
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 @contextmanager
 def started(
@@ -134,6 +162,20 @@ def test_the_script_started_again_goes_on(script: Path, tmp_path: Path, servers_
             assert second.wait(TIMEOUT) == 0
         assert wait_for(str(tmp_path), "begun-True") == str(total // 2)
         assert wait_for(str(tmp_path), "result").split() == [f"{total}.0", str(total)]
+
+
+@pytest.mark.timeout(60)
+def test_half_a_synchronous_step_is_made_whole(tmp_path: Path) -> None:
+    """A coordinator that goes on with a job first has all servers apply the step that server 0 has committed."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(HALF_A_STEP))
+    with LocalCluster(2, 1, log_level="ERROR", durability="log") as cluster:
+        with started(cluster, path, tmp_path) as first:
+            assert first.wait(TIMEOUT) == -signal.SIGKILL
+        cluster.wait_restarted("ps", 1, cluster.kill("ps", 1, timeout=TIMEOUT), timeout=TIMEOUT)
+        with started(cluster, path, tmp_path) as second:
+            assert second.wait(TIMEOUT) == 0
+        assert wait_for(str(tmp_path), "result") == "[1.0, 1.0, 1.0, 1.0]"
 
 
 @pytest.mark.timeout(60)

@@ -176,6 +176,12 @@ DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "ps.stage.after": ("ps/ps.stage.after=kill@1", ("checkpoint",), ()),
     "ps.commit.after": ("ps/ps.commit.after=kill@1", ("checkpoint",), ()),
     "ps.commit.saved": ("ps/ps.commit.saved=kill@1", ("checkpoint",), ()),
+    **{
+        f"ps.{act}.{when}": (f"ps/ps.{act}.{when}=kill@3", ("steps",), ())
+        for act in ("stage_step", "step")
+        for when in ("before", "after")
+    },
+    "client.step.staged": ("worker/client.step.staged=kill@5", ("steps",), ()),
     "client.update.before": ("worker/client.update.before=kill@20", (), ()),
     "client.exchange.after": ("worker/client.exchange.after=kill@20", (), ()),
     "client.update.after": ("worker/client.update.after=kill@20", (), ()),

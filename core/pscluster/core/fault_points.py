@@ -25,6 +25,11 @@ POINTS: dict[str, str] = {
     "ps.log.after": "its record is in the log, and no client knows it",
     "ps.acknowledge.before": "everything promised of the update is done, and the answer is not sent",
     "ps.answer.after": "an answer was given to the session's stream",
+    # Parameter servers: synchronous steps
+    "ps.stage_step.before": "a contribution to a step is staged, and not in the log",
+    "ps.stage_step.after": "it is in the log, and the replica has no answer",
+    "ps.step.before": "all replicas have contributed to a step, and nothing of it is applied",
+    "ps.step.after": "it is applied and logged, and nobody knows",
     # Parameter servers: the directory
     "ps.create.before": "a variable or an optimizer has arrived completely, and is not in the directory",
     "ps.create.after": "it is in the directory, and not on disk",
@@ -61,6 +66,7 @@ POINTS: dict[str, str] = {
     "client.update.before": "nothing of an update is sent",
     "client.exchange.after": "small requests were sent to all servers, and no answer was read",
     "client.update.after": "all servers have acknowledged it",
+    "client.step.staged": "what a replica contributes to a step is staged on all servers but the first",
     # Workers
     "worker.define.after": "a function, a dataset or large arguments were taken, and the coordinator has no answer",
     "worker.run.before": "a function was received, and has not begun",

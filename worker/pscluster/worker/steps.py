@@ -96,14 +96,20 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
 
 def _go_on(steps: WorkerSteps, last: int, job: Job) -> None:
     """Go on after the steps that an earlier attempt has committed."""
-    state = steps.open()
-    if not steps.step <= state.committed <= last:
-        raise ProtocolError(f"{state.committed} steps are committed, where {steps.step} to {last} were expected")
+    first, state = steps.step, steps.open()
+    if not first <= state.committed <= last:
+        raise ProtocolError(f"{state.committed} steps are committed, where {first} to {last} were expected")
     steps.go_on(state, dry=state.committed == last)
     positions: Mapping[int, int] = state.before if steps.dry else state.after
     for key in state.after:
-        if (iterator := job.iterator_of(key)) is not None:
-            iterator.seek(positions.get(key, 0))
+        if (iterator := job.iterator_of(key)) is None:
+            continue
+        position = positions.get(key, 0)
+        # If no step of these is committed, its iterator is there already, or further if a function took elements since.
+        if state.committed > first or iterator.given < position:
+            iterator.seek(position)
+        if state.committed > first:
+            steps.take_from(iterator)
 
 
 def _collected(how: int, results: list[Any]) -> Any:

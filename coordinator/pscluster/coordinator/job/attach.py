@@ -121,6 +121,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
         must_hold = continue_job(request, client.introductions()) if resume else [0] * len(servers)
         loop.run(_attach(context, servers, must_hold))
         if context.resumed:
+            client.updater.settle_recorded(client.metadata())
             context.variables.go_on_with(_find_live(client))
             context.partly_applied.add(
                 "functions", "functions that had begun under a coordinator that died; it is not known which"

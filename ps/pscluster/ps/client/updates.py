@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.context import FunctionContext
+from pscluster.core.errors import StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, parts_of, view
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import Exchanges, padded
 from pscluster.ps.client.steps import ReplicaSteps
-from pscluster.ps.spec import SESSION_BYTES
+from pscluster.ps.spec import SESSION_BYTES, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
+
+logger = logging.getLogger(__name__)
+
+_LAST_EPOCH = (1 << 64) - 1
+"""Of a run that nobody goes on with."""
 
 
 @dataclass(slots=True)
@@ -133,6 +141,18 @@ class Updater:
         finally:
             with self._lock:
                 self._open.discard(sequence)
+
+    def settle_recorded(self, texts: Mapping[str, str]) -> None:
+        """Have all servers apply the steps that are committed under another coordinator, and end its synchronous runs.
+
+        `texts` are the job's metadata, read once that coordinator was shut out.
+        """
+        record = json.loads(texts.get(SYNCHRONOUS, "{}"))
+        if "run" in record:
+            try:
+                self.settle_run(int(record["run"]), _LAST_EPOCH)
+            except StaleError as error:  # it has restarted without a log
+                logger.error("the last synchronous step is not whole: %s", error)
 
     def _next_sequence(self) -> tuple[int, int]:
         """Return the next request's sequence number, and the number below which all requests are answered."""

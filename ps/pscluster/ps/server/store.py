@@ -79,8 +79,10 @@ class Store:
 
     def take_over(self, job: int) -> None:
         """Continue under another coordinator. After this returns, no update of the previous one is applied."""
-        with self._lock:
+        with self.runs.between_steps(), self._lock:
             self.job = job
+            if self.index == 0:
+                self.runs.drop(lambda _: True)  # this is the server that decides, so they are not committed
             self._ledger.forget_functions()
             self._forget_prepared()
             self.directory.forget_deleted()  # their ids may be reused

@@ -60,10 +60,15 @@ def check_update(
     store: Store, request: ps_pb2.UpdateRequest, total_bytes: int, context: grpc.ServicerContext | None = None
 ) -> list[Change]:
     """Admit an update, and check all that can be checked before its payload arrives; `context` is of its call."""
+    admit(store, request)
+    return changes_of(store, request, total_bytes, context)
+
+
+def admit(store: Store, request: ps_pb2.UpdateRequest) -> None:
+    """Raise StaleError if updates of this origin may no longer be applied."""
     store.check_job(request.job)
     with store.ledger() as ledger:
         ledger.admit(_origin(request))
-    return changes_of(store, request, total_bytes, context)
 
 
 def changes_of(

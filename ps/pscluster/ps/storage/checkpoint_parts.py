@@ -254,8 +254,9 @@ class CheckpointParts:
     @staticmethod
     def _commit(store: Store, staged: _Staged, named: _Named, term: int) -> None:
         metadata = store.directory.metadata
-        with metadata.lock, store.ledger() as ledger:
+        with store.runs.between_steps(), metadata.lock, store.ledger() as ledger:
             ledger.open_term(term)
+            store.runs.drop(lambda staged: staged.request.term < term)
             if staged.metadata is not None:
                 ledger.replace(*METADATA, {})
                 metadata.updates += 1

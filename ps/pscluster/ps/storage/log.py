@@ -195,24 +195,28 @@ class Log:
             if self._plan.broken or self._file < 0:
                 raise UnavailableError(f"updates are refused: {self._plan.broken or 'the server is stopping'}")
             room = size + _ROOM
-            missing = self._end + self._promised + room - self._allocated
-            if missing > 0:
-                # In few, large steps if there is room: many small ones make every write four times as slow.
-                more = missing + min(max(_GROW, self._allocated), _MOST)
-                try:
-                    try:
-                        os.posix_fallocate(self._file, self._allocated, more)
-                    except OSError:
-                        more = missing
-                        os.posix_fallocate(self._file, self._allocated, more)
-                except OSError as error:
-                    raise UnavailableError(
-                        f"updates are refused, since the log in {self._directory.path} can't grow ({error.strerror}): "
-                        "free some disk space there"
-                    ) from None
-                self._allocated += more
-            self._promised += room
+            self._promise(room)
             return self._plan.take(), room
+
+    def _promise(self, room: int) -> None:
+        """Reserve space in the segment. UnavailableError if the disk has none. Called under the lock."""
+        missing = self._end + self._promised + room - self._allocated
+        if missing > 0:
+            # In few, large steps if there is room: many small ones make every write four times as slow.
+            more = missing + min(max(_GROW, self._allocated), _MOST)
+            try:
+                try:
+                    os.posix_fallocate(self._file, self._allocated, more)
+                except OSError:
+                    more = missing
+                    os.posix_fallocate(self._file, self._allocated, more)
+            except OSError as error:
+                raise UnavailableError(
+                    f"updates are refused, since the log in {self._directory.path} can't grow ({error.strerror}): "
+                    "free some disk space there"
+                ) from None
+            self._allocated += more
+        self._promised += room
 
     def record(self, ticket: int, room: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
         """Write the record of an applied update; return once it is flushed. UnavailableError if it can't be."""
@@ -230,6 +234,27 @@ class Log:
                 else:
                     self._write()
             self._done.discard(ticket)
+
+    def carry_over(self, size: int, record: state_pb2.LogRecord, payload: Sequence[Buffer]) -> None:
+        """Write a record that the previous segment had, also while the log is broken: nothing else is written then.
+
+        UnavailableError if it can't be written.
+        """
+        with self._changed:
+            if not self._plan.broken:
+                ticket, room = self.take(size)
+            else:
+                ticket, room = 0, size + _ROOM  # no update has this one
+                self._promise(room)
+                parts = [memoryview(buffer) for buffer in parts_of(record, payload)]
+                self._queue.append((ticket, room, _checksum(*parts), parts))
+                self._write()
+                if ticket in self._done:
+                    self._done.discard(ticket)
+                    return
+                self._promised -= room
+                raise UnavailableError(self._plan.broken)
+        self.record(ticket, room, record, payload)
 
     def give_back(self, ticket: int, room: int) -> None:
         """Release the space of an update without a record."""
@@ -303,6 +328,7 @@ class Dropped:
 
     updates: defaultdict[tuple[int, int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     unknown: int = 0  # records whose updates can't be identified
+    records: int = 0  # that are lost, those of contributions to synchronous steps included
 
     def add(self, record: state_pb2.LogRecord) -> None:
         """Count a record that can be read."""
@@ -423,6 +449,7 @@ def _count_lost(data: bytes, head: _Segment, hole: int, whole: int, dropped: Dro
                 dropped.add(unpack(data[at + _HEAD.size : end], state_pb2.LogRecord, end)[0])
                 known += 1
     dropped.unknown += max(total - known, 0)
+    dropped.records += max(total, 0)
     return max(total, 0)
 
 

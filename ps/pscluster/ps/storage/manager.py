@@ -157,7 +157,7 @@ class StateManager:
             coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
         replay.restore_losses(store, manifest, self._directory.losses(), dropped)
-        store.runs.whole = manifest.logged and self._plan.due() is None
+        store.runs.whole = manifest.logged and self._plan.due() is None and not dropped.records
         identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
@@ -327,23 +327,28 @@ class StateManager:
             job = self._job
         if job is None or job.store is not store:
             return  # its job is over
+        record, size = self._record_of(job, contribution)
         try:
-            self._write_contribution(self._log, job.identity, contribution)
+            ticket, room = self._log.take(size)
+            self._log.record(ticket, room, record, contribution.payload.chunks if contribution.total_bytes else ())
         except UnavailableError:
             self._request_save()  # so that a new segment begins
             raise
 
     def _log_staged(self, log: Log, job: _Job) -> None:
         """Log what is staged again: the segments that have it are no longer read once this generation is saved."""
-        for contribution in job.store.runs.staged():
-            self._write_contribution(log, job.identity, contribution)
+        for contribution in job.store.runs.staged() if job.store.index else ():
+            record, size = self._record_of(job, contribution)
+            log.carry_over(size, record, contribution.payload.chunks if contribution.total_bytes else ())
 
-    def _write_contribution(self, log: Log, identity: JobIdentity, contribution: Contribution) -> None:
-        total = contribution.total_bytes
+    def _record_of(self, job: _Job, contribution: Contribution) -> tuple[state_pb2.LogRecord, int]:
+        """Return the record of a contribution, and its size."""
+        total, identity = contribution.total_bytes, job.identity
         record = state_pb2.LogRecord(update=contribution.request, total_bytes=total, last=True)
         record.store_id, record.coordinator_number = identity.store_id, identity.coordinator_number
-        ticket, room = log.take(total + record.ByteSize())
-        log.record(ticket, room, record, contribution.payload.chunks if total else ())
+        known = [change.optimizer for change in contribution.changes if change.optimizer is not None]
+        record.optimizers.extend(map(replay.saved_optimizer, {used.spec.id: used for used in known}.values()))
+        return record, total + record.ByteSize()
 
     def write_losses(self) -> None:
         """Have the losses written in the background if new ones were found."""
@@ -430,8 +435,7 @@ class StateManager:
         if self._log is not None:
             saved = job.saved.generation if job.saved is not None else 0
             broken = self._log.begin_segment(generation, self._segment_before, saved)
-            if not broken:
-                self._log_staged(self._log, job)
+            self._log_staged(self._log, job)
         contents, identity = job.store.held(), job.identity
         manifest = replay.manifest_of(job.store, contents)
         manifest.store_id, manifest.job_id, manifest.coordinator_number = (
@@ -448,6 +452,10 @@ class StateManager:
                     size = self._write_shards(job, contents[0], manifest)
                     break
                 manifest.ClearField("shards")
+            # Some shards may have been written with a step, others without it: it must be in the log.
+            job.store.runs.until_ended()
+            if self._log is not None and self._log.broken and not broken and job.store.runs.torn:
+                raise UnavailableError(self._log.broken)
             with self._changed:
                 if self._job is not job:
                     return  # the written files are cleared next
@@ -466,7 +474,6 @@ class StateManager:
         job.before, job.saved, job.sizes = job.saved, manifest, _sizes(manifest)
         if self._log is not None and broken:
             self._log.mended()
-            self._log_staged(self._log, job)
         self._remove_unused(job)
         reach("ps.generation.after")
 

@@ -212,12 +212,12 @@ class Replay:
             return  # of the previous job, which was still in progress when this one began
         if record.update.term > self._store.term:
             raise DamagedError("a checkpoint was restored after the snapshot that is used, and is not in the log")
+        if record.update.HasField("contribution"):  # perhaps of the coordinator before the one that had it logged again
+            self._contributed(record, payload)
+            return
         if record.coordinator_number > self.coordinator_number:
             self._store.take_over(record.update.job)
             self.coordinator_number = record.coordinator_number
-        if record.update.HasField("contribution"):
-            self._contributed(record.update, payload)
-            return
         wanted = [index for index, item in enumerate(record.update.items) if item.variable in self._here]
         self.skipped += len(record.update.items) - len(wanted)
         if not wanted:
@@ -238,15 +238,19 @@ class Replay:
                 while (ready := early.pop(change.shard.updates + 1, None)) is not None:
                     self._apply(*ready, change.shard.updates + 1)
 
-    def _contributed(self, update: ps_pb2.UpdateRequest, data: memoryview) -> None:
+    def _contributed(self, record: state_pb2.LogRecord, data: memoryview) -> None:
         """Take a contribution to a synchronous step, which may have been applied since, and may not."""
-        of = update.contribution
+        update, of, runs = record.update, record.update.contribution, self._store.runs
+        if update.term < self._store.term:
+            return
         try:
+            self._declare(record)
             changes = updates.changes_of(self._store, update, len(data))
         except PsClusterError:  # of a variable that was deleted since, after the step
+            runs.found_epoch(of.run, of.step, of.epoch, unusable=True)
             return
         staged = Contribution(update, changes, Payload([data]), len(data))
-        self._store.runs.found(of.run, of.step, of.epoch, of.replica, of.replicas, staged)
+        runs.found(of.run, of.step, of.epoch, of.replica, of.replicas, staged)
 
     def _declare(self, record: state_pb2.LogRecord) -> None:
         """Declare the optimizers as they were when the update was applied."""

@@ -68,28 +68,33 @@ def check_contribution(changes: Sequence[Change]) -> None:
             raise ProtocolError(f"a gradient of {name!r} with a weight of {change.item.weight}")
 
 
+def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
+    """Return the error of contributions that do not have the same gradients; None if they do."""
+    forms = {
+        tuple(_form(change) for change in contribution.changes if change.item.kind == ps_pb2.APPLY_GRADIENT)
+        for contribution in contributions
+    }
+    return _different(contributions) if len(forms) > 1 else None
+
+
 def combine(contributions: Sequence[Contribution]) -> Combined:
     """Return the update that these contributions make, which are in the order of the replicas.
 
     MisuseError if they do not have the same gradients. Other updates may be of some replicas only.
     """
+    if (error := difference(contributions)) is not None:
+        raise error
     result = Combined([], [])
-    gradients: defaultdict[tuple[Any, ...], list[tuple[Change, Payload]]] = defaultdict(list)
+    gradients: list[list[Change]] = []  # by replica
     for contribution in contributions:
-        nth: defaultdict[tuple[int, int], int] = defaultdict(int)
+        gradients.append([])
         for change in contribution.changes:
             if change.item.kind == ps_pb2.APPLY_GRADIENT:
-                target = change.item.variable, change.item.shard
-                nth[target] += 1
-                gradients[(*target, nth[target], *_form(change))].append((change, contribution.payload))
-    for contribution in contributions:
-        for change in contribution.changes:
-            if change.item.kind != ps_pb2.APPLY_GRADIENT:
+                gradients[-1].append(change)
+            else:
                 result.add(_copy_of(change.item), *_segments(change, contribution.payload))
-    for of_all in gradients.values():
-        if len(of_all) < contributions[0].request.contribution.replicas:
-            raise _different(contributions)
-        changes, payloads = [change for change, _ in of_all], [payload for _, payload in of_all]
+    payloads = [contribution.payload for contribution in contributions]
+    for changes in zip(*gradients, strict=True):
         (_join if changes[0].item.rows.WhichOneof("kind") == "ids" else _sum)(result, changes, payloads)
     numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
     for item in result.items:
@@ -101,7 +106,8 @@ def combine(contributions: Sequence[Contribution]) -> Combined:
 def _form(change: Change) -> tuple[Any, ...]:
     """Return what must be the same for the gradients of all replicas."""
     item = change.item
-    return item.optimizer, item.rows.WhichOneof("kind") == "ids", item.HasField("weight")
+    sparse = item.rows.WhichOneof("kind") == "ids"
+    return item.variable, item.shard, item.optimizer, sparse, item.HasField("weight")
 
 
 def _different(contributions: Sequence[Contribution]) -> MisuseError:

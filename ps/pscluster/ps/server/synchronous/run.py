@@ -26,8 +26,11 @@ refuses what they still send.
 On server 0 a step can also end without being applied, until the next epoch: `ended`, since the data of a replica has
 ended, or `disagreement`, since two replicas have updated different variables.
 
+A step that is applied in memory, and could not be logged, is `torn`: it is neither applied nor staged. Nothing else
+happens to the run until it could be applied again, which changes nothing but finds it in the log, or saved.
+
 What may be lost: a server without a log that restarts has an older state, and what was staged is gone. It does not know
-such a run any more, and refuses it (`whole`).
+such a run any more, and refuses it (`whole`), until a message comes of a step that it has not missed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pscluster.core.errors import ProtocolError, StaleError
+from pscluster.core.errors import ProtocolError, StaleError, UnavailableError
+from pscluster.core.limits import MAX_COUNT
 
 T = TypeVar("T")
 
@@ -61,6 +65,7 @@ class Run(Generic[T]):
     staged: dict[int, T] = field(default_factory=dict)  # by replica, of step number `applied`
     ended: bool = False
     disagreement: str = ""
+    torn: bool = False  # the staged step is applied, at least in part, and may be in no log
 
     @property
     def complete(self) -> bool:
@@ -88,6 +93,7 @@ class Run(Generic[T]):
         was contributed to those steps.
         """
         if step <= self.applied:
+            self.whole = True  # from here on
             return False
         if not self.whole or self.server == 0:
             raise self._lost(step)
@@ -111,8 +117,8 @@ class Run(Generic[T]):
         self._check_epoch(epoch)
         if step < self.applied:
             return Verdict.APPLIED
-        if not 0 <= replica < replicas:
-            raise ProtocolError(f"a contribution of replica {replica}, of {replicas}")
+        if not 0 <= replica < replicas <= MAX_COUNT:
+            raise ProtocolError(f"a contribution of replica {replica}, of {replicas}; the limit is {MAX_COUNT}")
         if epoch > self.epoch:
             self.begin(epoch)
         if self.replicas not in (0, replicas):
@@ -128,13 +134,21 @@ class Run(Generic[T]):
             self._clear()
 
     def _check_epoch(self, epoch: int) -> None:
+        if self.torn:
+            raise UnavailableError(f"ps {self.server} has yet to log synchronous step {self.applied}; try again")
         if epoch < self.epoch:
             raise StaleError("this attempt at a synchronous step is over: another one has begun")
 
     def end_step(self) -> None:
         """Count the staged step as applied."""
         self.applied += 1
+        self.torn, self.whole = False, True
         self._clear()
+
+    def drop(self) -> None:
+        """Drop what is staged: it will never be committed."""
+        if not self.torn:
+            self._clear()
 
     def _clear(self) -> None:
         self.staged.clear()

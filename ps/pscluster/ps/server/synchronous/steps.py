@@ -15,6 +15,7 @@ What becomes of a contribution is decided in `run`, and what the staged ones mak
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,13 @@ from pscluster.core.fault_points import reach
 from pscluster.ps.server import updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
-from pscluster.ps.server.synchronous.combine import Contribution, check_contribution, combine, parts_of_payload
+from pscluster.ps.server.synchronous.combine import (
+    Contribution,
+    check_contribution,
+    combine,
+    difference,
+    parts_of_payload,
+)
 from pscluster.ps.server.synchronous.run import Run, Verdict
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
@@ -35,6 +42,9 @@ WAIT_SECONDS = 0.5
 
 MAX_ITERATORS = 16
 """The most iterators of which a replica's position is remembered: those used last."""
+
+_MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+"""The most that may be staged. More would take the machine down, with the state of other jobs."""
 
 Write = Callable[[Store, ps_pb2.UpdateRequest, list[Change], Payload, int], ps_pb2.UpdateReply]
 """Applies and logs an update."""
@@ -57,12 +67,15 @@ class StepPath:
     ) -> ps_pb2.UpdateReply:
         """Take a contribution whose payload has wholly arrived, or a question about a run."""
         of = request.contribution
-        if (of.kind != ps_pb2.Contribution.STAGE) != (store.index == 0):
+        if (of.kind not in _AT_FIRST) if store.index == 0 else (of.kind != ps_pb2.Contribution.STAGE):
             raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
+        if of.kind in (ps_pb2.Contribution.OPEN, ps_pb2.Contribution.WAIT) and request.items:
+            raise ProtocolError("updates with a question about a synchronous run")
+        self._finish_torn(store, of.run)
         if of.kind == ps_pb2.Contribution.OPEN:
             state = self._open(store, of)
         elif of.kind == ps_pb2.Contribution.WAIT:
-            state = self._wait(store, of)
+            state = self._wait(store, request)
         else:
             check_contribution(changes)
             for change in changes:
@@ -70,7 +83,7 @@ class StepPath:
             contribution = Contribution(request, changes, payload, total_bytes)
             verdict = self._stage(store, contribution)
             if of.kind == ps_pb2.Contribution.COMMIT:
-                state = self._state(store, of, 0.0)
+                state = self._state(store, request, 0.0)
             else:
                 if verdict is not Verdict.APPLIED:
                     reach("ps.stage_step.before")
@@ -82,6 +95,7 @@ class StepPath:
     def reach_step(self, store: Store, after: ps_pb2.StepCount) -> None:
         """Apply what is staged of steps before this one, all of which are committed."""
         if not store.runs.has_reached(after.run, after.step):
+            self._finish_torn(store, after.run)
             self._settle(store, after.run, after.step, after.epoch)
 
     def _stage(self, store: Store, contribution: Contribution) -> Verdict:
@@ -90,11 +104,17 @@ class StepPath:
         runs = store.runs
         with runs.changed:
             run = store.runs.idle(of.run)
+            updates.admit(store, contribution.request)  # again: the job may have been taken over since
             verdict = run.admit(of.step, of.epoch, of.replica, of.replicas)
             if verdict is Verdict.STAGE:
+                if not run.staged:  # a coordinator settles the runs of the one before, before it begins one
+                    runs.drop(lambda staged: staged.request.job != contribution.request.job)
+                _check_room(contribution, runs.contributions())
                 if of.kind == ps_pb2.Contribution.COMMIT:
                     run.ended |= of.ended
                     run.disagreement = run.disagreement or _disagreement(store, run, contribution)
+                elif (error := difference([*run.in_order()[:1], contribution])) is not None:
+                    raise error  # now: once the step is committed it has to be applied
                 run.staged[of.replica] = contribution
                 runs.changed.notify_all()
         return verdict
@@ -113,18 +133,19 @@ class StepPath:
             state.after.update(_positions(decided.get("after", {}), of.replica))
         return state
 
-    def _wait(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+    def _wait(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
+        of = request.contribution
         with store.runs.changed:
             run = store.runs.idle(of.run)
             if of.step >= run.applied:
                 run.begin(of.epoch)
                 if of.replica not in run.staged:
                     return ps_pb2.StepState(committed=run.applied, unknown=True)
-        return self._state(store, of, WAIT_SECONDS)
+        return self._state(store, request, WAIT_SECONDS)
 
-    def _state(self, store: Store, of: ps_pb2.Contribution, seconds: float) -> ps_pb2.StepState:
+    def _state(self, store: Store, request: ps_pb2.UpdateRequest, seconds: float) -> ps_pb2.StepState:
         """Return what became of a step, on server 0; apply it if all replicas have contributed. Wait, if not."""
-        runs, deadline = store.runs, time.monotonic() + seconds
+        of, runs, deadline = request.contribution, store.runs, time.monotonic() + seconds
         with runs.changed:
             while True:
                 run = store.runs.idle(of.run)
@@ -140,6 +161,7 @@ class StepPath:
                 if (left := deadline - time.monotonic()) <= 0:
                     return ps_pb2.StepState(committed=run.applied, missing=run.missing)
                 runs.changed.wait(left)
+            updates.admit(store, request)  # from now on nobody takes the job over until the step is applied
             runs.begin_step(of.run)
         self._apply(store, of.run, run)
         return ps_pb2.StepState(committed=run.applied)
@@ -153,6 +175,15 @@ class StepPath:
                     return
                 store.runs.begin_step(run_id)
             self._apply(store, run_id, run)
+
+    def _finish_torn(self, store: Store, run_id: int) -> None:
+        """Apply a step again that was applied and could not be logged. UnavailableError if it still can't be."""
+        with store.runs.changed:
+            run = store.runs.idle(run_id)
+            if not run.torn:
+                return
+            store.runs.begin_step(run_id)
+        self._apply(store, run_id, run)
 
     def _apply(self, store: Store, run_id: int, run: Run[Contribution]) -> None:
         """Apply the staged step of a run that is marked busy."""
@@ -185,19 +216,35 @@ class StepPath:
             store.runs.end_step(run_id, applied=applied)
 
 
+_AT_FIRST = ps_pb2.Contribution.COMMIT, ps_pb2.Contribution.WAIT, ps_pb2.Contribution.OPEN
+
+
+def _check_room(new: Contribution, staged: list[Contribution]) -> None:
+    """Raise MisuseError if this contribution does not fit beside what is staged."""
+    if (size := new.total_bytes + sum(contribution.total_bytes for contribution in staged)) > _MOST_BYTES:
+        raise MisuseError(
+            f"contributions to synchronous steps would take {size:,} bytes, more than half of the machine's memory: "
+            "distribute the variables over more servers"
+        )
+
+
 def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> str:
     """Return how the updates of a replica differ from those of the others; "" if they do not."""
     mine = new.request.contribution
     for other in run.in_order():
         theirs = other.request.contribution
-        if mine.ended or theirs.ended or mine.updated == theirs.updated:
+        if mine.ended or theirs.ended:
             continue
-        first, second = sorted((mine, theirs), key=lambda of: of.replica)
-        return (
-            f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
-            f"{second.replica} to {_named(store, second)}: all replicas must apply gradients to the same variables, in "
-            "the same order"
-        )
+        if mine.updated != theirs.updated:
+            first, second = sorted((mine, theirs), key=lambda of: of.replica)
+            return (
+                f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
+                f"{second.replica} to {_named(store, second)}: all replicas must do so to the same variables, "
+                "in the same order"
+            )
+        if (error := difference([other, new])) is not None:
+            return str(error)
+        break  # those that are staged agree
     return ""
 
 
