@@ -445,6 +445,45 @@ def test_data_files_are_read_below_what_workers_were_given(tmp_path: Path) -> No
     assert "losses [14.0]" in output
 
 
+SYNCHRONOUS = """
+import numpy as np
+from pscluster.coordinator import (
+    SynchronousStrategy, TFConfigClusterResolver, compute_average_loss, replica_context, scale_regularization_loss,
+)
+def dataset_fn(context):
+    return [np.arange(context.get_per_replica_batch_size(4)) + context.input_pipeline_id]
+def batches():
+    return [np.arange(4.0)]
+def step(iterator):
+    x = next(iterator)
+    loss = compute_average_loss(x) + scale_regularization_loss(1.0)
+    return replica_context().all_reduce("sum", loss), x
+if __name__ == "__main__":
+    with SynchronousStrategy(TFConfigClusterResolver()) as strategy:
+        for data in (
+            strategy.distribute_datasets_from_function(dataset_fn),
+            strategy.distribute_dataset(batches),
+            strategy.distribute_dataset([np.arange(10.0, 14.0)]),
+        ):
+            loss, x = strategy.run(step, args=(iter(data),))
+            print("loss", *map(float, loss), "x", strategy.gather(x, axis=0).tolist())
+"""
+
+
+def test_synchronous_training(hooked: Hooked, tmp_path: Path) -> None:
+    """Steps, datasets and losses of a SynchronousStrategy go by name."""
+    (tmp_path / "script.py").write_text(SYNCHRONOUS)
+    job = ("run", "--workers", "2", "--no-pickle", "--max-restarts", "0")
+    code, output = run(*job, str(tmp_path / "script.py"), **hooked.env)
+    assert code == 0, output
+    assert re.findall(r"loss .*", output) == [
+        "loss 2.0 2.0 x [0, 1, 1, 2]",
+        "loss 2.5 2.5 x [0.0, 1.0, 2.0, 3.0]",
+        "loss 12.5 12.5 x [10.0, 11.0, 12.0, 13.0]",
+    ]
+    assert hooked.strikes() == []
+
+
 def test_the_help_says_it() -> None:
     """The help of every command that starts a role mentions it."""
     for code, output in run_all([((name, "--help"), {}) for name in ("ps", "worker", "coordinator", "run")]):

@@ -322,6 +322,16 @@ def test_a_call_that_ends_before_the_client_does_takes_its_connection_along(port
     assert stream._connection.fileno() == -1
 
 
+def test_a_call_that_is_cancelled_once_it_is_over_takes_its_connection_along(port: DataPort) -> None:
+    stream = open_stream(port)
+    stream.send(b"a", last=True)
+    assert rest_of(stream)[1].code() is grpc.StatusCode.OK
+    assert stream.reusable is not None
+    stream.cancel()
+    port.give_back(stream)
+    assert stream._connection.fileno() == -1, "what the next call sent would be lost"
+
+
 @pytest.mark.parametrize("method", ["Echo", "CountDown", "Total", "Same"])
 def test_without_the_token(server: DataServer, method: str) -> None:
     """A call without a handshake is refused, with a message, and its connection closed."""

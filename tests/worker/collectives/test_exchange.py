@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,6 +81,11 @@ def outcome(stream: Stream) -> worker_pb2.ExchangeReply | PsClusterError:
 
 def waits(replica: ReplicaContext) -> None:
     """Wait for the other member, which says nothing."""
+    replica.barrier()
+
+
+def barrier(replica: ReplicaContext) -> None:
+    """Meet the other member."""
     replica.barrier()
 
 
@@ -202,6 +208,16 @@ def test_a_member_learns_late_how_another_has_ended(pair: list[Host]) -> None:
         stream.end()
         end = outcome(stream)
     assert "OK" in str(end), "what comes after the end is dropped"
+
+
+def test_a_function_that_is_stopped_when_it_has_ended_breaks_no_connection_of_the_next(pair: list[Host]) -> None:
+    """Connections are kept for the next gang, whose messages would be lost."""
+    for _ in range(2):
+        gang = Running(pair, [barrier, barrier], generation=50 + next(_numbers), timeout=10.0)
+        assert gang.results() == [None, None]
+        until(lambda: "exchange" not in [thread.name for thread in threading.enumerate()], "its exchanges are over")
+        for context in gang.contexts:
+            context.cancel()
 
 
 def test_a_worker_may_call_it() -> None:

@@ -212,7 +212,7 @@ class SynchronousStrategy(ParameterServerStrategy):
 
         Args:
             dataset: the global batches: structures of arrays with the examples along the first axis. Or a function
-                that returns an iterable of them, which is called on each worker.
+                that returns an iterable of them, which is called on each worker; an iterable is sent there whole.
             options: ignored; TensorFlow's.
             uneven: whether a batch may divide unevenly: the first replicas then get one example more. Otherwise such a
                 batch is an error of the step that takes it.

@@ -181,6 +181,8 @@ class Link:
                 failure = from_rpc(error, f"worker {self.member.worker}")
                 error.__traceback__ = None  # gRPC's frames, which hold the error
                 return failure
+        with self._lock:
+            self._stream = None  # a late `cancel` must not break its connection, which another gang may have now
         stream.release()
         return None
 
@@ -224,10 +226,10 @@ class Link:
     def cancel(self) -> None:
         """Break it, from any thread."""
         with self._lock:
-            self._is_cancelled, stream = True, self._stream
-        if stream is not None:
-            stream.cancel()
-            return
+            self._is_cancelled = True
+            if self._stream is not None:
+                self._stream.cancel()
+                return
         for call in tuple(self._calls[-1:]):
             call.cancel()
 

@@ -75,6 +75,7 @@ class DataStream:
         self._call: bytes | None = data_plane_pb2.DataCall(path=path, metadata=pairs).SerializeToString()
         self._port, self._endpoint, self._connection = port, endpoint, connection
         self._shut = False  # by this side
+        self._is_dead = False  # nothing more can be sent
         self._ended = False
         self.reusable: Connection | None = None  # the connection, once the call is over and another may follow
 
@@ -96,6 +97,7 @@ class DataStream:
         try:
             self._put(packets)
         except OSError:
+            self._is_dead = True
             self._connection.shut()  # messages that the server sent before can still be read
 
     def _put(self, packets: Sequence[Packet]) -> None:
@@ -143,12 +145,17 @@ class DataStream:
         return StreamEndedError(grpc.StatusCode.UNAVAILABLE, why)
 
     def cancel(self) -> None:
-        self._shut = True
+        self._shut = self._is_dead = True
         self._connection.shut()
 
     def close(self) -> None:
         self._connection.shut()
         self._connection.break_off()
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether it was cancelled, or has broken, even if all was received: no other call may follow."""
+        return self._is_dead
 
     def release(self) -> None:
         self._port.give_back(self)
@@ -185,6 +192,7 @@ class PromptStream(DataStream):
                     packets = self._backlog.popleft()
                 self._connection.send(*packets)
         except OSError:  # nothing more will arrive; the receiving thread notices
+            self._is_dead = True
             self._connection.shut()
 
     def close(self) -> None:
@@ -341,7 +349,8 @@ class DataPort:
     def give_back(self, stream: DataStream) -> None:
         """Keep the connection of a call that is over, or close it if it can't be reused."""
         with self._lock:
-            if (connection := stream.reusable) is not None and not self._closed and not connection.worn:
+            connection = None if stream.is_dead or self._closed else stream.reusable
+            if connection is not None and not connection.worn:
                 self._idle.append(connection)
                 return
         stream.close()
