@@ -376,7 +376,9 @@ class _Steps:
                 of: dict[str, Any] = {"run": next(run), "epoch": 3, "replicas": 2}
                 sent = [self._sent({**of, "kind": kinds.OPEN}, 0)]
                 for replica in range(2):
-                    contribution = {**of, "kind": kind, "replica": replica, "updated": [1 << 36 | 1]}
+                    contribution = {**of, "kind": kind, "replica": replica}
+                    if fields is gradient[0]:
+                        contribution["updated"] = [1]
                     if not index:
                         contribution["positions"] = {5: 7}
                     sent.append(self._sent(contribution, replica, fields, payload))
@@ -386,8 +388,8 @@ class _Steps:
                     read=ps_pb2.ReadRequest(job=JOB, items=[ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True))])
                 )
                 read.last = True
-                sent.append(with_step(of["run"], 1) + pack(read))
-                read.after.run, read.after.step = of["run"], 1
+                sent.append(with_step(of["run"], 1, 3) + pack(read))
+                read.after.run, read.after.step, read.after.epoch = of["run"], 1, 3
                 sent.append(pack(read))
                 examples.append(bytes((index,)) + self.SEPARATOR.join(sent))
         return examples

@@ -10,10 +10,11 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIte
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.per_replica import PerReplica
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.synchronous.per_replica import PerReplica
+from pscluster.coordinator.synchronous.strategy import SynchronousStrategy
 from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.variables.partitioners import (
@@ -35,6 +36,7 @@ from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embeddi
 from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
+from pscluster.worker.losses import compute_average_loss, scale_regularization_loss
 from pscluster.worker.strategy import ReduceOp
 
 __version__ = VERSION
@@ -71,11 +73,14 @@ __all__ = [
     "ShardedVariable",
     "SidecarEvaluator",
     "SimpleClusterResolver",
+    "SynchronousStrategy",
     "TFConfigClusterResolver",
     "Variable",
+    "compute_average_loss",
     "embedding_bag",
     "embedding_lookup",
     "embedding_lookup_sparse",
     "experimental_get_current_worker_index",
     "replica_context",
+    "scale_regularization_loss",
 ]

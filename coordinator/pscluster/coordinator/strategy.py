@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.job import progress
@@ -21,7 +21,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with
+from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with, current_creator, has_creator
 from pscluster.ps.handles.variable import Shard, Variable
 from pscluster.worker.strategy import Strategy
 
@@ -60,6 +60,9 @@ class ParameterServerStrategy(Strategy):
         UnavailableError: tasks did not answer in time; the message names them.
         BusyError: another coordinator uses this cluster; the message names it.
     """
+
+    is_synchronous: ClassVar[bool] = False
+    """Whether all workers run each step together."""
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class ParameterServerStrategy(Strategy):
         """
         self.context.close(reason)
 
-    def __enter__(self) -> ParameterServerStrategy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -187,9 +190,19 @@ class ParameterServerStrategy(Strategy):
     # Variables
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[ParameterServerStrategy]:
-        """Make variables and optimizers within the block on this strategy's servers."""
-        with creating_with(self.context.variables):
+    def scope(self) -> Iterator[Self]:
+        """Make variables and optimizers within the block on this strategy's servers.
+
+        Raises:
+            MisuseError: it is within the scope of another strategy.
+        """
+        mine = self.context.variables
+        if has_creator() and current_creator("another strategy") is not mine:
+            raise MisuseError(
+                "the scope of one strategy was entered inside that of another one, where it would be unclear whose "
+                "variables are made: leave that `with` block first"
+            )
+        with creating_with(mine):
             yield self
 
     @contextlib.contextmanager
@@ -229,4 +242,4 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         life = ", closed" if self.context.closed else ""
-        return f"<ParameterServerStrategy {self._client.num_servers} ps, {len(self.context.workers)} workers{life}>"
+        return f"<{type(self).__name__} {self._client.num_servers} ps, {len(self.context.workers)} workers{life}>"

@@ -14,7 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscluster.core.errors import FunctionCancelled
+from pscluster.core.errors import FunctionCancelled, MisuseError
+
+STEP_UPDATES = 4096
+"""The most updates of one variable in one synchronous step."""
+
+MAX_STEPS = (1 << 32) // STEP_UPDATES
+"""The most steps of one function: the number of an update has 32 bits."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,7 +37,8 @@ class FunctionContext:
     """The ReplicaContext of its gang, or of one replica; made at first use, by a module that stands above this one."""
     steps: Any = None
     """The ReplicaSteps of a synchronous run that this function is called for, once for each of them."""
-    _committed: bool = field(default=False, init=False)  # is a step?
+    _has_updated: bool = field(default=False, init=False)  # in an earlier step
+    _first_nth: int = field(default=0, init=False)
     _cancelled: bool = field(default=False, init=False)
     _on_cancel: list[Callable[[], object]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -41,18 +48,21 @@ class FunctionContext:
         """Return the number, from 1, of this function's next update of a variable."""
         with self._lock:
             self._updates[variable] += 1
-            return self._updates[variable]
+            return self._first_nth + self._updates[variable]
 
-    def begin_step(self, *, committed: bool = False) -> None:
-        """Number the updates from 1 again: a synchronous step begins. `committed`: the last one is."""
+    def begin_step(self, number: int) -> None:
+        """Begin a synchronous step, from 0: its updates have numbers that other attempts at it give them, too."""
         with self._lock:
+            if any(count > STEP_UPDATES for count in self._updates.values()):
+                raise MisuseError(f"a synchronous step has made more than {STEP_UPDATES} updates of one variable")
+            self._first_nth = number * STEP_UPDATES
+            self._has_updated |= bool(self._updates)
             self._updates.clear()
-        self._committed |= committed
 
     @property
     def updated(self) -> bool:
         """Whether it has requested an update, which may have been applied."""
-        return self._committed or bool(self._updates)
+        return self._has_updated or bool(self._updates)
 
     def cancel(self) -> None:
         """Make the function stop at its next library call, and end those that wait."""

@@ -95,6 +95,9 @@ class CancelledError(PsClusterError):
 class EndOfDatasetError(PsClusterError):
     """A step function requested more elements than its dataset has."""
 
+    steps: int = 0  # of a synchronous run: how many were done before
+    results: Any = None  # and what they returned, as `SynchronousStrategy.run` would have returned it
+
 
 class DatasetError(PsClusterError):
     """Examples of a distributed dataset can't be read; the message says which, and why."""

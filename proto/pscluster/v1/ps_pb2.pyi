@@ -38,7 +38,7 @@ class AxisSplit(_message.Message):
     def __init__(self, ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class VariableSpec(_message.Message):
     OWNERS_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    ASYNCHRONOUS_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -55,7 +56,8 @@ class VariableSpec(_message.Message):
     owners: _containers.RepeatedScalarFieldContainer[int]
     trainable: bool
     evaluation: int
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ...) -> None: ...
+    asynchronous: bool
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("id", "name", "rule", "numbers", "flags", "iterations", "schedule", "ema_momentum", "options")
@@ -202,17 +204,19 @@ class UpdateRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ..., incarnation: _Optional[int] = ..., function: _Optional[int] = ..., sequence: _Optional[int] = ..., settled: _Optional[int] = ..., items: _Optional[_Iterable[_Union[UpdateItem, _Mapping]]] = ..., key: _Optional[int] = ..., term: _Optional[int] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ...) -> None: ...
 
 class StepCount(_message.Message):
-    __slots__ = ("run", "step", "pad")
+    __slots__ = ("run", "step", "epoch", "pad")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
+    epoch: int
     pad: bytes
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -241,6 +245,7 @@ class Contribution(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     UPDATED_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     epoch: int
@@ -250,10 +255,11 @@ class Contribution(_message.Message):
     ended: bool
     updated: _containers.RepeatedScalarFieldContainer[int]
     positions: _containers.ScalarMap[int, int]
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    after: int
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ...) -> None: ...
 
 class StepState(_message.Message):
-    __slots__ = ("committed", "missing", "ended", "unknown", "before", "after")
+    __slots__ = ("committed", "epoch", "missing", "ended", "unknown", "before", "after")
     class BeforeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -269,18 +275,20 @@ class StepState(_message.Message):
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     committed: int
+    epoch: int
     missing: _containers.RepeatedScalarFieldContainer[int]
     ended: bool
     unknown: bool
     before: _containers.ScalarMap[int, int]
     after: _containers.ScalarMap[int, int]
-    def __init__(self, committed: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("applied", "repeated_", "updates", "boot_id", "state")

@@ -50,38 +50,28 @@ OWN_RULE = "custom"
 """The name of custom rules in an OptimizerSpec."""
 
 
-def update_code(item: ps_pb2.UpdateItem) -> int:
-    """Return what stands in Contribution.updated for an item: its variable, its shard, and its kind."""
-    return (item.variable << 36 | item.shard << 4 | item.kind) & 0xFFFF_FFFF_FFFF_FFFF
+_AFTER = struct.Struct("<3sQBQBQ2sx")
+_AFTER_TAGS = b"\x42\x1e\x09", 0x11, 0x19, b"\x6a\x01"
+"""Of Request.after and of its fields, in their order: run, step, epoch, padding."""
 
 
-def updated_shard(code: int) -> tuple[int, int]:
-    """Return the variable and the shard of a code as of `update_code`."""
-    return code >> 36, code >> 4 & 0xFFFF_FFFF
-
-
-_AFTER = struct.Struct("<3sQBQ2s10x")
-_AFTER_TAGS = b"\x42\x1e\x09", 0x11, b"\x6a\x0a"
-"""Of Request.after and of its fields, in their order: run, step, padding."""
-
-
-def with_step(run: int, step: int) -> bytes:
+def with_step(run: int, step: int, epoch: int) -> bytes:
     """Return what to put before a request that is answered as after this many steps of a run.
 
     It keeps the request's alignment, and the rest of the bytes the same from step to step.
     """
-    head, step_tag, pad = _AFTER_TAGS
-    return _AFTER.pack(head, run, step_tag, step, pad)
+    head, step_tag, epoch_tag, pad = _AFTER_TAGS
+    return _AFTER.pack(head, run, step_tag, step, epoch_tag, epoch, pad)
 
 
 def split_step(data: bytes) -> tuple[ps_pb2.StepCount | None, bytes]:
     """Return what `with_step` has put before a request, and the request; None if there is nothing."""
     if not data.startswith(_AFTER_TAGS[0]) or len(data) < _AFTER.size:
         return None, data
-    head, run, step_tag, step, pad = _AFTER.unpack_from(data)
-    if (head, step_tag, pad) != _AFTER_TAGS:
+    head, run, step_tag, step, epoch_tag, epoch, pad = _AFTER.unpack_from(data)
+    if (head, step_tag, epoch_tag, pad) != _AFTER_TAGS:
         return None, data  # another client's, in another order
-    return ps_pb2.StepCount(run=run, step=step), data[_AFTER.size :]
+    return ps_pb2.StepCount(run=run, step=step, epoch=epoch), data[_AFTER.size :]
 
 
 def part_name(server: int, servers: int) -> str:

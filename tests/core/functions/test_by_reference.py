@@ -419,7 +419,8 @@ NOT_FOR_PEERS = {
     *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorkerDataset"),
     *("PerWorkerIterator", "ReplicaContext"),
     *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
-    *("SidecarEvaluator", "SimpleClusterResolver", "TFConfigClusterResolver", "callbacks", "optimizers"),
+    *("SidecarEvaluator", "SimpleClusterResolver", "SynchronousStrategy", "TFConfigClusterResolver"),
+    *("callbacks", "optimizers"),
 }
 """Of the public names those that make sense on the coordinator alone, or that only the library makes."""
 

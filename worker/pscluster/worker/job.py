@@ -66,6 +66,8 @@ class Job:
         """Large arrays of arguments, by the position of the step."""
         self.results: dict[int, Sequence[Buffer]] = {}
         """Large arrays of results, by function, until they have been fetched."""
+        self.steps_taken = 0, 0
+        """The synchronous run of which this worker has last taken a step, and how many steps it then had."""
         self._fetched = threading.Condition(self._lock)
         self._pipelines: dict[str, Pipeline] = {}  # by dataset id
         self._unloadable: dict[str, str] = {}  # dataset ids, with the reason

@@ -15,21 +15,21 @@ and in the `MEAN`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from pscluster.core.context import FunctionContext
+from pscluster.core.context import MAX_STEPS, FunctionContext
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.limits import MAX_COUNT, check_count
+from pscluster.core.limits import check_count
 from pscluster.core.values import describe, map_structure
-from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
+from pscluster.worker.job import Job
 
 _Collect = worker_pb2.SynchronousSteps
 
@@ -46,19 +46,13 @@ class WorkerSteps(ReplicaSteps):
         self.iterators.setdefault(int(iterator.handle_key), iterator)
 
 
-def run_steps(
-    message: worker_pb2.Gang,
-    context: FunctionContext,
-    client: PsClient,
-    iterator_of: Callable[[int], WorkerIterator | None],
-    call: Callable[[], Any],
-) -> tuple[int, Any]:
+def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call: Callable[[], Any]) -> tuple[int, Any]:
     """Call a function for each step of a message; return how many are committed, and the results that are collected.
 
     MisuseError if results can't be averaged; what the function raises; errors as of `ReplicaSteps.end`.
     """
-    asked, gang = message.steps, Gang.of(message)
-    check_count(asked.count, MAX_COUNT, "steps")
+    asked, gang, client = message.steps, Gang.of(message), job.client()
+    check_count(asked.count, MAX_STEPS - 1, "steps of one function")
     last = asked.first + asked.count
     steps = WorkerSteps(
         client.exchanges,
@@ -71,11 +65,12 @@ def run_steps(
         seconds=gang.seconds,
     )
     results: list[Any] = []
-    servers = [index for index in range(1, client.num_servers) if index % gang.size == gang.rank]
     try:
-        if asked.open:
-            _go_on(steps, last, servers, iterator_of)
+        # Also if this worker has not taken the step before, but has restarted since: its iterators begin anew.
+        if asked.open or (asked.first and job.steps_taken != (asked.run, asked.first)):
+            _go_on(steps, last, job)
         while steps.step < last:
+            context.begin_step(steps.step - asked.first)
             context.steps = steps
             try:
                 result = call()
@@ -86,40 +81,31 @@ def run_steps(
                 context.steps = None
             if not steps.end(context, {key: iterator.given for key, iterator in steps.iterators.items()}):
                 break
-            context.begin_step(committed=True)
             for iterator in steps.iterators.values():
                 iterator.confirm()
             results = [*results, result] if asked.collect != _Collect.LAST else [result]
             if steps.dry:
                 steps.step = last
-        steps.settle(servers)
+            job.steps_taken = asked.run, steps.step
+        steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
     finally:
-        context.begin_step()
         for iterator in steps.iterators.values():
             iterator.rewind()
     return steps.step, _collected(asked.collect, results)
 
 
-def _go_on(
-    steps: WorkerSteps, last: int, servers: Sequence[int], iterator_of: Callable[[int], WorkerIterator | None]
-) -> None:
-    """Go on after the steps that an earlier attempt has committed. Each replica tells some of the servers."""
+def _go_on(steps: WorkerSteps, last: int, job: Job) -> None:
+    """Go on after the steps that an earlier attempt has committed."""
     first, state = steps.step, steps.open()
     if not steps.step <= state.committed <= last:
         raise ProtocolError(f"{state.committed} steps are committed, where {steps.step} to {last} were expected")
-    steps.open_on(servers, state.committed)
-    steps.dry = state.committed == last
-    steps.go_to(state.committed - steps.dry, state.committed)
+    steps.go_on(state, dry=state.committed == last)
     positions: Mapping[int, int] = state.before if steps.dry else state.after
     for key in state.after:
-        if (iterator := iterator_of(key)) is None:
-            continue
-        position = positions.get(key, 0)
-        # If no step of these is committed, its iterator is there already, or further if a function took elements since.
-        if state.committed > first or iterator.given < position:
+        iterator, position = job.iterator_of(key), positions.get(key, 0)
+        # If no step of these is committed, an iterator is there already, or further: functions took elements since.
+        if iterator is not None and (state.committed > first or iterator.given < position):
             iterator.seek(position)
-        if state.committed > first:
-            steps.take_from(iterator)
 
 
 def _collected(how: int, results: list[Any]) -> Any:

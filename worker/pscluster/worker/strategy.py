@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from pscluster.core.context import current_function
+from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 from pscluster.core.values import map_structure
 from pscluster.ps.client.client import PsClient
@@ -52,7 +54,7 @@ class Strategy(Handle):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Always 1: every worker is one replica, and workers do not wait for each other."""
+        """Return 1: every worker is one replica, and workers do not wait for each other."""
         return 1
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -87,6 +89,22 @@ class Strategy(Handle):
 
 class StepStrategy(Strategy):
     """The strategy that a step function gets for the one it has captured."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of workers that run this function together; 1 if it runs on one alone."""
+        function = current_function()
+        replicas: int = 1 if function is None or function.replica is None else function.replica.num_replicas
+        return replicas
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Do what it does with one replica. Raise MisuseError in a function that several run together."""
+        if (replicas := self.num_replicas_in_sync) > 1:
+            raise MisuseError(
+                f"strategy.reduce() has only this replica's value, of {replicas}, in a function that they run "
+                "together: call replica_context().all_reduce() here, or reduce in the script what run() returns"
+            )
+        return super().reduce(reduce_op, value, axis)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):

@@ -124,6 +124,11 @@ class ClusterCoordinator(FunctionQueue):
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
         """
+        if self.strategy.is_synchronous:
+            raise MisuseError(
+                "fit() lets each worker train by itself, which a SynchronousStrategy rules out: call strategy.run() in "
+                "a loop, or train with a ParameterServerStrategy"
+            )
         epochs = checks.whole("epochs", epochs, at_least=1)
         validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)
         if steps_per_epoch is not None:

@@ -22,12 +22,12 @@ from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placehol
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.gangs import Gang
-from pscluster.coordinator.scheduling.per_replica import own_values
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.synchronous.per_replica import own_values
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
 from pscluster.core.checks import type_of
@@ -38,6 +38,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.values import HandleResolver, encode_call, map_structure
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
@@ -366,6 +367,16 @@ class FunctionQueue(StaysHere):
         `schedule`, or the dataset itself if each function should begin at its start. A worker that restarts rebuilds it
         and begins at its start.
         """
+        make = made_in_sync if self.strategy.is_synchronous else None
+        return self.per_worker_dataset(dataset_fn, make)
+
+    def per_worker_dataset(
+        self, dataset_fn: Callable[..., Any] | Iterable[Any], make: Callable[..., Any] | None, *options: Any
+    ) -> PerWorkerDataset:
+        """Do what `create_per_worker_dataset` does. With `make`, workers call `make(dataset_fn, *options, context)`.
+
+        In place of an iterable it gets a function that returns it. For internal use.
+        """
         if callable(dataset_fn):
             function = self._functions.get(dataset_fn)
         elif not isinstance(dataset_fn, Iterable):
@@ -374,6 +385,8 @@ class FunctionQueue(StaysHere):
             raise ValueError("an iterator can be iterated over only once: give a list, or a function that makes one")
         else:
             function = self._functions.anew(partial_of("elements", given, dataset_fn), holds_data=True)
+        if make is not None:
+            function = self._functions.anew(partial_of(function.name, make, FunctionHandle(function), *options))
         return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
 
     def distribute_dataset(

@@ -100,6 +100,7 @@ class VariableCreator:
                     splits=[ps_pb2.AxisSplit(ends=ends) for ends in partition.ends],
                     owners=owners,
                     trainable=request.trainable,
+                    asynchronous=request.consistency == "async",
                 )
                 reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)

@@ -46,6 +46,8 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
         raise MisuseError(f"variable {name!r} needs an initial_value: an array, a number, an initializer or a function")
     if not isinstance(request.trainable, bool):
         raise MisuseError(f"variable {name!r}: trainable is {request.trainable!r}; it must be True or False")
+    if request.consistency not in ("sync", "async"):
+        raise MisuseError(f"variable {name!r}: consistency is {request.consistency!r}; it must be 'sync' or 'async'")
     shape = None if request.shape is None else _shape_of(request.shape, name)
     requested_dtype = None if request.dtype is None else _dtype_named(request.dtype, name)
     if callable(initial) and not isinstance(initial, np.ndarray | np.generic):

@@ -40,11 +40,13 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "pscluster.ps.handles.variable": ("ShardedVariable", "Variable"),
     "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
+    "pscluster.worker.losses": ("compute_average_loss", "scale_regularization_loss"),
     "pscluster.worker.strategy": ("ReduceOp",),
 }
 """By module: functions and classes."""
 
 ON_WORKERS: dict[str, tuple[str, ...]] = {
+    "pscluster.worker.data.per_replica": ("made_in_sync", "sliced"),
     "pscluster.worker.data.per_worker": ("given",),
     "pscluster.worker.evaluation": ("states_of",),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),

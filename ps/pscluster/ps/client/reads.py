@@ -52,6 +52,8 @@ class Reader:
     def read(self, reads: Sequence[ShardRead]) -> None:
         """Perform every read into its target: one request per server, all servers at once."""
         function = self._exchanges.begin()
+        if function is not None and function.steps is not None:
+            function.steps.check_reads(read.item.variable for read in reads)
         to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
             reads, to_store = self._without_copies(reads)
@@ -75,8 +77,11 @@ class Reader:
                 self._plans[key] = plan
         if plan.large:
             return None
+        function = self._exchanges.begin()
+        if function is not None and function.steps is not None:
+            function.steps.check_reads(variables)
         results = plan.new_results()
-        self._transfer(plan, functools.partial(plan.deliver_to, results), self._exchanges.begin())
+        self._transfer(plan, functools.partial(plan.deliver_to, results), function)
         return results
 
     def _transfer(

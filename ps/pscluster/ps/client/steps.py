@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pscluster.core.context import FunctionContext
@@ -25,7 +25,7 @@ from pscluster.core.errors import MemberTimeoutError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges, padded
-from pscluster.ps.spec import SESSION_BYTES, update_code, updated_shard, with_step
+from pscluster.ps.spec import SESSION_BYTES, with_step
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ class ReplicaSteps:
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
         self.dry = False
         self._contributed: list[int] = []  # see Contribution.updated
+        self._updated: dict[int, str] = {}  # names of variables
         self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)
-        self.after = with_step(run, step)
+        self._committed_in = epoch
+        """The epoch in which the last step was committed."""
+        self.after = with_step(run, step, epoch)
         """Goes before each read."""
 
     # In a step
@@ -72,40 +75,36 @@ class ReplicaSteps:
         for update in updates:
             if update.item.kind == ps_pb2.ASSIGN:
                 raise MisuseError(
-                    "a variable is assigned in a synchronous step, by every replica: assign it in the script, between "
-                    "two runs, or add to it"
+                    f"variable {update.name!r} is assigned in a synchronous step, by every replica: assign it in the "
+                    "script, between two runs, or add to it"
                 )
-        if self.dry:
-            return
         for update in updates:
-            self._contributed.append(update_code(update.item))
+            self._updated[update.item.variable] = update.name
+            variable = update.item.variable
+            if update.item.kind == ps_pb2.APPLY_GRADIENT and self._contributed[-1:] != [variable]:
+                self._contributed.append(variable)
+            if self.dry:
+                continue
             segments = [memoryview(bytes(update.values))]  # the caller may change its arrays
             if update.ids is not None:
                 segments.insert(0, memoryview(bytes(view(update.ids))))
             self._items[update.server].append((update.item, padded(segments)))
 
-    def check_read(self, variable: int, name: str) -> None:
+    def check_reads(self, variables: Iterable[int]) -> None:
         """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
-        if any(updated_shard(code)[0] == variable for code in self._contributed):
-            raise MisuseError(
-                f"variable {name!r} is read after this synchronous step has updated it: its new value is there once "
-                "all replicas have ended the step. Read it before, in the next step, or in the script"
-            )
+        for variable in variables if self._updated else ():
+            if variable in self._updated:
+                raise MisuseError(
+                    f"variable {self._updated[variable]!r} is read after this synchronous step has updated it: its new "
+                    "value is there once all replicas have ended the step. Read it before, in the next step, or in the "
+                    "script"
+                )
 
     # Between steps
 
     def open(self) -> ps_pb2.StepState:
         """Begin this epoch on server 0: return how many steps are committed, and the positions of the iterators."""
         return self._ask(_Kind.OPEN)
-
-    def open_on(self, servers: Sequence[int], committed: int) -> None:
-        """Begin this epoch on other servers: they apply all steps that are committed, and drop what else is staged."""
-        requests = {}
-        for index in servers:
-            request, _ = self._request(_Kind.OPEN, None)
-            request.update.contribution.step = committed
-            requests[index] = parts_of(request)
-        self._exchanges.exchange("push", requests, lambda *_: None, None)
 
     def end(self, function: FunctionContext, positions: Mapping[int, int], *, ended: bool = False) -> bool:
         """End a step: return once it is committed. False if it never will be, since the data has `ended`.
@@ -138,15 +137,21 @@ class ReplicaSteps:
         self._clear()
         if not state.ended:
             self.step += 1
-            self.after = with_step(self._run, self.step)
+            self._committed_in = self._epoch
+            self.after = with_step(self._run, self.step, self._epoch)
         return not state.ended
 
-    def go_to(self, step: int, committed: int) -> None:
-        """Go on with this step, and read what is there after all that are committed."""
-        self.step, self.after = step, with_step(self._run, committed)
+    def go_on(self, state: ps_pb2.StepState, *, dry: bool = False) -> None:
+        """Go on after the steps that are committed, and tell all servers. If `dry`, repeat the last one of them."""
+        self.dry = dry
+        self.step, self._committed_in = state.committed - dry, state.epoch
+        self.after = with_step(self._run, state.committed, state.epoch)
+        self.settle(range(1, len(self._exchanges.servers)))
 
     def settle(self, servers: Sequence[int]) -> None:
         """Have these servers apply all steps that are committed."""
+        if not servers:
+            return
         requests = {
             index: (self.after, *parts_of(ps_pb2.Request(read=ps_pb2.ReadRequest(job=self._header.job), last=True)))
             for index in servers
@@ -155,6 +160,7 @@ class ReplicaSteps:
 
     def _clear(self) -> None:
         self._contributed.clear()
+        self._updated.clear()
         self._items.clear()
 
     def _stage(self, function: FunctionContext) -> None:
@@ -191,7 +197,7 @@ class ReplicaSteps:
         request.update.CopyFrom(self._header)
         of = request.update.contribution
         of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
-        of.replica, of.replicas = self._replica, self._replicas
+        of.replica, of.replicas, of.after = self._replica, self._replicas, self._committed_in
         request.update.items.extend(item for item, _ in items)
         buffers = [buffer for _, segments in items for buffer in segments]
         request.total_bytes = sum(map(len, buffers))

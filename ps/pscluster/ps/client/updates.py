@@ -38,6 +38,8 @@ class ShardUpdate:
     item: ps_pb2.UpdateItem
     values: memoryview
     ids: npt.NDArray[np.int64] | None = None
+    name: str = ""  # of the variable
+    asynchronous: bool = False  # applied at once, also in a synchronous step
 
 
 class Updater:
@@ -57,8 +59,10 @@ class Updater:
         """Apply every update once, however often it is sent. Return when all servers have acknowledged."""
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
-            function.steps.add(updates)
-            return
+            function.steps.add([update for update in updates if not update.asynchronous])
+            updates = [update for update in updates if update.asynchronous]
+            if not updates:
+                return
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
         for update in updates:
             by_server[update.server].append(update)
@@ -131,9 +135,9 @@ class Updater:
             steps = ReplicaSteps(
                 self._exchanges, header, run=run, step=0, epoch=epoch, replica=0, replicas=1, seconds=0
             )
-            committed = steps.open().committed
-            steps.open_on(range(1, len(self._exchanges.servers)), committed)
-            return committed
+            state = steps.open()
+            steps.go_on(state)
+            return state.committed
         finally:
             with self._lock:
                 self._open.discard(sequence)

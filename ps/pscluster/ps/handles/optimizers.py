@@ -239,19 +239,28 @@ class Optimizer(Handle):
 
     # Applying
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> None:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]], *, examples: float | None = None
+    ) -> None:
         """Apply gradients on the servers, once per shard: one request per server, all servers at once.
 
         A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped.
 
+        In a step of a `SynchronousStrategy` the gradients of all replicas are first summed, and applied once.
+
         Args:
             grads_and_vars: pairs of a gradient, dense (of the variable's shape) or `IndexedSlices`, and its variable.
+            examples: in such a step: of how many examples this replica's gradients are the mean. The gradients of all
+                replicas are then averaged over all of their examples, not summed.
 
         Raises:
+            ValueError: `examples` is below 0.
             InvalidUpdateError: a gradient of another shape or dtype, ids out of range, or NaN or infinity with the
                 policy "refuse". Nothing was applied.
             PSUnavailableError: a server is unreachable.
         """
+        if examples is not None:
+            examples = checks.real("examples", examples, at_least=0)
         pairs = self._checked(grads_and_vars)
         nonfinite: set[str] = set()  # names of variables
         if self._preprocessing.changes:
@@ -262,6 +271,9 @@ class Optimizer(Handle):
         updates: list[ShardUpdate] = []
         for gradient, variable in pairs:
             own_updates = variable.gradient_updates(gradient, self._spec.id)
+            if examples is not None:
+                for update in own_updates:
+                    update.item.weight = examples
             updates.extend(own_updates)
             # As sent, too: summing rows, or converting to a narrower type, may have made infinities.
             if self._nonfinite is not None and not all(

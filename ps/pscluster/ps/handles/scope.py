@@ -34,6 +34,7 @@ class VariableRequest:
     shape: Sequence[int] | None
     trainable: bool
     partitioner: Partitioner | None
+    consistency: str = "sync"
 
 
 class Creator(Protocol):

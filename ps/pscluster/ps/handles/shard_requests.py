@@ -42,6 +42,7 @@ class ShardRequests:
     partition: Partition
     owners: tuple[int, ...]
     id: int
+    asynchronous: bool = False  # applied at once, also in synchronous steps
     _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
 
     # Reads
@@ -149,11 +150,9 @@ class ShardRequests:
             ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
             rows = sums.reshape(len(ids), *row_shape)
         nth = self._next_update()
-        function = current_function()
-        in_step = function is not None and function.steps is not None  # all replicas update the same shards there
         updates = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
-            if len(positions) or optimizer or in_step:
+            if len(positions) or optimizer:
                 values = rows[_row_index(positions, self.partition.block(shard))]
                 where = ps_pb2.Rows(ids=len(positions))
                 updates.append(self._shard_update(kind, shard, nth, where, values, optimizer, local_ids))
@@ -219,7 +218,8 @@ class ShardRequests:
         item = ps_pb2.UpdateItem(
             variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
         )
-        return ShardUpdate(self.owners[shard], item, data, None if ids is None else np.ascontiguousarray(ids))
+        row_numbers = None if ids is None else np.ascontiguousarray(ids)
+        return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.asynchronous)
 
     def _next_update(self) -> int:
         function = current_function()

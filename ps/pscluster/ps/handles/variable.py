@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,9 @@ class Variable(ShardRequests, Arithmetic, Handle):
         shape: required if `initial_value` is a function.
         trainable: for the caller; pscluster itself ignores it.
         partitioner: how to cut it, instead of the strategy's; see `partitioners`.
+        consistency: "sync": what all replicas of a `SynchronousStrategy` update in a step is applied together, at its
+            end. "async": each update is applied at once, as by functions that run alone. For embedding tables beside
+            dense parameters in step.
 
     Raises:
         MisuseError: outside of `strategy.scope()`, the name is taken, or the arguments describe no variable.
@@ -124,9 +127,10 @@ class Variable(ShardRequests, Arithmetic, Handle):
         shape: Sequence[int] | None = None,
         trainable: bool = True,
         partitioner: Partitioner | None = None,
+        consistency: Literal["sync", "async"] = "sync",
     ) -> Variable:
         creator = current_creator(f"Variable {name!r}" if name else "a Variable")
-        request = VariableRequest(initial_value, name, dtype, shape, trainable, partitioner)
+        request = VariableRequest(initial_value, name, dtype, shape, trainable, partitioner, consistency)
         return creator.create_variable(request)
 
     @staticmethod
@@ -138,6 +142,7 @@ class Variable(ShardRequests, Arithmetic, Handle):
         handle.shape = partition.shape
         handle.dtype = dtype_named(spec.dtype)
         handle.trainable = spec.trainable
+        handle.asynchronous = spec.asynchronous
         handle.partition = partition
         handle.owners = tuple(spec.owners)
         handle.id = spec.id

@@ -243,9 +243,6 @@ class Replay:
         update, of, runs = record.update, record.update.contribution, self._store.runs
         if update.term < self._store.term:
             return
-        if of.kind == ps_pb2.Contribution.OPEN:
-            runs.found_epoch(of.run, of.step, of.epoch)
-            return
         try:
             self._declare(record)
             changes = updates.changes_of(self._store, update, len(data))

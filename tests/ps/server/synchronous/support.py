@@ -6,14 +6,13 @@ import functools
 from pathlib import Path
 
 import numpy as np
-from tests.ps.storage.support import IDENTITY, JOB, NEVER, Part, declare, dense, killed, padded, values_of
+from tests.ps.storage.support import IDENTITY, JOB, NEVER, Part, declare, declare_rule, dense, killed, padded, values_of
 
 from pscluster.core.transport.frames import padding
 from pscluster.ps.server import updates
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
 from pscluster.ps.server.write_path import write
-from pscluster.ps.spec import update_code
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
@@ -32,6 +31,11 @@ def add(value: float, variable: int = 1) -> Part:
     return dense(ps_pb2.ADD, np.full(2, float(value)), variable)
 
 
+def gradient(value: float, variable: int = 1) -> Part:
+    """Subtract a value from a variable, by its optimizer."""
+    return dense(ps_pb2.APPLY_GRADIENT, np.full(2, float(value)), variable, optimizer=11)
+
+
 class Server:
     """A server with two variables of zeros, 1 and 2. Two replicas contribute unless told otherwise."""
 
@@ -45,6 +49,7 @@ class Server:
             self.manager.begin(self.store, IDENTITY)
             for variable in (1, 2):
                 declare(self.store, variable, np.zeros(2))
+            declare_rule(self.store, 11, "sgd", learning_rate=1.0)
             self.manager.save()
         self.path = StepPath(functools.partial(write, self.manager), self.manager.log_contribution)
 
@@ -66,6 +71,7 @@ class Server:
         job: int = JOB,
         term: int = 0,
         ended: bool = False,
+        after: int = 1,
     ) -> ps_pb2.StepState:
         """Send a contribution as the service does."""
         request = ps_pb2.UpdateRequest(job=job, incarnation=100 + replica, function=1 + replica, term=term)
@@ -82,16 +88,17 @@ class Server:
                 replicas=replicas,
                 kind=kind,
                 ended=ended,
-                updated=map(update_code, request.items),
+                after=after,
+                updated=[item.variable for item in request.items if item.kind == ps_pb2.APPLY_GRADIENT],
             )
         )
         total = sum(array.nbytes + padding(array.nbytes) for array in arrays)
         changes = updates.check_update(self.store, request, total)
         return self.path.contribute(self.store, request, changes, padded(*arrays), total).state
 
-    def reach(self, step: int, run: int = RUN) -> None:
-        """Read after this many steps."""
-        self.path.reach_step(self.store, ps_pb2.StepCount(run=run, step=step))
+    def reach(self, step: int, run: int = RUN, *, epoch: int = 1) -> None:
+        """Read after this many steps, the last one committed in this epoch."""
+        self.path.reach_step(self.store, ps_pb2.StepCount(run=run, step=step, epoch=epoch))
 
     def value(self, variable: int = 1) -> float:
         """Return the value of a variable's elements, which are the same."""

@@ -42,10 +42,14 @@ Item = tuple[int, Any, Any, float | None]
 
 
 def contribution(
-    store: Store, replica: int, items: Sequence[Item], kind: ps_pb2.UpdateKind = ps_pb2.APPLY_GRADIENT
+    store: Store,
+    replica: int,
+    items: Sequence[Item],
+    kind: ps_pb2.UpdateKind = ps_pb2.APPLY_GRADIENT,
+    replicas: int = 2,
 ) -> Contribution:
     request, buffers = ps_pb2.UpdateRequest(job=5), list[bytes]()
-    request.contribution.replica = replica
+    request.contribution.replica, request.contribution.replicas = replica, replicas
     for variable, ids, values, weight in items:
         array = np.ascontiguousarray(values, np.float32)
         item = request.items.add(variable=variable, kind=kind, value_bytes=array.nbytes, nth=1)
@@ -119,7 +123,7 @@ def test_additions_are_applied_one_by_one(store: Store) -> None:
     ],
 )
 def test_replicas_that_update_differently_are_named(store: Store, first: list[Item], second: list[Item]) -> None:
-    with pytest.raises(MisuseError, match=r"replica 1 has updated .* in a synchronous step, and replica 0 "):
+    with pytest.raises(MisuseError, match=r"replica 1 has gradients of .* in a synchronous step, and replica 0 of "):
         combine([contribution(store, 0, first), contribution(store, 1, second)])
 
 

@@ -27,18 +27,21 @@ class Steps(RuleBasedStateMachine):
         self.decider: Run[Contributed] = Run(0)
         self.other: Run[Contributed] = Run(1)
         self.decided: list[list[Contributed]] = []  # by step, what server 0 has applied
-        self.applied: list[list[Contributed]] = []  # by step, what server 1 has
+        self.applied: dict[int, list[Contributed]] = {}  # by step, what server 1 has
         self.logged: list[Contributed] = []  # by server 1
+        self.staged: set[Contributed] = set()  # acknowledged by server 1, before its replica went on
         self.epoch = 0
         self.at: dict[int, int] = {}  # the step of each replica in this epoch, once it has begun
-        self.staged: set[Contributed] = set()  # acknowledged by server 1 to replicas of this epoch
         self.sent: list[tuple[str, Contributed]] = []  # what may arrive, or arrive again
+
+    def committed_in(self, step: int) -> int:
+        """The epoch in which the step before this one was committed."""
+        return self.decided[step - 1][0][2] if step else 0
 
     @rule()
     def begin_epoch(self) -> None:
         self.epoch += 1
         self.at.clear()
-        self.staged.clear()
 
     @precondition(lambda self: self.epoch)
     @rule(replica=st.integers(0, REPLICAS - 1))
@@ -46,15 +49,18 @@ class Steps(RuleBasedStateMachine):
         if replica not in self.at:
             self.decider.begin(self.epoch)
             self.at[replica] = self.decider.applied
+            self.reach_other(self.decider.applied, self.committed_in(self.decider.applied))
 
     @precondition(lambda self: self.at)
-    @rule(data=st.data())
-    def contribute(self, data: st.DataObject) -> None:
-        """A replica sends what it may send next, or sends it again."""
+    @rule(data=st.data(), none=st.booleans())
+    def contribute(self, data: st.DataObject, none: bool) -> None:
+        """A replica sends what it may send next, or sends it again; it may have nothing for the other server."""
         replica = data.draw(st.sampled_from(sorted(self.at)))
-        step = self.at[replica]
-        contributed = replica, step, self.epoch
-        kind = "commit" if contributed in self.staged else "stage"
+        contributed = replica, self.at[replica], self.epoch
+        begun = ("stage", contributed) in self.sent
+        kind = "commit" if contributed in self.staged or (none and not begun) else "stage"
+        if ("commit", contributed) in self.sent:
+            kind = "commit"
         self.sent.append((kind, contributed))
         self.deliver_one(kind, contributed)
 
@@ -67,10 +73,9 @@ class Steps(RuleBasedStateMachine):
         replica, step, epoch = contributed
         server = self.decider if kind == "commit" else self.other
         current = epoch == self.epoch
+        if server is self.other:
+            self.reach_other(step, self.committed_in(step))
         try:
-            if server.due(step):
-                assert server is self.other
-                self.apply_at_other()
             verdict = server.admit(step, epoch, replica, REPLICAS)
         except StaleError:
             assert not current, "a replica of this epoch was refused"
@@ -96,13 +101,13 @@ class Steps(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.at)))
         if self.decider.applied > self.at[replica]:
             self.at[replica] += 1
-        if self.other.due(self.at[replica]):
-            self.apply_at_other()
+        self.reach_other(self.at[replica], self.committed_in(self.at[replica]))
         assert self.other.applied >= self.at[replica]
 
-    def apply_at_other(self) -> None:
-        self.applied.append(self.other.in_order())
-        self.other.end_step()
+    def reach_other(self, step: int, epoch: int) -> None:
+        while self.other.due(step, epoch):
+            self.applied[self.other.applied] = self.other.in_order()
+            self.other.end_step()
 
     @rule()
     def restart_decider(self) -> None:
@@ -113,7 +118,7 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def restart_other(self) -> None:
         """It has logged what it has staged, and the ledger knows what it has applied."""
-        runs: Runs[Contributed] = Runs(1, lambda _: len(self.applied))
+        runs: Runs[Contributed] = Runs(1, lambda _: max(self.applied, default=-1) + 1)
         for contributed in self.logged:
             replica, step, epoch = contributed
             runs.found(RUN, step, epoch, replica, REPLICAS, contributed)
@@ -127,9 +132,10 @@ class Steps(RuleBasedStateMachine):
 
     @invariant()
     def the_other_follows(self) -> None:
-        assert self.applied == self.decided[: len(self.applied)]
-        assert len(self.decided) == self.decider.applied
-        assert self.decider.applied - 1 <= self.other.applied <= self.decider.applied or not self.decided
+        assert len(self.decided) == self.decider.applied >= self.other.applied
+        for step in range(self.other.applied):
+            contributed = [one for one in self.decided[step] if one in self.staged]
+            assert self.applied.get(step, []) == contributed, f"step {step}"
 
 
 TestSteps = Steps.TestCase
@@ -141,22 +147,28 @@ def run() -> Run[str]:
     return Run(1)
 
 
-def test_a_server_that_lost_what_it_had_staged_says_so(run: Run[str]) -> None:
-    run.admit(0, 1, 0, 2)
-    run.staged[0] = "half"
-    with pytest.raises(StaleError, match="ps 1 has 0 of the 1 synchronous steps"):
-        run.due(1)
-
-
 def test_a_server_that_restarted_without_a_log_refuses_a_run_that_goes_on() -> None:
-    with pytest.raises(StaleError, match="--durability log"):
-        Run(1, 3, whole=False).due(5)
-    assert not Run(1, 0, whole=False).due(0), "a run that begins is welcome"
+    with pytest.raises(StaleError, match=r"ps 1 has 3 of the 5 synchronous steps .* --durability log"):
+        Run(1, 3, whole=False).due(5, 1)
+    assert not Run(1, 0, whole=False).due(0, 0), "a run that begins is welcome"
+
+
+def test_the_deciding_server_is_never_behind() -> None:
+    with pytest.raises(StaleError, match="ps 0 has 3 of the 4"):
+        Run(0, 3).due(4, 1)
 
 
 def test_a_server_without_a_part_in_some_steps_goes_on(run: Run[str]) -> None:
-    assert not run.due(9)
+    assert not run.due(9, 1)
     assert run.applied == 9
+
+
+def test_what_an_attempt_staged_that_was_not_committed_is_dropped(run: Run[str]) -> None:
+    run.admit(0, 1, 0, 2)
+    run.staged[0] = "of an attempt that failed"
+    assert not run.due(1, 2), "the step was committed in the next one, which had nothing for this server"
+    assert not run.staged
+    assert run.applied == 1
 
 
 def test_contradictions_are_refused(run: Run[str]) -> None:

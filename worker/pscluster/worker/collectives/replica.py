@@ -40,15 +40,21 @@ _HEADER = 1 + 64  # numbers that describe an array's shape to its receiver: its 
 
 
 class _NoLinks:
-    """The links of a function that runs on one worker only."""
+    """The links of a function that runs on one worker only, or of a dataset function, which is not in a gang."""
 
-    rank, size = 0, 1
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
     def send(self, to: int, *buffers: Any) -> None:
-        raise AssertionError(f"{len(buffers)} buffers for replica {to}: there is no other one")
+        raise self._refusal(f"{len(buffers)} buffers for replica {to}")
 
     def post(self, source: int, memory: memoryview) -> Receipt:
-        raise AssertionError(f"{len(memory)} bytes from replica {source}: there is no other one")
+        raise self._refusal(f"{len(memory)} bytes from replica {source}")
+
+    def _refusal(self, what: str) -> MisuseError:
+        return MisuseError(
+            f"a dataset function can't exchange anything with other replicas ({what}): call collectives in the step"
+        )
 
 
 class ReplicaContext:
@@ -63,8 +69,9 @@ class ReplicaContext:
     MemberTimeoutError if nothing comes from one in time. After an error no other collective may follow.
     """
 
-    def __init__(self, links: MemberLinks | None = None) -> None:
-        self._links: Links = links or _NoLinks()
+    def __init__(self, links: MemberLinks | None = None, rank: int = 0, size: int = 1) -> None:
+        """Take the links to the others; without them only the rank and the number of replicas are known."""
+        self._links: Links = links or _NoLinks(rank, size)
         self._gang = links
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import EndOfDatasetError, MisuseError
@@ -30,6 +31,7 @@ class InputContext:
     worker_index: int  # of this worker, from 0
     num_workers: int  # of the cluster
     seed: int  # differs between workers and between `iter()` calls; the same if the run is repeated
+    num_replicas_in_sync: int = 1  # how many workers step together: all of a SynchronousStrategy's, else one
 
     @property
     def input_pipeline_id(self) -> int:
@@ -41,14 +43,34 @@ class InputContext:
         """TensorFlow's name for `num_workers`."""
         return self.num_workers
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Always 1: a worker is one replica, and workers do not wait for each other."""
-        return 1
+    def get_per_replica_batch_size(self, global_batch_size: int, uneven: bool = False) -> int:
+        """Return this replica's share of the examples of a batch: all of them unless replicas step together.
 
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the same number, as there is one replica (TensorFlow's name)."""
-        return global_batch_size
+        Args:
+            global_batch_size: how many all replicas take together in one step.
+            uneven: whether shares may differ: the first replicas then get one example more, as `numpy.array_split`.
+
+        Raises:
+            ValueError: it does not divide evenly, and `uneven` is not set.
+        """
+        size = checks.whole("global_batch_size", global_batch_size, at_least=1)
+        return share_of(size, self.num_replicas_in_sync, self.worker_index, "a global batch", uneven)[1]
+
+
+def share_of(length: int, replicas: int, rank: int, noun: str, uneven: bool) -> tuple[int, int]:
+    """Return where a replica's share of some examples begins, and its length: `numpy.array_split`'s.
+
+    Raise ValueError, which names them as `noun`, if shares differ and `uneven` is not set.
+    """
+    if replicas == 1:
+        return 0, length
+    share, larger = divmod(length, replicas)
+    if larger and not uneven:
+        raise ValueError(
+            f"{noun} of {length} examples does not divide evenly among {replicas} replicas: make it a multiple of "
+            f"{replicas}, or give uneven=True, for shares of {share + 1} and {share}"
+        )
+    return rank * share + min(rank, larger), share + (rank < larger)
 
 
 def mixed_seed(seed: int, resource_seed: int, worker_index: int) -> int:

@@ -68,61 +68,74 @@ def check_contribution(changes: Sequence[Change]) -> None:
             raise ProtocolError(f"a gradient of {name!r} with a weight of {change.item.weight}")
 
 
-def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
-    """Return the error of contributions that do not update the same shards in the same ways; None if they do."""
-    forms = {tuple(map(_form, contribution.changes)) for contribution in contributions}
-    return _different(contributions) if len(forms) > 1 else None
-
-
 def combine(contributions: Sequence[Contribution]) -> Combined:
     """Return the update that these contributions make, which are in the order of the replicas.
 
-    MisuseError if they do not update the same shards in the same ways.
+    MisuseError if they do not have the same gradients. Other updates may be of some replicas only.
     """
     result = Combined([], [])
-    if (error := difference(contributions)) is not None:
-        raise error
-    for changes in zip(*(contribution.changes for contribution in contributions), strict=True):
-        payloads = [contribution.payload for contribution in contributions]
-        first = changes[0]
-        if first.item.kind != ps_pb2.APPLY_GRADIENT:
-            for change, payload in zip(changes, payloads, strict=True):
-                result.add(_copy_of(change.item), *_segments(change, payload))
-        elif first.item.rows.WhichOneof("kind") == "ids":
-            _join(result, changes, payloads)
-        else:
-            _sum(result, changes, payloads)
-    nth: defaultdict[tuple[int, int], int] = defaultdict(int)
+    gradients: defaultdict[tuple[Any, ...], list[tuple[Change, Payload]]] = defaultdict(list)
+    for contribution in contributions:
+        for key, change in _gradients(contribution).items():
+            gradients[key].append((change, contribution.payload))
+    for contribution in contributions:
+        for change in contribution.changes:
+            if change.item.kind != ps_pb2.APPLY_GRADIENT:
+                result.add(_copy_of(change.item), *_segments(change, contribution.payload))
+    for of_all in gradients.values():
+        if len(of_all) < contributions[0].request.contribution.replicas:
+            raise _different(contributions)
+        changes, payloads = [change for change, _ in of_all], [payload for _, payload in of_all]
+        (_join if changes[0].item.rows.WhichOneof("kind") == "ids" else _sum)(result, changes, payloads)
+    numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
     for item in result.items:
-        nth[item.variable, item.shard] += 1
-        item.nth = nth[item.variable, item.shard]
+        numbers[item.variable, item.shard] += 1
+        item.nth = numbers[item.variable, item.shard]
     return result
 
 
+def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
+    """Return the error of contributions that do not have the same gradients; None if they have."""
+    keys = {frozenset(_gradients(contribution)) for contribution in contributions}
+    return _different(contributions) if len(keys) > 1 else None
+
+
+def _gradients(contribution: Contribution) -> dict[tuple[Any, ...], Change]:
+    """Return a contribution's gradients, by what must be the same for those of all replicas."""
+    gradients: dict[tuple[Any, ...], Change] = {}
+    nth: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for change in contribution.changes:
+        if change.item.kind == ps_pb2.APPLY_GRADIENT:
+            target = change.item.variable, change.item.shard
+            nth[target] += 1
+            gradients[(*target, nth[target], *_form(change))] = change
+    return gradients
+
+
 def _form(change: Change) -> tuple[Any, ...]:
-    """Return what must be the same for all replicas."""
+    """Return what must be the same for the gradients of all replicas."""
     item = change.item
-    sparse = item.rows.WhichOneof("kind") == "ids"
-    return item.variable, item.shard, item.kind, item.optimizer, sparse, item.HasField("weight")
+    return item.optimizer, item.rows.WhichOneof("kind") == "ids", item.HasField("weight")
 
 
 def _different(contributions: Sequence[Contribution]) -> MisuseError:
-    first = contributions[0]
+    """Return the error for gradients that differ."""
+    first, other = contributions[0], contributions[-1]
     for other in contributions[1:]:
-        if [_form(change) for change in first.changes] != [_form(change) for change in other.changes]:
-            return MisuseError(
-                f"replica {other.replica} has updated {_words(other)} in a synchronous step, and replica "
-                f"{first.replica} {_words(first)}: all replicas must make the same updates in the same order, with "
-                "gradients that are all dense or all sparse"
-            )
-    raise AssertionError("contributions that do not differ")
+        if _words(other) != _words(first):
+            break
+    return MisuseError(
+        f"replica {other.replica} has gradients of {_words(other)} in a synchronous step, and replica {first.replica} "
+        f"of {_words(first)}: all replicas must apply gradients to the same variables, with the same optimizers, all "
+        "dense or all sparse, and all with examples= or none"
+    )
 
 
 def _words(contribution: Contribution) -> str:
     words = [
-        f"{change.held.spec.name!r} ({ps_pb2.UpdateKind.Name(change.item.kind)}"
-        f"{', rows' if change.item.rows.ids else ''})"
+        f"{change.held.spec.name!r}{' (rows)' if change.item.rows.WhichOneof('kind') == 'ids' else ''}"
         for change in contribution.changes
+        if change.item.kind == ps_pb2.APPLY_GRADIENT
     ]
     return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "") or "nothing"
 

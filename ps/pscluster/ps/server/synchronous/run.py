@@ -4,21 +4,23 @@ The steps of a run are numbered from 0. All replicas contribute to a step, and a
 together or not at all. Server 0 decides: a replica sends its contributions to the other servers first, which stage
 them, and then its COMMIT to server 0, with what that one is to stage. So the COMMITs of all replicas mean that every
 contribution is staged, as durably as updates are, and server 0 applies its own part together with the record that the
-step is committed. That is the decision. The other servers learn of it from any message about a later step.
+step is committed. That is the decision. The other servers learn of it from any message about a later step, which says
+how many steps are committed, and in which epoch the last one was.
 
 What is staged of step `applied`:
 
-    empty     --a contribution------------------------------> partial
-    partial   --the contribution of the last replica--------> complete
-    complete  --server 0: at once; others: a later step-----> applied: the next step is open, and empty
-    partial, complete  --a contribution of a later epoch----> empty, then that contribution counts
+    empty   --a contribution--------------------------------------> staged, under its epoch
+    staged  --server 0: the COMMIT of the last replica------------> applied: the next step is open, and empty
+    staged  --others: a later step, committed in this epoch-------> applied
+    staged  --others: a later step, committed in another epoch----> empty: nothing of that step was for this server
+    staged  --a contribution of a later epoch---------------------> empty, then that contribution counts
 
-An epoch is one attempt of all replicas at a step. Before a replica sends anything in a new one it asks server 0 how
-many steps are committed (OPEN), which also ends the earlier epochs there. So a step is never committed in an epoch
-after another one has begun, and a server that gets a contribution of a later epoch to the step that it has staged knows
-that this step was not committed. Before the first step of an epoch is committed all servers are told that it has begun
-(OPEN again): a step may have no part for a server that has still staged what an earlier attempt at it has sent. A
-server that restarts has forgotten its epoch; but before it serves it is told which functions are over, as always, and
+An epoch is one attempt of all replicas at the next steps. Before a replica sends anything in a new one it asks server 0
+how many steps are committed, and in which epoch (OPEN), which also ends the earlier epochs there; then it tells all
+other servers. So no step is committed in an epoch after another one has begun, and what a server has staged when a step
+is committed in the same epoch was contributed to that step.
+
+A server that restarts has forgotten its epoch; but before it serves it is told which functions are over, as always, and
 refuses what they still send.
 
 On server 0 a step can also end without being applied, until the next epoch: `ended`, since the data of a replica has
@@ -84,19 +86,23 @@ class Run(Generic[T]):
         """Return what is staged, by replica."""
         return [self.staged[replica] for replica in sorted(self.staged)]
 
-    def due(self, step: int) -> bool:
-        """Take note that all steps before `step` are committed. Return whether the staged one must be applied first.
+    def due(self, step: int, epoch: int) -> bool:
+        """Take note that all steps before `step` are committed, the last one in this epoch.
 
-        StaleError if this server does not have what was contributed to them.
+        Return whether the staged step must be applied before anything else. StaleError if this server may not have what
+        was contributed to those steps.
         """
         if step <= self.applied:
             self.whole = True  # from here on
             return False
-        if self.server and step == self.applied + 1 and self.complete:
-            return True
-        if not self.whole or self.server == 0 or self.staged:
+        if self.server == 0:
             raise self._lost(step)
-        self.applied = step  # nothing of those steps was for this server
+        if self.staged and epoch == self.epoch and (self.whole or (step == self.applied + 1 and self.complete)):
+            return True
+        if not self.whole:
+            raise self._lost(step)
+        self._clear()
+        self.applied = step
         return False
 
     def _lost(self, step: int) -> StaleError:

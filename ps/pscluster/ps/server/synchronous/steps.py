@@ -35,7 +35,7 @@ from pscluster.ps.server.synchronous.combine import (
 from pscluster.ps.server.synchronous.run import Run, Verdict
 from pscluster.ps.server.synchronous.runs import MAX_RUNS
 from pscluster.ps.server.updates import Change
-from pscluster.ps.spec import METADATA, SYNCHRONOUS, updated_shard
+from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
 
 WAIT_SECONDS = 0.5
@@ -43,6 +43,9 @@ WAIT_SECONDS = 0.5
 
 _MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 """The most that may be staged. More would take the machine down, with the state of other jobs."""
+
+MAX_ITERATORS = 16
+"""The most iterators of which a replica's position is remembered: those used last."""
 
 Write = Callable[[Store, ps_pb2.UpdateRequest, list[Change], Payload, int], ps_pb2.UpdateReply]
 """Applies and logs an update."""
@@ -71,7 +74,7 @@ class StepPath:
             raise ProtocolError("updates with a question about a synchronous run")
         self._finish_torn(store, of.run)
         if of.kind == ps_pb2.Contribution.OPEN:
-            state = self._open(store, of) if store.index == 0 else self._open_elsewhere(store, request)
+            state = self._open(store, of)
         elif of.kind == ps_pb2.Contribution.WAIT:
             state = self._wait(store, request)
         else:
@@ -94,11 +97,11 @@ class StepPath:
         """Apply what is staged of steps before this one, all of which are committed."""
         if not store.runs.has_reached(after.run, after.step):
             self._finish_torn(store, after.run)
-            self._settle(store, after.run, after.step)
+            self._settle(store, after.run, after.step, after.epoch)
 
     def _stage(self, store: Store, contribution: Contribution) -> Verdict:
         of = contribution.request.contribution
-        self._settle(store, of.run, of.step)
+        self._settle(store, of.run, of.step, of.after)
         runs = store.runs
         with runs.changed:
             run = store.runs.idle(of.run)
@@ -126,21 +129,12 @@ class StepPath:
         state = ps_pb2.StepState(committed=committed)
         decided = _decision(store)
         if decided.get("run") == of.run:
+            state.epoch = int(decided.get("epoch", 0))
             state.before.update(_positions(decided.get("before", {}), of.replica))
             state.after.update(_positions(decided.get("after", {}), of.replica))
+        elif (other := decided.get("others", {}).get(str(of.run))) is not None:
+            state.epoch = int(other[1])
         return state
-
-    def _open_elsewhere(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
-        """Begin an epoch on a server that does not decide, before `step`. It is logged: it may drop what is staged."""
-        of = request.contribution
-        self._settle(store, of.run, of.step)
-        with store.runs.changed:
-            run = store.runs.idle(of.run)
-            updates.admit(store, request)
-            run.begin(of.epoch)
-            committed = run.applied
-        self._log(store, Contribution(request, [], Payload([memoryview(b"")]), 0))
-        return ps_pb2.StepState(committed=committed)
 
     def _wait(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
         of = request.contribution
@@ -175,14 +169,15 @@ class StepPath:
         self._apply(store, of.run, run)
         return ps_pb2.StepState(committed=run.applied)
 
-    def _settle(self, store: Store, run_id: int, step: int) -> None:
-        """Apply the staged step if it is before this one."""
-        with store.runs.changed:
-            run = store.runs.idle(run_id)
-            if not run.due(step):
-                return
-            store.runs.begin_step(run_id)
-        self._apply(store, run_id, run)
+    def _settle(self, store: Store, run_id: int, step: int, epoch: int) -> None:
+        """Apply the staged step if it is before this one, and was committed."""
+        while True:
+            with store.runs.changed:
+                run = store.runs.idle(run_id)
+                if not run.due(step, epoch):
+                    return
+                store.runs.begin_step(run_id)
+            self._apply(store, run_id, run)
 
     def _finish_torn(self, store: Store, run_id: int) -> None:
         """Apply a step again that was applied and could not be logged. UnavailableError if it still can't be."""
@@ -225,7 +220,7 @@ class StepPath:
 
 
 _AT_FIRST = ps_pb2.Contribution.COMMIT, ps_pb2.Contribution.WAIT, ps_pb2.Contribution.OPEN
-_ELSEWHERE = ps_pb2.Contribution.STAGE, ps_pb2.Contribution.OPEN
+_ELSEWHERE = (ps_pb2.Contribution.STAGE,)
 
 
 def _check_room(new: Contribution, staged: list[Contribution]) -> None:
@@ -247,9 +242,9 @@ def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> st
         if mine.updated != theirs.updated:
             first, second = sorted((mine, theirs), key=lambda of: of.replica)
             return (
-                f"replica {first.replica} has updated {_named(store, first)} in step {first.step}, and replica "
-                f"{second.replica} {_named(store, second)}: all replicas must update the same variables in the same "
-                "order"
+                f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
+                f"{second.replica} to {_named(store, second)}: all replicas must apply gradients to the same "
+                "variables, in the same order"
             )
         if (error := difference([other, new])) is not None:
             return str(error)
@@ -259,11 +254,9 @@ def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> st
 
 def _named(store: Store, of: ps_pb2.Contribution) -> str:
     names = []
-    for code in of.updated:
-        variable, shard = updated_shard(code)
+    for variable in of.updated:
         held = store.directory.variables.get(variable)
-        name = repr(held.spec.name) if held is not None else f"variable {variable}"
-        names.append(name if held is None or len(held.spec.owners) == 1 else f"{name} (shard {shard})")
+        names.append(repr(held.spec.name) if held is not None else f"variable {variable}")
     short = ", ".join(names[:4]) or "nothing"
     return short + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -278,22 +271,26 @@ def _decision(store: Store) -> dict[str, Any]:
 def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribution]) -> str:
     """Return the record that this many steps of a run are committed, with the positions of all iterators."""
     before = _decision(store)
-    after = {
-        str(contribution.replica): {str(key): at for key, at in contribution.request.contribution.positions.items()}
-        for contribution in contributions
-        if contribution.request.contribution.positions
+    known = before.get("after", {}) if before.get("run") == run_id else {}
+    after = {}
+    for contribution in contributions:
+        replica, new = str(contribution.replica), contribution.request.contribution.positions
+        kept = {key: at for key, at in known.get(replica, {}).items() if int(key) not in new}
+        kept |= {str(key): at for key, at in new.items()}
+        if kept:
+            after[replica] = dict(list(kept.items())[-MAX_ITERATORS:])
+    others = {run: ended for run, ended in before.get("others", {}).items() if run != str(run_id)}
+    if before.get("run", run_id) != run_id:  # the next coordinator tells the other servers of its steps, too
+        others[str(before["run"])] = before["steps"], before["epoch"]
+    decided = {
+        "run": run_id,
+        "steps": steps,
+        "epoch": contributions[0].request.contribution.epoch,
+        "before": known,
+        "after": after,
+        "others": dict(list(others.items())[-MAX_RUNS:]),
     }
-    record = {"run": run_id, "steps": steps, "before": {}, "after": after}
-    others = before.get("others", {})
-    if before.get("run") == run_id:
-        record["before"] = before.get("after", {})
-    elif "run" in before:  # the next coordinator tells the other servers of its steps, too
-        others = {**others, str(before["run"]): before["steps"]}
-        others = {run: count for run, count in others.items() if run != str(run_id)}
-        others = dict(list(others.items())[-MAX_RUNS:])
-    if others:
-        record["others"] = others
-    return json.dumps(record, separators=(",", ":"))
+    return json.dumps(decided, separators=(",", ":"))
 
 
 def _positions(by_replica: object, replica: int) -> Iterator[tuple[int, int]]:

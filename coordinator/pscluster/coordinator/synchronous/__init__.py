@@ -1,0 +1,1 @@
+"""Synchronous training: the strategy whose replicas step together, and the values of replicas."""

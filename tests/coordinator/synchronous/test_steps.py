@@ -1,0 +1,273 @@
+"""Steps of a SynchronousStrategy on a real cluster: several a call, their results, the end of the data, what is
+refused, and that whatever dies the parameters are those of one process that has read the same batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import run_cluster
+from tests.waiting import TIMEOUT, until
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    IndexedSlices,
+    LocalCluster,
+    PerReplica,
+    SynchronousStrategy,
+    Variable,
+    errors,
+    metrics,
+    optimizers,
+    replica_context,
+)
+
+REPLICAS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    yield from run_cluster(2, REPLICAS)
+
+
+@pytest.fixture
+def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
+    with SynchronousStrategy(cluster) as strategy:
+        yield strategy
+
+
+def rank() -> int:
+    return replica_context().replica_id
+
+
+# Several steps
+
+
+def test_one_call_takes_several_steps(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros(3), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step(x: float) -> float:
+        before = float(w.read_value()[0])
+        sgd.apply_gradients([(np.full(3, x * (rank() + 1)), w)])
+        return before
+
+    first = strategy.run(step, (1.0,))
+    assert strategy.local_results(first) == (0.0, 0.0, 0.0)
+    assert strategy.local_results(strategy.run(step, (1.0,), steps=4)) == (-24.0, -24.0, -24.0)
+    each = strategy.run(step, (0.5,), steps=3, collect="all")
+    assert strategy.local_results(each) == ([-30.0, -33.0, -36.0],) * REPLICAS
+    assert strategy.local_results(strategy.run(step, (1.0,), steps=2, collect="mean"))[1] == -42.0
+    assert w.numpy().tolist() == [-51.0] * 3
+    assert sgd.iterations == 10
+
+
+def test_other_updates_and_metrics_are_applied_with_the_step(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        seen = Variable(np.int64(0), name="seen")
+        rows = Variable(np.zeros((6, 2)), name="rows", partitioner=FixedShardsPartitioner(2))
+        loss = metrics.Mean(name="loss")
+
+    def step() -> int:
+        before = int(seen.read_value())
+        seen.assign_add(rank() + 1)
+        if rank() == 2:
+            rows.scatter_add(IndexedSlices(np.ones((1, 2)), np.array([5])))
+        loss.update_state(float(rank()))
+        return before
+
+    assert strategy.local_results(strategy.run(step, steps=3)) == (12, 12, 12)
+    assert seen.numpy() == 18
+    assert rows.numpy()[:, 0].tolist() == [0, 0, 0, 0, 0, 3]
+    assert loss.result() == 1.0
+
+
+def test_a_table_may_run_free(strategy: SynchronousStrategy) -> None:
+    """Dense parameters in step, and a table whose updates count at once, also within the step."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        table = Variable(np.zeros((4, 2)), name="table", consistency="async")
+        sgd = optimizers.SGD(1.0)
+
+    def step() -> float:
+        sgd.apply_gradients([(np.ones(2), w), (IndexedSlices(np.ones((1, 2)), np.array([rank()])), table)])
+        return float(table.gather([rank()])[0, 0])
+
+    assert strategy.local_results(strategy.run(step, steps=5)) == (-5.0, -5.0, -5.0)
+    assert w.numpy().tolist() == [-15.0, -15.0]
+    assert table.numpy()[:, 1].tolist() == [-5, -5, -5, 0]
+
+
+def test_the_end_of_the_data_of_one_ends_the_step_for_all(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.float64(0), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step(numbers: Iterator[int]) -> int:
+        number = next(numbers)
+        sgd.apply_gradients([(np.float64(number), w)])
+        return number
+
+    numbers = iter(strategy.distribute_datasets_from_function(lambda context: range(7 + context.input_pipeline_id)))
+    strategy.run(step, (numbers,), steps=4)
+    with pytest.raises(errors.EndOfDatasetError, match="ended after 3 of 10 steps") as caught:
+        strategy.run(step, (numbers,), steps=10)
+    assert caught.value.steps == 3
+    assert strategy.local_results(caught.value.results) == (6, 6, 6)
+    assert w.numpy() == -3 * sum(range(7))
+
+    def following(numbers: Iterator[int]) -> int | None:
+        return next(numbers, None)
+
+    again = strategy.run(following, (numbers,))
+    assert strategy.local_results(again) == (None, 7, 7), "what a step took that was not committed is given again"
+
+
+# Errors
+
+
+def test_a_step_that_raises_leaves_nothing(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros((4, 1)), name="w", partitioner=FixedShardsPartitioner(2))
+        sgd = optimizers.SGD(1.0)
+
+    def step(numbers: Iterator[int], bad: int) -> int:
+        number = next(numbers)
+        sgd.apply_gradients([(np.ones((4, 1)), w)])
+        if number == bad and rank() == 1:
+            raise ValueError(f"no {number}")
+        return number
+
+    numbers = iter(strategy.distribute_datasets_from_function(lambda: range(100)))
+    with pytest.raises(ValueError, match="no 3"):
+        strategy.run(step, (numbers, 3), steps=10)
+    assert w.numpy().tolist() == [[-9.0]] * 4, "three steps of three replicas"
+    assert strategy.local_results(strategy.run(step, (numbers, -1))) == (3, 3, 3), "the same elements again"
+    assert w.numpy().tolist() == [[-12.0]] * 4
+
+
+def _raise(strategy: SynchronousStrategy, step: Callable[[], Any], match: str) -> None:
+    with pytest.raises(errors.MisuseError, match=match):
+        strategy.run(step)
+
+
+def test_what_replicas_may_not_do(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w, v = (Variable(np.zeros(2), name=name) for name in "wv")
+        sgd = optimizers.SGD(1.0)
+
+    def different() -> None:
+        sgd.apply_gradients([(np.ones(2), w if rank() else v)])
+
+    def none() -> None:
+        if rank() != 1:
+            sgd.apply_gradients([(np.ones(2), w)])
+
+    def both_ways() -> None:
+        gradient = IndexedSlices(np.ones((1,)), np.array([0])) if rank() else np.ones(2)
+        sgd.apply_gradients([(gradient, w)])
+
+    def read_again() -> Any:
+        sgd.apply_gradients([(np.ones(2), w)])
+        return strategy.read([v, w])
+
+    _raise(strategy, different, r"replica \d has applied gradients to '[wv]', and replica \d to '[wv]'")
+    _raise(strategy, none, r"replica \d has applied gradients to ('w'|nothing), and replica \d to ('w'|nothing)")
+    _raise(strategy, both_ways, r"gradients of 'w'( \(rows\))? in a synchronous step, and replica 0 of 'w'")
+    _raise(strategy, lambda: w.assign(np.ones(2)), "'w' is assigned in a synchronous step")
+    _raise(strategy, read_again, "'w' is read after this synchronous step has updated it")
+    assert w.numpy().tolist() == v.numpy().tolist() == [0.0, 0.0]
+    strategy.run(lambda: sgd.apply_gradients([(np.ones(2), w)]))
+    assert w.numpy().tolist() == [-3.0, -3.0], "and the next run works"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [({"steps": 0}, "steps is 0"), ({"steps": 2.5}, "steps is 2.5"), ({"collect": "some"}, "collect is 'some'")],
+)
+def test_arguments_are_checked(strategy: SynchronousStrategy, arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        strategy.run(rank, **arguments)
+
+
+def test_variables_say_how_consistent_they_are(strategy: SynchronousStrategy) -> None:
+    with (
+        strategy.scope(),
+        pytest.raises(errors.MisuseError, match="consistency is 'none'; it must be 'sync' or 'async'"),
+    ):
+        Variable(np.zeros(2), name="w", consistency="none")  # type: ignore[arg-type]
+
+
+# Deaths
+
+DEATHS_AT = 7, 22
+STEPS = 30
+
+
+def expected() -> tuple[Any, Any]:
+    """The parameters of one process that has read the batches of all replicas."""
+    w, table = np.zeros(4), np.zeros((6, 2))
+    for number in range(STEPS):
+        gradient, rows = np.zeros(4), np.zeros((6, 2))
+        for replica in range(REPLICAS):
+            gradient += w * 0.01 + number * (replica + 1)
+            for row in (replica, 3):
+                rows[row] += replica + 1 + table[0] * 0.01
+        w = w - 0.5 * gradient
+        table = table - 0.5 * rows
+    return w, table
+
+
+@pytest.mark.parametrize("dies", [("worker", 1), ("ps", 0), ("ps", 1)], ids=lambda task: "-".join(map(str, task)))
+def test_whatever_dies_the_parameters_are_those_of_one_process(dies: tuple[str, int], tmp_path: Path) -> None:
+    """A task is killed in the middle of some steps, after the updates of one replica and before those of the others."""
+    with LocalCluster(2, REPLICAS, log_level="ERROR", durability="log", state_dir=tmp_path / "state") as cluster:
+        pids = tmp_path / "pids"
+        pids.mkdir()
+        with SynchronousStrategy(cluster) as strategy:
+            coordinator = ClusterCoordinator(strategy)
+            until(lambda: coordinator.workers_up == REPLICAS, "all workers are up")
+            with strategy.scope():
+                w = Variable(np.zeros(4), name="w")
+                table = Variable(np.zeros((6, 2)), name="table", partitioner=FixedShardsPartitioner(2))
+                sgd = optimizers.SGD(0.5)
+
+            def step(numbers: Iterator[int], victim: int) -> int:
+                number = next(numbers)
+                weights, rows = strategy.read([w, table])
+                gradient = weights * 0.01 + number * (rank() + 1)
+                row_gradients = np.full((2, 2), rank() + 1.0) + rows[0] * 0.01
+                if number in DEATHS_AT and rank() == (1 if not victim else 2):
+                    mark = pids / str(number)
+                    if not mark.exists():
+                        mark.touch()
+                        os.kill(victim or os.getpid(), signal.SIGKILL)
+                sgd.apply_gradients([(gradient, w), (IndexedSlices(row_gradients, np.array([rank(), 3])), table)])
+                return number
+
+            numbers = iter(strategy.distribute_datasets_from_function(lambda: range(STEPS)))
+            for start in range(0, STEPS, 10):
+                victim = 0 if dies[0] == "worker" else cluster.pids[dies]
+                last = strategy.run(step, (numbers, victim), steps=10, timeout=TIMEOUT)
+                assert strategy.local_results(last) == (start + 9,) * REPLICAS
+            weights, rows = expected()
+            assert w.numpy().tolist() == weights.tolist()
+            assert table.numpy().tolist() == rows.tolist()
+            assert sgd.iterations == STEPS
+            assert len(list(pids.iterdir())) == len(DEATHS_AT)
+            assert strategy.lost_updates() == {}
+
+
+def test_per_replica_arguments_and_collectives_work_in_steps(strategy: SynchronousStrategy) -> None:
+    def step(x: float) -> tuple[float, float]:
+        return x, float(replica_context().all_reduce("sum", x))
+
+    result = strategy.run(step, (PerReplica([1.0, 2.0, 3.0]),), steps=3)
+    assert strategy.local_results(result) == ((1.0, 6.0), (2.0, 6.0), (3.0, 6.0))
