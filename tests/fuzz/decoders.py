@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import random
 import socket
@@ -63,6 +64,7 @@ from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.optim.schedules import ExponentialDecay
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
+from pscluster.ps.spec import with_step
 from pscluster.ps.storage import generations as durable_files
 from pscluster.ps.storage import log as durable_log
 from pscluster.ps.storage import tensor_files
@@ -190,12 +192,12 @@ def _failures() -> list[bytes]:
 class Server:
     """A server with three variables and an optimizer, which may write checkpoints in a separate directory."""
 
-    def __init__(self, folder: str) -> None:
-        self.role = ParameterServerRole(0, roots=Roots([folder]))
+    def __init__(self, folder: str, index: int = 0) -> None:
+        self.role = ParameterServerRole(index, roots=Roots([folder]))
         self.service = ParameterServerService(self.role)
         self.role.job_began(node_pb2.AttachRequest(job=JOB))
         for variable_id, (dtype, shape) in enumerate((("float32", (4, 4)), ("int64", ()), ("bool", (5,))), 1):
-            self.push(*creation(variable_id, dtype, shape))
+            self.push(*creation(variable_id, dtype, shape, index))
         optimizer = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
         self.push(ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), last=True), b"")
 
@@ -205,9 +207,9 @@ class Server:
         self.service.push(iter([pack(request, [payload])]), _context())
 
 
-def creation(variable: int, dtype: str, shape: tuple[int, ...]) -> tuple[ps_pb2.Request, bytes]:
+def creation(variable: int, dtype: str, shape: tuple[int, ...], owner: int = 0) -> tuple[ps_pb2.Request, bytes]:
     """A request that makes a variable of ones, and its payload."""
-    spec = ps_pb2.VariableSpec(id=variable, name=f"v{variable}", dtype=dtype, shape=shape, owners=[0])
+    spec = ps_pb2.VariableSpec(id=variable, name=f"v{variable}", dtype=dtype, shape=shape, owners=[owner])
     for length in shape:
         spec.splits.add(ends=[length])
     data = np.ones(shape, dtype).tobytes()
@@ -333,6 +335,72 @@ class _Servers:
             (5, ps_pb2.RestoreRequest(job=JOB, id=9, commit=True, term=1)),
         ]
         return [bytes((kind,)) + request.SerializeToString() for kind, request in requests]
+
+
+class _Steps:
+    """Contributions to synchronous steps, and reads after steps, by one of two servers; then new ones."""
+
+    SEPARATOR = b"\xa5\x5a\xa5"
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._used = folder, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._servers = [Server(self._folder, index) for index in range(2)]
+
+    def run(self, data: bytes) -> None:
+        """Send requests to the server that the first byte chooses."""
+        self._used += 1
+        if self._used % 20 == 0:
+            self._begin()
+        frames = data[1:].split(self.SEPARATOR)[:6]
+        if not any(map(_is_code, frames)):
+            service = self._servers[data[0] % 2 if data else 0].service
+            for reply in service.session(iter(frames), _context()):
+                refusal = unpack(reply, ps_pb2.Reply)[0].refusal
+                if refusal.kind:
+                    raise from_kind(refusal.kind, refusal.message)
+
+    def examples(self) -> list[bytes]:
+        """A step of two replicas on each server, its end, and reads after it."""
+        kinds, run = ps_pb2.Contribution, itertools.count(1)
+        ids, row = np.array([0, 2], np.int64).tobytes(), np.ones((2, 4), np.float32).tobytes()
+        add = {"variable": 1, "kind": ps_pb2.ADD, "rows": ps_pb2.Rows(all=True), "value_bytes": 64}, bytes(64)
+        rows = {"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": ps_pb2.Rows(ids=2), "optimizer": 11}
+        gradient = {**rows, "value_bytes": 32, "weight": 0.5}, ids + row
+        examples = []
+        for index in range(2):
+            kind = kinds.STAGE if index else kinds.COMMIT
+            for fields, payload in (add, gradient):
+                of: dict[str, Any] = {"run": next(run), "epoch": 3, "replicas": 2}
+                sent = [self._sent({**of, "kind": kinds.OPEN}, 0)]
+                for replica in range(2):
+                    contribution = {**of, "kind": kind, "replica": replica}
+                    if fields is gradient[0]:
+                        contribution["updated"] = [1]
+                    if not index:
+                        contribution["positions"] = {5: 7}
+                    sent.append(self._sent(contribution, replica, fields, payload))
+                if not index:
+                    sent.append(self._sent({**of, "kind": kinds.WAIT}, 0))
+                read = ps_pb2.Request(
+                    read=ps_pb2.ReadRequest(job=JOB, items=[ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True))])
+                )
+                read.last = True
+                sent.append(with_step(of["run"], 1, 3) + pack(read))
+                read.after.run, read.after.step, read.after.epoch = of["run"], 1, 3
+                sent.append(pack(read))
+                examples.append(bytes((index,)) + self.SEPARATOR.join(sent))
+        return examples
+
+    @staticmethod
+    def _sent(of: dict[str, Any], replica: int, fields: dict[str, Any] | None = None, payload: bytes = b"") -> bytes:
+        items = [] if fields is None else [ps_pb2.UpdateItem(nth=1, **fields)]
+        update = ps_pb2.UpdateRequest(job=JOB, incarnation=5 + replica, function=2 + replica, items=items)
+        update.contribution.CopyFrom(ps_pb2.Contribution(**of))
+        request = ps_pb2.Request(update=update, total_bytes=len(payload), last=True)
+        return pack(request, [payload] if payload else [])
 
 
 def _push_examples() -> list[bytes]:
@@ -792,6 +860,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
     """All decoders; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
     servers = _Servers(tempfile.mkdtemp(dir=folder))
+    steps = _Steps(tempfile.mkdtemp(dir=folder))
     frames = _frames_of_requests()
     pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
     values = [encode(example).SerializeToString() for example in _objects()]
@@ -812,6 +881,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("node", node.examples(), node.call),
         Decoder("worker", worker.examples(), worker.call, fit=worker.fit),
         Decoder("exchange", _exchange_examples(), _exchange),
+        Decoder("steps", steps.examples(), steps.run),
         Decoder("function", functions.examples(), functions.resolve),
         Decoder("part", [b"3/0/10/20"], _part),
         Decoder("handle", [b"\0" + slot, b"\1" + metric], _handle),

@@ -9,7 +9,6 @@ anything of a step that is not applied, and no other part of the job needs to kn
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,17 +56,16 @@ class SynchronousRun:
                 epoch=self._calls << _GENERATION_BITS,
                 collect=collect,
             )
-            self._settled, last = False, self.committed + count
+            self._settled = False
             try:
-                yield message, functools.partial(self._committed, last)
+                yield message, self._committed
             finally:
                 if not self._settled:
                     with contextlib.suppress(PsClusterError):  # then the next call does it
                         self._settle()
 
-    def _committed(self, last: int, steps: int) -> None:
-        # If the data has ended before, some replicas may have contributed to a step that is never committed.
-        self.committed, self._settled = steps, steps == last
+    def _committed(self, steps: int) -> None:
+        self.committed, self._settled = steps, True
 
     def _settle(self) -> None:
         """End what may be left of the last attempt."""
