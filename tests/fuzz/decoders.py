@@ -374,7 +374,7 @@ class _Steps:
             kind = kinds.STAGE if index else kinds.COMMIT
             for fields, payload in (add, gradient):
                 of: dict[str, Any] = {"run": next(run), "epoch": 3, "replicas": 2}
-                sent = [self._sent({**of, "kind": kinds.OPEN}, 0)]
+                sent = [] if index else [self._sent({**of, "kind": kinds.OPEN}, 0)]
                 for replica in range(2):
                     contribution = {**of, "kind": kind, "replica": replica}
                     if fields is gradient[0]:
