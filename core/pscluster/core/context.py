@@ -59,6 +59,12 @@ class FunctionContext:
             self._has_updated |= bool(self._updates)
             self._updates.clear()
 
+    def drop_step(self, *, updated: bool) -> None:
+        """Forget the updates of a synchronous step that ended too early. `updated`: some were applied at once."""
+        with self._lock:
+            self._has_updated |= updated
+            self._updates.clear()
+
     @property
     def updated(self) -> bool:
         """Whether it has requested an update, which may have been applied."""

@@ -88,6 +88,9 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
                 steps.step = last
             job.steps_taken = asked.run, steps.step
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
+    except BaseException:
+        context.drop_step(updated=steps.updated_at_once)
+        raise
     finally:
         for iterator in steps.iterators.values():
             iterator.rewind()

@@ -60,6 +60,8 @@ class ReplicaSteps:
         self._run, self.step, self._epoch = run, step, epoch
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
         self.dry = False
+        self.updated_at_once = False
+        """Whether a step may have updated an asynchronous variable."""
         self._contributed: list[int] = []  # see Contribution.updated
         self._updated: dict[int, str] = {}  # names of variables
         self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)

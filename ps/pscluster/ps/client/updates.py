@@ -63,6 +63,7 @@ class Updater:
             updates = [update for update in updates if update.asynchronous]
             if not updates:
                 return
+            function.steps.updated_at_once = True
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
         for update in updates:
             by_server[update.server].append(update)
