@@ -1,4 +1,4 @@
-"""torch.distributed's side, over gloo: processes that compute all-reduces together.
+"""torch.distributed's side, over gloo: processes that compute all-reduces together, or train (DDP).
 
 gloo_side.py --workers N
 """
@@ -6,12 +6,14 @@ gloo_side.py --workers N
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -19,21 +21,49 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import torch
 import torch.distributed as dist
 from driver import Handlers, serve
+from step_models import SIZES, batch
 
 
 def member(rank: int, size: int, where: str) -> None:
     """Join the group, over a file, and time what is asked for, a line each, until the input ends."""
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # torch imports the library's `profile`, not ours
     torch.set_num_threads(1)
+    trainers: dict[str, Any] = {}
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=size)
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        array = torch.ones(request["size"] // 4)
+        if "model" in request:
+            once = trainers.setdefault(request["model"], None) or trainer(request["model"], rank)
+            trainers[request["model"]] = once
+        else:
+            array = torch.ones(request["size"] // 4)
+            once = functools.partial(dist.all_reduce, array)
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(request["n"]):
-            dist.all_reduce(array)
+            once()
         print(time.perf_counter() - begin, flush=True)
+
+
+def trainer(model: str, rank: int) -> Callable[[], object]:
+    """Return a step of DistributedDataParallel."""
+    first, hidden, last = SIZES[model]
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(first, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, last))
+    replica = torch.nn.parallel.DistributedDataParallel(network)
+    if model == "digits":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(replica.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
+    x, y = map(torch.from_numpy, batch(model, rank))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(replica(x), y).backward()
+        optimizer.step()
+
+    return step
 
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
@@ -65,13 +95,17 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     for process in members:
         assert line_of(process) == "ready"
 
-    def all_reduce(n: int, size: int) -> float:
+    def ask(**request: Any) -> float:
         for process in members:
             assert process.stdin is not None
-            print(json.dumps({"n": n, "size": size}), file=process.stdin, flush=True)
+            print(json.dumps(request), file=process.stdin, flush=True)
         return max(float(line_of(process)) for process in members)
 
-    return {"all_reduce": all_reduce}, {"torch": torch.__version__}
+    def steps(n: int, model: str, at_once: int) -> float:
+        del at_once
+        return ask(n=n, model=model)
+
+    return {"all_reduce": ask, "steps": steps}, {"torch": torch.__version__}
 
 
 if __name__ == "__main__":

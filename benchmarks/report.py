@@ -116,6 +116,9 @@ workers have run it; TensorFlow's functions are traced by then.
 - **One client, one server**: a worker reads or assigns one tensor.
 - **all_reduce**: sums of float32 among the workers, one after the other, beside torch's over gloo, among as many
   processes.
+- **Synchronous steps**: a network of two layers, ours in NumPy, with its parameters on two servers, and one of torch
+  with DistributedDataParallel over gloo; a replica has the same batch in every step: 64 examples, with Adam (digits),
+  or 4, with SGD (40 MiB). A synchronous step is one of all replicas; in the asynchronous row each worker takes its own.
 - **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each worker to each
   server, with nothing else (`socket_side.py`) but the row's arithmetic: no variables, no checks, no once-only updates,
   nothing kept for a restart, and the same warm memory each time. A dense push is added, by NumPy, once it has all

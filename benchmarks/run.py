@@ -241,6 +241,52 @@ def _collective_rows(workers: int) -> list[Row]:
     ]
 
 
+def _synchronous_rows(workers: int) -> list[Row]:
+    """Synchronous steps of as many replicas, beside DistributedDataParallel over gloo; and asynchronous ones."""
+    rows = []
+    for model, title, at_once, n, goal in (
+        ("digits", "the digits network", 50, 100, 2.0),
+        ("dense", "a dense model of 40 MiB", 5, 5, 1.0),
+    ):
+        rows.append(
+            Row(
+                f"step-{model}-{workers}",
+                f"synchronous step of {title}, {workers} replicas, {at_once} a call",
+                "steps/s",
+                "steps",
+                dict.fromkeys((OURS, GLOO), n),
+                (((GLOO,), goal),),
+                _rate(1),
+                {"model": model, "at_once": at_once},
+            )
+        )
+    rows.append(
+        Row(
+            f"step-digits-single-{workers}",
+            f"synchronous step of the digits network, {workers} replicas, one a call",
+            "steps/s",
+            "steps",
+            {OURS: 50},
+            (),
+            _rate(1),
+            {"model": "digits", "at_once": 1},
+        )
+    )
+    rows.append(
+        Row(
+            f"step-digits-async-{workers}",
+            f"asynchronous step of the digits network, {workers} workers, each as fast as it can",
+            "steps/s a worker",
+            "alone",
+            {OURS: 100},
+            (),
+            _rate(1),
+            {"model": "digits"},
+        )
+    )
+    return rows
+
+
 class Bench:
     """Runs rows, and collects the results."""
 
@@ -251,18 +297,19 @@ class Bench:
         self._isolated = isolated
         self._peers = peers
 
-    def _side(self, name: str, ps: int = 2, workers: int = 2) -> Side | None:
+    def _side(self, name: str, ps: int, workers: int, ours: str) -> Side | None:
         """A side that can be started here."""
         if name in OUR_SCRIPTS:
-            return Side(name, OUR_SCRIPTS[name], f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
+            script = ours if name == OURS else OUR_SCRIPTS[name]
+            return Side(name, script, f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
         script, module = PEERS_SCRIPTS[name]
         if module not in self._peers:
             return None
         arguments = [f"--workers={workers}"] if name == GLOO else []
         return Side(name, script, *arguments, python=PEERS, isolated=self._isolated)
 
-    def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2) -> None:
-        """Run rows on the same clusters; a side is ended after the last row that it takes part in."""
+    def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2, ours: str = OUR_SCRIPTS[OURS]) -> None:
+        """Run rows on the same clusters; a side is ended after the last row that it takes part in. `ours`: our side."""
         rows = [row for row in rows if not (self.quick and row.slow_to_prepare)]
         if not rows:
             return
@@ -272,7 +319,7 @@ class Bench:
             for name in names:
                 if self.quick and name == DASK:
                     continue  # no goal, and slow
-                side = self._side(name, ps, workers)
+                side = self._side(name, ps, workers, ours)
                 if side is None:
                     self.report.notes.append(f"{name} is not installed; `make bench-peers` installs it.")
                 else:
@@ -621,7 +668,9 @@ SLOW_COSTS = tuple(key for key in COSTS if key not in ("cost-workers", "cost-loo
 def main() -> int:
     groups = [_dispatch_rows() + _dense_rows() + _sparse_rows() + _loop_rows(), _single_rows()]
     collectives = {workers: _collective_rows(workers) for workers in (2, 4)}
-    keys = [row.key for rows in (*groups, *collectives.values()) for row in rows] + list(COSTS)
+    together = {workers: _synchronous_rows(workers) for workers in (2, 4)}
+    all_groups = (*groups, *collectives.values(), *together.values())
+    keys = [row.key for rows in all_groups for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
     parser.add_argument("--only", action="append", metavar="ROW", help=f"one of {', '.join(keys)}; may be repeated")
@@ -652,6 +701,8 @@ def main() -> int:
         bench.group([row for row in groups[1] if wanted(row.key)], ps=1, workers=1)
         for workers, rows in collectives.items():
             bench.group([row for row in rows if wanted(row.key)], ps=1, workers=workers)
+        for workers, rows in together.items():
+            bench.group([row for row in rows if wanted(row.key)], workers=workers, ours="synchronous_side.py")
         costs(bench, wanted)
     finally:
         if left := end_orphans():

@@ -74,7 +74,7 @@ def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
         tuple(_form(change) for change in contribution.changes if change.item.kind == ps_pb2.APPLY_GRADIENT)
         for contribution in contributions
     }
-    return _different(contributions) if len(forms) > 1 else None
+    return _different(sorted(contributions, key=lambda each: each.replica)) if len(forms) > 1 else None
 
 
 def combine(contributions: Sequence[Contribution]) -> Combined:

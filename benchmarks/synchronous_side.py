@@ -1,0 +1,103 @@
+"""Our own side of the synchronous rows: replicas that step together.
+
+synchronous_side.py [--ps N] [--workers N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any
+
+import numpy as np
+from driver import THREADS, Handlers, serve, timed
+from step_models import BATCH, batch, gradients, shapes
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    LocalCluster,
+    MinSizePartitioner,
+    SynchronousStrategy,
+    Variable,
+    __version__,
+    optimizers,
+    replica_context,
+)
+
+
+class Bench:
+    """The handlers, and the models they share."""
+
+    def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
+        env = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0"}
+        cluster = stack.enter_context(
+            LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR"),
+        )
+        self.strategy = SynchronousStrategy(
+            cluster, variable_partitioner=MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=num_ps)
+        )
+        stack.callback(self.strategy.close)
+        self.workers = num_workers
+        self._made: dict[str, Any] = {}
+
+    def _step(self, model: str) -> Any:
+        """A step function, which is the same at each call."""
+        if model not in self._made:
+            rng = np.random.default_rng(0)
+            with self.strategy.scope():
+                variables = [
+                    Variable(rng.normal(0, 0.05, shape).astype(np.float32), name=f"{model}-{at}")
+                    for at, shape in enumerate(shapes(model))
+                ]
+                optimizer = optimizers.Adam(1e-3) if model == "digits" else optimizers.SGD(1e-3)
+            strategy, examples = self.strategy, BATCH[model]
+            of_replicas = [batch(model, rank) for rank in range(self.workers)]
+
+            def step() -> None:
+                x, y = of_replicas[replica_context().replica_id]
+                values = strategy.read(variables)
+                optimizer.apply_gradients(zip(gradients(x, y, *values), variables, strict=True), examples=examples)
+
+            self._made[model] = step
+        return self._made[model]
+
+    def steps(self, n: int, model: str, at_once: int) -> float:
+        """Seconds for this many steps of all replicas together, so many at a time."""
+        step = self._step(model)
+
+        def work() -> None:
+            for _ in range(n // at_once):
+                self.strategy.run(step, steps=at_once)
+
+        return timed(work)
+
+    def alone(self, n: int, model: str) -> float:
+        """Seconds for this many steps of each worker, which wait for nobody: asynchronous ones."""
+        step, coordinator = self._step(model), ClusterCoordinator(self.strategy)
+        key = f"alone-{model}"
+        if key not in self._made:
+
+            def several(count: int) -> None:
+                for _ in range(count):
+                    step()
+
+            self._made[key] = several
+        several = self._made[key]
+        return timed(lambda: coordinator.fetch([coordinator.schedule(several, (n,)) for _ in range(self.workers)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ps", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+
+    def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
+        bench = Bench(stack, options.ps, options.workers)
+        return {"steps": bench.steps, "alone": bench.alone}, {"pscluster": __version__, "numpy": np.__version__}
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main()
