@@ -25,7 +25,7 @@ from pscluster.coordinator.api import Checkpoint, ClusterCoordinator, LocalClust
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.spec import SESSION_BYTES
 
-FUNCTIONS = 60
+FUNCTIONS = 30
 WORKERS = 2
 LARGE = 100_000
 """Bytes of an argument or a result that travels beside the stream of functions."""
