@@ -39,6 +39,12 @@ def word2vec() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def texts(word2vec: ModuleType) -> list[str]:
+    """What the example learns from by default."""
+    return list(word2vec.documentation())
+
+
 def topics(folder: Path) -> str:
     """A text of 60 words in ten groups; the words of a sentence are from one group."""
     rng = np.random.default_rng(0)
@@ -54,10 +60,9 @@ def topics(folder: Path) -> str:
 
 
 @pytest.mark.timeout(300)  # 700 files are parsed: 6 s of processor time, which a busy machine may be slow to give
-def test_documentation_is_prose_of_the_library(word2vec: ModuleType) -> None:
+def test_documentation_is_prose_of_the_library(word2vec: ModuleType, texts: list[str]) -> None:
     """It has the docstrings of modules, classes and methods, each sentence once, no doctests, always in the same
     order."""
-    texts = list(word2vec.documentation())
     doc = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text().split('"""')[1]
     assert any(text.strip() == doc.strip() for text in texts)
     sentences = word2vec.sentences(texts)
@@ -182,13 +187,19 @@ def started(folder: Path, workers: int, *arguments: str) -> Iterator[tuple[Proce
 
 
 @pytest.mark.timeout(400)
-def test_workers_that_end(tmp_path: Path) -> None:
-    """One worker, and four of which one is killed between two epochs, reach the same score except for noise."""
+def test_workers_that_end(word2vec: ModuleType, texts: list[str], tmp_path: Path) -> None:
+    """One worker, and four of which one is killed between two epochs, reach the same score except for noise.
+
+    The four are given the text that the one finds by itself, since finding it takes seconds.
+    """
+    text = tmp_path / "documentation.txt"
+    text.write_text("\n\n".join(texts), encoding="utf-8")
+    assert word2vec.sentences([text.read_text("utf-8")]) == word2vec.sentences(texts)
     reached = {}
-    for workers in (1, 4):
+    for workers, given in ((1, ()), (4, ("--files", str(text)))):
         folder = tmp_path / str(workers)
         folder.mkdir()
-        with started(folder, workers, *QUICK) as (script, processes):
+        with started(folder, workers, *QUICK, *given) as (script, processes):
             script.wait_for("epoch 1/2 .* val_auc")
             if workers > 1:
                 processes[-1].send(signal.SIGKILL)

@@ -33,7 +33,7 @@ from pscluster.core.errors import UnavailableError
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import worker_pb2
 
-FUNCTIONS = 60
+FUNCTIONS = 30
 WORKERS = 2
 STEPS = 6
 LARGE = 100_000

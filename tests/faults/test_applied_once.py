@@ -43,7 +43,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
 
-FUNCTIONS = 2000
+FUNCTIONS = 700
 
 POINTS = ("before", "first between", "second between", "answered", "after", "result")
 """Where a function's worker dies; "answered": a server has applied an update, and the worker does not learn of it."""
@@ -103,7 +103,7 @@ def counting_step(counters: Counters, folder: str, at: Mapping[str, Sequence[int
 
 
 def test_killed_at_named_points() -> None:
-    """2,000 functions count to exactly 2,000 on every shard while workers die before, between and after the updates."""
+    """700 functions count to exactly 700 on every shard while workers die before, between and after the updates."""
     with running_job(num_ps=2, num_workers=3, shards=3) as job:
         counters = Counters(job)
         chosen = random.Random(1).sample(range(100, FUNCTIONS - 100), 2 * len(POINTS))
@@ -583,10 +583,10 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
 
 
 def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
-    """A server's memory of updates does not grow over 20,000 functions."""
+    """A server's memory of updates does not grow over 5,000 functions."""
     held, most = new_store(), 0
     values = Payload([view(np.ones(8, np.float32))])
-    for function in range(1, 20_001):
+    for function in range(1, 5_001):
         request = add_request(function, incarnation=5 + function % 3)
         updates.apply(held, request, updates.check_update(held, request, 32 + padding(32)), values)
         most = max(most, held.remembered)
@@ -594,6 +594,6 @@ def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
             held.finish_functions([(function - 499, function + 1)])
     assert most == 500
     assert held.remembered == 0
-    assert held_values(held) == [20_000] * 8
+    assert held_values(held) == [5_000] * 8
     with pytest.raises(StaleError, match="has ended"):
         updates.check_update(held, add_request(777), 32)

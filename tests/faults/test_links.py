@@ -27,7 +27,7 @@ from pscluster.coordinator.api import (
 )
 from pscluster.ps.spec import SESSION_BYTES
 
-FUNCTIONS = 120
+FUNCTIONS = 80
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from pscluster.core.errors import MisuseError, PsClusterError, PSUnavailableErro
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.v1 import ps_pb2
 
-FUNCTIONS = 1500
+FUNCTIONS = 500
 
 
 def kill(job: Job, *servers: int) -> None:

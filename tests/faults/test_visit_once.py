@@ -27,26 +27,26 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.data import dataset_progress
 
-EXAMPLES = 100_000
+EXAMPLES = 40_000
 
 DEATHS = [
     f"worker/{point}=kill@{nth}"
     for point, nth in {
         "worker.define.after": 3,
-        "worker.run.before": 20,
-        "client.update.before": 35,
-        "client.exchange.after": 50,
-        "client.update.after": 65,
-        "worker.run.after": 80,
-        "worker.result.before": 90,
-        "worker.result.after": 100,
+        "worker.run.before": 10,
+        "client.update.before": 20,
+        "client.exchange.after": 30,
+        "client.update.after": 40,
+        "worker.run.after": 40,
+        "worker.result.before": 50,
+        "worker.result.after": 60,
     }.items()
 ]
 
 
 @pytest.mark.timeout(300)
 def test_workers_die_at_named_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand numbered examples and three epochs, while positions are written and keys forgotten all the
+    """Forty thousand numbered examples and three epochs, while positions are written and keys forgotten all the
     time."""
     monkeypatch.setattr(dataset_progress, "SAVE_SECONDS", 0.2)
     with (

@@ -51,7 +51,7 @@ def counter(job: Job, name: str = "counter") -> Variable:
 
 
 def test_every_function_completes_while_each_worker_is_killed() -> None:
-    """None of 2,000 functions is lost or counts twice while one worker after the other is killed and returns."""
+    """None of 800 functions is lost or counts twice while one worker after the other is killed and returns."""
     with running_job(num_ps=2, num_workers=3, shards=2) as job:
         total = counter(job)
 
@@ -59,15 +59,15 @@ def test_every_function_completes_while_each_worker_is_killed() -> None:
             total.assign_add(np.ones(4, np.float32))
             return where(index)
 
-        values = [job.coordinator.schedule(count, args=(index,)) for index in range(2000)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(800)]
         killed = []
-        for worker, progress in enumerate((200, 700, 1200)):
+        for worker, progress in enumerate((100, 300, 500)):
             job.until_done(values, progress)
             killed.append(job.kill(worker))
         job.join()
         results = job.coordinator.fetch(values)
-        assert [index for index, _, _ in results] == list(range(2000))
-        assert total.numpy().tolist() == [2000] * 4
+        assert [index for index, _, _ in results] == list(range(800))
+        assert total.numpy().tolist() == [800] * 4
         job.until_up(3)
         assert not set(killed) & set(job.cluster.pids.values())
 
@@ -96,20 +96,20 @@ def test_all_workers_die_at_once_and_one_returns() -> None:
             total.assign_add(np.ones(4, np.float32))
             return where(index)
 
-        values = [job.coordinator.schedule(count, args=(index,)) for index in range(2000)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(800)]
         job.until_done(values, 300)
         for (role, _), pid in job.cluster.pids.items():
             if role == "worker":
                 os.kill(pid, signal.SIGKILL)
         job.until_up(0)
-        assert ready(values) < 2000
+        assert ready(values) < 800
         done = ready(values)
         pid = job.cluster.restart("worker", 1)
         job.join()
         results = job.coordinator.fetch(values)
-        assert [index for index, _, _ in results] == list(range(2000))
-        assert sum(result[1:] == (1, pid) for result in results) == 2000 - done
-        assert total.numpy().tolist() == [2000] * 4
+        assert [index for index, _, _ in results] == list(range(800))
+        assert sum(result[1:] == (1, pid) for result in results) == 800 - done
+        assert total.numpy().tolist() == [800] * 4
 
 
 def test_a_worker_killed_while_idle_is_noticed_and_used_again() -> None:
@@ -254,14 +254,14 @@ def test_workers_leave_one_after_the_other_under_load() -> None:
             total.assign_add(np.ones(4, np.float32))
             return index if index % 10 else np.full(LARGE, index, np.int16)
 
-        values = [job.coordinator.schedule(count, args=(index,)) for index in range(1500)]
-        for round_, progress in enumerate(range(100, 1300, 200)):
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(600)]
+        for round_, progress in enumerate(range(50, 530, 80)):
             job.until_done(values, progress)
             job.cluster.restart("worker", round_ % 3)  # SIGTERM first
         job.join()
         for index, value in enumerate(values):
             assert np.all(np.asarray(value.fetch()) == index)
-        assert total.numpy().tolist() == [1500] * 4
+        assert total.numpy().tolist() == [600] * 4
 
 
 def test_what_outlasts_the_grace_is_given_back_unfinished() -> None:

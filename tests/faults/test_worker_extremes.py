@@ -236,7 +236,7 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
             step()
             return where(index)
 
-        values = [job.coordinator.schedule(count, args=(index,)) for index in range(600)]
+        values = [job.coordinator.schedule(count, args=(index,)) for index in range(400)]
         job.until_done(values, 20)
         links = job.coordinator._dispatcher.state.workers
         seen = {link.connection.incarnation for link in links if link.connection is not None}
@@ -250,11 +250,11 @@ def test_workers_that_are_back_at_once(tmp_path: Path) -> None:
                 job.until_done(values, min(len(values), ready(values) + 20))
         job.join()
         results = job.coordinator.fetch(values)
-        assert [index for index, _, _ in results] == list(range(600))
+        assert [index for index, _, _ in results] == list(range(400))
         assert len({pid for _, _, pid in results}) > 4
         job.until_up(2)
         assert seen.isdisjoint(link.connection.incarnation for link in links if link.connection is not None)
-        counted(job, 600, counting)
+        counted(job, 400, counting)
 
 
 def test_a_second_signal_to_a_worker_that_drains() -> None:
@@ -272,16 +272,16 @@ def test_a_second_signal_to_a_worker_that_drains() -> None:
 
         held = job.coordinator.schedule(hold)
         leaving = int(wait_for(folder, "held"))
-        values = [job.coordinator.schedule(step) for _ in range(400)]
+        values = [job.coordinator.schedule(step) for _ in range(150)]
         pid = job.cluster.pids["worker", leaving]
         os.kill(pid, signal.SIGTERM)
         until(lambda: status(job.cluster, "worker", leaving).state == "stopping", "the worker leaves")
         os.kill(pid, signal.SIGTERM)
         job.join()
         assert held.fetch() == 1 - leaving
-        assert ready(values) == 400
+        assert ready(values) == 150
         job.cluster.wait_restarted("worker", leaving, pid, timeout=TIMEOUT)  # its code was not 0
-        counted(job, 401, counting)
+        counted(job, 151, counting)
 
 
 def test_killed_while_it_is_prepared(tmp_path: Path) -> None:

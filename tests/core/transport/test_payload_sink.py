@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from tests.conftest import SEARCH
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
@@ -132,7 +133,7 @@ def test_no_read_is_of_two_values(variable: Variable) -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(60):
+        for _ in range(round(30 * SEARCH)):
             rows, box = variable.gather([1, 0, 1]), variable[:, SIZE // 2 : SIZE // 2 + 5000]
             for read in (*variable.numpy(), *rows, *box):
                 assert read.min() == read.max()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from tests.faults.arming.faults import arm
+from pscluster.core.importing import without_collections
 
-from pscluster.core.errors import ConfigurationError
+with without_collections():
+    from tests.faults.arming.faults import arm
+
+    from pscluster.core.errors import ConfigurationError
 
 try:
     arm()
