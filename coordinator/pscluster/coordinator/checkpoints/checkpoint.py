@@ -79,6 +79,7 @@ class Checkpoint(StaysHere):
         context.check_restored()
         context.client.directory()  # wait for a server that is down here, not while functions are paused
         with self._paused():
+            context.settle_steps()
             context.check_restored()  # another thread may have tried meanwhile
             if context.dataset_progress is not None:
                 context.dataset_progress.save()

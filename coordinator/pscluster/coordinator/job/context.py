@@ -73,6 +73,7 @@ class JobContext:
     dispatcher: Dispatcher | None = None  # hands out functions, once there is a ClusterCoordinator
     coordinator: object = None  # that ClusterCoordinator
     dataset_progress: DatasetProgress | None = None  # once there is a ClusterCoordinator
+    settle_steps: Callable[[], None] = lambda: None  # makes all servers have the same synchronous steps
     metrics: CoordinatorMetrics = field(default_factory=CoordinatorMetrics)
     event_log: EventLog = field(default_factory=EventLog)  # what has happened, for observers
     partly_applied: PartlyApplied = field(default_factory=PartlyApplied)

@@ -59,6 +59,7 @@ class FunctionQueue(StaysHere):
         self._dispatcher = dispatcher
         self._functions = CapturedFunctions(strategy.context.variables.serialization)
         self.synchronous_run = SynchronousRun(strategy.context.client.updater)
+        strategy.context.settle_steps = self.synchronous_run.settle
         self._resources = itertools.count(1)
         self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset] = (
             weakref.WeakValueDictionary()

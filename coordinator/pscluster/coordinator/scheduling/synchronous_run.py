@@ -64,6 +64,18 @@ class SynchronousRun:
                     with contextlib.suppress(PsClusterError):  # then the next call does it
                         self._settle()
 
+    def settle(self) -> None:
+        """Have all servers apply what is committed, if the last call failed and could not do that.
+
+        UnavailableError if a server can't be reached. Does nothing while steps are taken.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._settled:
+                    self._settle()
+            finally:
+                self._lock.release()
+
     def _committed(self, steps: int) -> None:
         self.committed, self._settled = steps, True
 
