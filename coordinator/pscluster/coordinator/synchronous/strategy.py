@@ -67,8 +67,8 @@ class SynchronousStrategy(ParameterServerStrategy):
             fn: a step function, captured as by `ClusterCoordinator.schedule`: make it once, before the loop.
             args, kwargs: the same for all, but for `PerReplica` values, of which each gets its own.
             steps: how often. The workers are told once, and take the steps among themselves.
-            collect: the results of the last step; of all steps, as a list for each replica; or the mean of each number
-                or array over the steps.
+            collect: the results of the last step; a list of those of all steps; or the mean of each number or array
+                over the steps.
             timeout: seconds for all of these steps; see `ClusterCoordinator.schedule`.
             retries: how often a step is tried again in which a replica has raised an error.
 
