@@ -64,6 +64,8 @@ class ReplicaSteps:
         """Whether a step may have updated an asynchronous variable."""
         self._contributed: list[int] = []  # see Contribution.updated
         self._updated: dict[int, str] = {}  # names of variables
+        self._used: list[bytearray] = []  # copies of this step's values
+        self._spare: defaultdict[int, list[bytearray]] = defaultdict(list)  # those of the last one, by size
         self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
@@ -87,10 +89,18 @@ class ReplicaSteps:
                 self._contributed.append(variable)
             if self.dry:
                 continue
-            segments = [memoryview(bytes(update.values))]  # the caller may change its arrays
+            segments = [self._copy(update.values)]
             if update.ids is not None:
-                segments.insert(0, memoryview(bytes(view(update.ids))))
+                segments.insert(0, self._copy(view(update.ids)))
             self._items[update.server].append((update.item, padded(segments)))
+
+    def _copy(self, values: memoryview) -> memoryview:
+        """Return a copy, since the caller may change its arrays; in memory of the last step, which is there already."""
+        spare = self._spare.get(len(values))
+        copy = spare.pop() if spare else bytearray(len(values))
+        self._used.append(copy)
+        copy[:] = values
+        return memoryview(copy)
 
     def check_reads(self, variables: Iterable[int]) -> None:
         """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
@@ -164,6 +174,10 @@ class ReplicaSteps:
         self._contributed.clear()
         self._updated.clear()
         self._items.clear()
+        self._spare.clear()
+        for copy in self._used:
+            self._spare[len(copy)].append(copy)
+        self._used.clear()
 
     def _stage(self, function: FunctionContext) -> None:
         small: dict[int, Sequence[Buffer]] = {}

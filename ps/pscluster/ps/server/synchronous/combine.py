@@ -18,7 +18,7 @@ import numpy as np
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps.optim.kernels import compute_dtype
-from pscluster.ps.server.payload import Array, Payload
+from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import table_of
 from pscluster.ps.server.updates import Change
 from pscluster.v1 import ps_pb2
@@ -160,40 +160,40 @@ def _shares(changes: Sequence[Change]) -> Sequence[float | None]:
     return [weight / total for weight in weights]
 
 
-def _values(change: Change, payload: Payload, share: float | None) -> Array:
-    """Return a replica's values, as they enter the sum."""
-    dtype = change.shard.array.dtype
-    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
-    values = values.astype(compute_dtype(dtype), copy=False)
-    return values if share is None else values * values.dtype.type(share)
-
-
 def _sum(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:
-    shares = _shares(changes)
-    total: Any = None
+    """Add up dense gradients, block by block as they have arrived: copying them together first takes as long again."""
+    dtype, item = changes[0].shard.array.dtype, changes[0].item
+    total: Any = np.empty(item.value_bytes // dtype.itemsize, compute_dtype(dtype))
     with np.errstate(all="ignore"):
-        for change, payload, share in zip(changes, payloads, shares, strict=True):
-            values = _values(change, payload, share)
-            if total is None:
-                total = values.copy() if share is None else values
-            else:
-                total += values
-    result.add(_copy_of(changes[0].item), view(total.astype(changes[0].shard.array.dtype, copy=False)))
+        for number, (change, payload, share) in enumerate(zip(changes, payloads, _shares(changes), strict=True)):
+            for offset, block in payload.blocks(change.values_at, item.value_bytes, dtype.itemsize):
+                values = np.frombuffer(block, dtype)
+                start = offset // dtype.itemsize
+                part = total[start : start + len(values)]
+                if share is not None:
+                    values = values * total.dtype.type(share)
+                if number:
+                    part += values
+                else:
+                    part[...] = values
+    result.add(_copy_of(item), view(total.astype(dtype, copy=False)))
 
 
 def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:
-    shares = _shares(changes)
-    ids = [payload.ids(change.ids_at, change.item.rows.ids) for change, payload in zip(changes, payloads, strict=True)]
-    with np.errstate(all="ignore"):
-        rows = [
-            _values(change, payload, share) for change, payload, share in zip(changes, payloads, shares, strict=True)
-        ]
-    item = _copy_of(changes[0].item)
+    """Put rows one after another, with their ids."""
+    item, dtype = _copy_of(changes[0].item), changes[0].shard.array.dtype
     table = table_of(changes[0].shard.array, item.rows.leading, changes[0].held.spec.name)
+    ids, rows = [], []
+    with np.errstate(all="ignore"):
+        for change, payload, share in zip(changes, payloads, _shares(changes), strict=True):
+            ids.append(payload.ids(change.ids_at, change.item.rows.ids))
+            values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+            if share is not None:
+                values = values.astype(compute_dtype(dtype)) * compute_dtype(dtype).type(share)
+            rows.append(values.astype(dtype, copy=False))
     item.rows.ids = sum(map(len, ids))
     item.value_bytes = item.rows.ids * table.shape[1] * table.itemsize
-    joined = np.concatenate(rows).astype(table.dtype, copy=False)
-    result.add(item, view(np.concatenate(ids)), view(joined))
+    result.add(item, view(np.concatenate(ids)), view(np.concatenate(rows)))
 
 
 def parts_of_payload(combined: Combined) -> tuple[Payload, int]:
