@@ -153,9 +153,9 @@ def test_replicas_share_the_variables(strategy: SynchronousStrategy) -> None:
         ),
         (lambda s: s.distribute_datasets_from_function([A]), TypeError, "takes a function, not a list: an iterable of"),
         (
-            lambda s: ClusterCoordinator(s).fit(next, s.distribute_dataset([A])),
+            lambda s: ClusterCoordinator(s).fit(next, ClusterCoordinator(s).distribute_dataset(A)),
             errors.MisuseError,
-            r"fit\(\) lets each worker train by itself",
+            r"give fit what strategy\.distribute_dataset\(\) returns",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,25 @@ def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: in
         rows.append([_number(name, logs[name]) for name in names])
     values = np.array(rows, np.float64).reshape(len(rows), len(names or ()))
     return experimental_get_current_worker_index(), begin, time.perf_counter(), names or [], values
+
+
+def logs_of_replicas(of_replicas: Sequence[Sequence[StepLogs]]) -> StepLogs:
+    """Return the means of the logs of single steps that replicas have taken together; the clock is that of the first.
+
+    MisuseError if they have other names.
+    """
+    first = of_replicas[0]
+    if not first:  # an earlier attempt has taken all steps, and its logs are lost
+        return 0, 0.0, 0.0, [], np.empty((0, 0))
+    names = first[0][3]
+    for replica, logs in enumerate(of_replicas):
+        for step in logs:
+            if step[3] != names:
+                raise MisuseError(
+                    f"replica {replica} returned logs named {step[3]}, and replica 0 {names}: return the same names"
+                )
+    rows = np.mean([[step[4][0] for step in logs] for logs in of_replicas], axis=0)
+    return first[0][0], first[0][1], first[-1][2], names, rows.reshape(len(first), len(names))
 
 
 def _number(name: str, value: Any) -> float:

@@ -97,6 +97,9 @@ class ClusterCoordinator(FunctionQueue):
     ) -> History:
         """Train: take a step with each element of the data, epoch by epoch. Return the logs of the epochs.
 
+        With a `SynchronousStrategy` all workers take each step together, each with its own element. A step is then one
+        of all replicas, and its logs are the means of theirs.
+
         Waits for functions that were scheduled before. Ctrl-C and SIGTERM end it once running functions have ended and
         `BackupAndRestore` and `ModelCheckpoint` have made a checkpoint; then the earlier signal handler is called. A
         second signal ends it at once.
@@ -106,7 +109,8 @@ class ClusterCoordinator(FunctionQueue):
 
         Args:
             step: called on a worker with each element; returns the loss, a dict of numbers, or None.
-            data: read once an epoch, or as often as its `repeat` says. A per-worker dataset needs `steps_per_epoch`.
+            data: read once an epoch, or as often as its `repeat` says. A per-worker dataset needs `steps_per_epoch`. A
+                `SynchronousStrategy` takes only those, as its `distribute_dataset` makes them.
             epochs: how many, including those that were done before the script was restarted.
             steps_per_epoch: an epoch ends after this many, wherever the data is then. Default: with the data.
             steps_per_execution: steps that one function takes; "auto": enough, by measurement, that scheduling takes
@@ -124,11 +128,6 @@ class ClusterCoordinator(FunctionQueue):
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
         """
-        if self.strategy.is_synchronous:
-            raise MisuseError(
-                "fit() lets each worker train by itself, which a SynchronousStrategy rules out: call strategy.run() in "
-                "a loop, or train with a ParameterServerStrategy"
-            )
         epochs = checks.whole("epochs", epochs, at_least=1)
         validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)
         if steps_per_epoch is not None:

@@ -213,6 +213,35 @@ class FunctionQueue(StaysHere):
         self._dispatcher.submit_gang(gang, wait)
         return values
 
+    def take_steps(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        steps: int,
+        collect: worker_pb2.SynchronousSteps.Collect,
+        timeout: float | None = None,
+        retries: int = 0,
+    ) -> tuple[int, list[Any]]:
+        """Take steps of the job's synchronous run on all workers; return how many were done, and the results by rank.
+
+        Fewer are done if the data of a replica ends. Raises the error of a step, once: `join` does not raise it again.
+        """
+        run = self.synchronous_run
+        with run.steps(steps, collect) as (message, committed):
+            values = self.schedule_gang(fn, args, kwargs, None, timeout, retries, None, message)
+            try:
+                for value in values:
+                    value.wait()
+            except BaseException:  # such as Ctrl-C
+                self.cancel(values)
+                raise
+            if any(value.status is not RemoteValueStatus.READY for value in values):
+                self.join()  # raises the error, which a later call would raise otherwise
+            returned = [value.fetch() for value in values]
+            committed(returned[0][0])
+        return run.committed - message.first, [result for _, result in returned]
+
     def _members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
         """Return the workers that are asked for, by rank, and how many they are; None: any."""
         there = len(self.context.workers)

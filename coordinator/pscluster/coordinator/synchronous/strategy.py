@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Final, Literal
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous import results
 from pscluster.core import checks
@@ -96,7 +95,8 @@ class SynchronousStrategy(ParameterServerStrategy):
         steps = checks.whole("steps", steps, at_least=1, at_most=MAX_STEPS - 1)
         if collect not in _COLLECT:
             raise ValueError(f"collect is {collect!r}; give one of {', '.join(map(repr, _COLLECT))}")
-        done, of_replicas = self._take_steps(fn, args, kwargs, steps, _COLLECT[collect], timeout, retries)
+        coordinator = ClusterCoordinator(self)
+        done, of_replicas = coordinator.take_steps(fn, args, kwargs, steps, _COLLECT[collect], timeout, retries)
         if done == steps:
             return results.merge(of_replicas)
         error = EndOfDatasetError(
@@ -105,33 +105,6 @@ class SynchronousStrategy(ParameterServerStrategy):
         )
         error.steps, error.results = done, results.merge(of_replicas) if done else None
         raise error
-
-    def _take_steps(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        steps: int,
-        collect: worker_pb2.SynchronousSteps.Collect,
-        timeout: float | None,
-        retries: int,
-    ) -> tuple[int, list[Any]]:
-        """Take steps on all workers; return how many were done, and what they returned, by rank."""
-        coordinator = ClusterCoordinator(self)
-        run = coordinator.synchronous_run
-        with run.steps(steps, collect) as (message, committed):
-            values = coordinator.schedule_gang(fn, args, kwargs, None, timeout, retries, None, message)
-            try:
-                for value in values:
-                    value.wait()
-            except BaseException:  # such as Ctrl-C
-                coordinator.cancel(values)
-                raise
-            if any(value.status is not RemoteValueStatus.READY for value in values):
-                coordinator.join()  # raises the error, which a later call would raise otherwise
-            returned = [value.fetch() for value in values]
-            committed(returned[0][0])
-        return run.committed - message.first, [result for _, result in returned]
 
     # Values of replicas
 

@@ -37,12 +37,13 @@ from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.checks import type_of
-from pscluster.core.errors import CancelledError, FunctionError, PsClusterError
+from pscluster.core.errors import CancelledError, EndOfDatasetError, FunctionError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.metrics import MetricLike
+from pscluster.v1 import worker_pb2
 from pscluster.worker.evaluation import by_name
-from pscluster.worker.training import StepLogs, logs_of_steps
+from pscluster.worker.training import StepLogs, logs_of_replicas, logs_of_steps
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +85,15 @@ class Fit:
         self._validation, self._validation_freq = validation, validation_freq
         self._verbose = verbose
         self._feed: DistributedFeed | PerWorkerFeed
+        self._together = coordinator.strategy.is_synchronous
         if not callable(step):
             raise TypeError(f"fit takes a step function, not {type_of(step)}")
         if isinstance(data, DistributedDataset):
+            if self._together:
+                raise MisuseError(
+                    "a SynchronousStrategy trains on all workers together, and a distributed dataset has parts for "
+                    "single ones: give fit what strategy.distribute_dataset() returns"
+                )
             self._feed = DistributedFeed(data, steps_per_epoch)
             if steps_per_execution == "auto" and data.shape.elements_per_part > 1:
                 steps_per_execution = data.shape.elements_per_part
@@ -99,7 +106,8 @@ class Fit:
             )
         captured = coordinator.captured(step)
         # Logs and errors show the step's own name.
-        self._run: Callable[..., StepLogs] = partial_of(captured.function.name, logs_of_steps, captured)
+        self._name = captured.function.name
+        self._run: Callable[..., StepLogs] = partial_of(self._name, logs_of_steps, captured)
         self._steps_per_execution = steps_per_execution
         self._workers = len(coordinator.context.workers)
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
@@ -221,6 +229,10 @@ class Fit:
             if self._training.stop_training:
                 self._stop()
                 return
+            if self._together:
+                more = self._take_together(scheduled)
+                scheduled = self._batches
+                continue
             # Until the size is chosen, schedule only as many as are measured: the rest would be too small.
             seconds = self._function_seconds if self._size_chosen else None
             while more and len(self._pending) < most_ahead(seconds, self._workers):
@@ -260,27 +272,51 @@ class Fit:
             ended.append(pending.popleft())
         return ended
 
+    def _take_together(self, scheduled: int) -> bool:
+        """Take the next steps on all workers at once. Return False at the epoch's end."""
+        work = self._feed.next()
+        if work is None:
+            return False
+        for batch in range(scheduled, scheduled + work.units if self._callbacks.wants_begin else scheduled):
+            self._callbacks.on_train_batch_begin(batch)
+        iterator, _ = work.args
+        collect = worker_pb2.SynchronousSteps.ALL
+        done, of_replicas = self._coordinator.take_steps(self._run, (iterator, 1), None, work.units, collect)
+        if done < work.units:
+            raise EndOfDatasetError(
+                f"the data of a replica has ended after {self._batches + done} of {self._feed.per_epoch} steps: give "
+                "fewer steps_per_epoch, or make it endless"
+            )
+        self._add(self._name, logs_of_replicas(of_replicas), work, work.units)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self._save()
+        return True
+
     def _take(self, value: RemoteValue, work: Work) -> None:
         try:
-            worker, begin, end, names, rows = value.fetch()
+            logs = value.fetch()
         except (FunctionError, CancelledError):
             self._coordinator.join()
             raise
-        steps = len(rows)
+        self._add(value.function, logs, work, len(logs[-1]))
+
+    def _add(self, function: str, logs: StepLogs, work: Work, steps: int) -> None:
+        """Add the logs of this many steps to those of the epoch, and call the callbacks."""
+        worker, begin, end, names, rows = logs
         self._function_seconds = end - begin
         if steps:
             self._step_seconds.append(self._function_seconds / work.units)
         for name, sum_ in zip(names, rows.sum(axis=0).tolist(), strict=True):
             total, count = self._state.totals.get(name, (0.0, 0))
-            self._state.totals[name] = total + sum_, count + steps
+            self._state.totals[name] = total + sum_, count + len(rows)
         self._state.steps += steps
         if self._callbacks.wants_end:
-            self._training.execution = Execution(value.function, work.name, worker)
+            self._training.execution = Execution(function, work.name, worker)
             for batch, row in enumerate(rows.tolist(), self._batches):
                 self._callbacks.on_train_batch_end(batch, dict(zip(names, row, strict=True)))
         self._batches += steps
         self._training.steps = self._batches
-        shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if steps else {}
+        shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if len(rows) else {}
         label = f"epoch {self._state.epoch + 1}/{self._epochs}"
         training = Training(label, self._batches, self._training.params.get("steps"), "step", shown)
         self._coordinator.context.event_log.trained(training, steps=steps, examples=work.examples)
