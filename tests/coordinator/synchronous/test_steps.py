@@ -49,6 +49,40 @@ def rank() -> int:
 # Several steps
 
 
+def test_the_whole_gradient_is_clipped(strategy: SynchronousStrategy) -> None:
+    """Not those of the replicas: as in one process with all examples."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        rows = Variable(np.zeros((4, 1)), name="rows", partitioner=FixedShardsPartitioner(2))
+        sgd = optimizers.SGD(1.0, global_clipnorm=1.0)
+
+    def step(mean: bool) -> None:
+        gradient = np.array([3.0 * rank(), 0.0]) / (1 if mean else 3)
+        of_rows = IndexedSlices(np.array([[2.0], [2.0]]) / (1 if mean else 3), np.array([3, rank()]))
+        sgd.apply_gradients([(gradient, w), (of_rows, rows)], examples=2 if mean else None)
+
+    whole, whole_rows = np.array([3.0, 0.0]), np.array([2.0, 2.0, 2.0, 6.0]) / 3
+    norm = np.sqrt((whole**2).sum() + (whole_rows**2).sum())
+    for times, mean in ((1, False), (2, True)):
+        strategy.run(step, (mean,))
+        np.testing.assert_allclose(w.numpy(), -times * whole / norm, rtol=1e-12)
+        np.testing.assert_allclose(rows.numpy()[:, 0], -times * whole_rows / norm, rtol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_on_one_replica_is_skipped_on_all(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        sgd = optimizers.SGD(1.0, nonfinite="skip")
+
+    def step(bad: int) -> None:
+        sgd.apply_gradients([(np.array([1.0, np.nan if rank() == bad else 1.0]), w)])
+
+    for bad in (2, -1):
+        strategy.run(step, (bad,))
+    assert w.numpy().tolist() == [-3.0, -3.0]
+    assert sgd.nonfinite_count == 1
+
+
 def test_one_call_takes_several_steps(strategy: SynchronousStrategy) -> None:
     with strategy.scope():
         w = Variable(np.zeros(3), name="w")

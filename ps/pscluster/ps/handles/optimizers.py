@@ -22,6 +22,7 @@ from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
+from pscluster.ps.handles.replicas import combined, current_replica
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.optim import rules
@@ -246,7 +247,8 @@ class Optimizer(Handle):
 
         A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped.
 
-        In a step of a `SynchronousStrategy` the gradients of all replicas are first summed, and applied once.
+        In a step of a `SynchronousStrategy` the gradients of all replicas are first summed, and applied once. What the
+        optimizer does with gradients, such as clipping, is done with the sum.
 
         Args:
             grads_and_vars: pairs of a gradient, dense (of the variable's shape) or `IndexedSlices`, and its variable.
@@ -263,8 +265,14 @@ class Optimizer(Handle):
             examples = checks.real("examples", examples, at_least=0)
         pairs = self._checked(grads_and_vars)
         nonfinite: set[str] = set()  # names of variables
-        if self._preprocessing.changes:
+        replica = None
+        if self._preprocessing.changes or self._nonfinite is not None:
             pairs = [(variable.checked_gradient(gradient), variable) for gradient, variable in pairs]
+            if (replica := current_replica()) is not None:
+                # What is decided here is decided by the whole gradient; then only that of one replica counts.
+                pairs = combined(pairs, examples, replica)
+                examples = float(replica.replica_id == 0)
+        if self._preprocessing.changes:
             if self._nonfinite is not None:  # before clipping, which makes infinity finite
                 nonfinite = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
             pairs = self._preprocessed(pairs)
@@ -274,6 +282,8 @@ class Optimizer(Handle):
             if examples is not None:
                 for update in own_updates:
                     update.item.weight = examples
+            if replica is not None and replica.replica_id:
+                own_updates = [update for update in own_updates if not update.asynchronous]
             updates.extend(own_updates)
             # As sent, too: summing rows, or converting to a narrower type, may have made infinities.
             if self._nonfinite is not None and not all(
@@ -281,7 +291,7 @@ class Optimizer(Handle):
             ):
                 nonfinite.add(variable.name)
         if nonfinite and self._nonfinite is not None:
-            count = self._nonfinite.shard_updates(ps_pb2.ADD, 1)
+            count = self._nonfinite.shard_updates(ps_pb2.ADD, int(replica is None or replica.replica_id == 0))
             if self._preprocessing.nonfinite == "count":
                 updates += count
             else:

@@ -1,0 +1,77 @@
+"""Gradients of all replicas of a synchronous step, combined on each of them: for what needs the whole of a gradient.
+
+The servers combine gradients, and cheaper; but they see only their own shards, and clipping needs the norm of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pscluster.core.context import current_function
+from pscluster.ps.handles.indexing import Gradient, IndexedSlices
+
+if TYPE_CHECKING:
+    from pscluster.ps.handles.variable import Variable
+
+
+class Replica(Protocol):
+    """What is used of a ReplicaContext, which stands above this package."""
+
+    @property
+    def replica_id(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    def all_reduce(self, op: str, structure: Any) -> Any: ...
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any: ...
+
+
+def current_replica() -> Replica | None:
+    """Return the replica whose synchronous step runs here, if there are several of them; otherwise None."""
+    function = current_function()
+    if function is None or function.steps is None or function.replica is None:
+        return None
+    replica: Replica = function.replica
+    return replica if replica.num_replicas > 1 else None
+
+
+def combined(
+    pairs: Sequence[tuple[Gradient, Variable]], examples: float | None, replica: Replica
+) -> list[tuple[Gradient, Variable]]:
+    """Return the gradients of all replicas, summed or averaged over their examples: the same on each of them.
+
+    Rows of sparse ones are put one after another. Half types become float32.
+    """
+    share = 1.0
+    if examples is not None:
+        share = examples / (float(replica.all_reduce("sum", float(examples))) or 1.0)
+    dense: list[Any] = []
+    rows: list[Any] = []
+    for gradient, variable in pairs:
+        if isinstance(gradient, IndexedSlices):
+            ids = np.asarray(gradient.indices).reshape(-1)
+            values = np.asarray(gradient.values).reshape(len(ids), *variable.shape[1:])
+            rows.append((ids, _scaled(values, share)))
+        else:
+            dense.append(_scaled(np.asarray(gradient), share))
+    sums = iter(replica.all_reduce("sum", dense) if dense else ())
+    joined = iter(replica.all_gather(rows) if rows else ())
+    result: list[tuple[Gradient, Variable]] = []
+    for gradient, variable in pairs:
+        if isinstance(gradient, IndexedSlices):
+            ids, values = next(joined)
+            result.append((IndexedSlices(values, ids), variable))
+        else:
+            result.append((next(sums), variable))
+    return result
+
+
+def _scaled(values: Any, share: float) -> Any:
+    if values.itemsize == 2:
+        values = values.astype(np.float32)
+    return values if share == 1.0 else values * values.dtype.type(share)
