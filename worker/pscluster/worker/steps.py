@@ -83,7 +83,9 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
                 break
             for iterator in steps.iterators.values():
                 iterator.confirm()
-            results = [*results, result] if asked.collect != _Collect.LAST else [result]
+            if asked.collect == _Collect.LAST:
+                results.clear()
+            results.append(result)
             if steps.dry:
                 steps.step = last
             job.steps_taken = asked.run, steps.step
