@@ -15,6 +15,7 @@ from tests.conftest import run_cluster
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
+    CheckpointManager,
     ClusterCoordinator,
     FixedShardsPartitioner,
     IndexedSlices,
@@ -298,6 +299,32 @@ def test_whatever_dies_the_parameters_are_those_of_one_process(dies: tuple[str, 
             assert sgd.iterations == STEPS
             assert len(list(pids.iterdir())) == len(DEATHS_AT)
             assert strategy.lost_updates() == {}
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_server_that_comes_back_with_an_older_state_stops_training(dies: int, tmp_path: Path) -> None:
+    """Without a log; and training goes on from a checkpoint."""
+    with LocalCluster(2, 2, log_level="ERROR") as cluster, SynchronousStrategy(cluster) as strategy:
+        with strategy.scope():
+            w = Variable(np.zeros((4, 1)), name="w", partitioner=FixedShardsPartitioner(2))
+            sgd = optimizers.SGD(1.0)
+
+        def step(victim: int) -> None:
+            w.read_value()
+            if victim and rank():
+                os.kill(victim, signal.SIGKILL)
+            sgd.apply_gradients([(np.ones((4, 1)), w)])
+
+        with CheckpointManager(str(tmp_path / "saved"), strategy=strategy) as manager:
+            strategy.run(step, (0,), steps=5)
+            manager.save()
+            strategy.run(step, (0,), steps=5)
+            for victim in (cluster.pids["ps", dies], 0):
+                with pytest.raises(errors.StaleError, match=f"ps {dies} has . of the .* Restore a checkpoint"):
+                    strategy.run(step, (victim,), steps=2)
+            manager.restore_or_initialize()
+            strategy.run(step, (0,), steps=2)
+            assert w.numpy().tolist() == [[-14.0]] * 4
 
 
 def test_per_replica_arguments_and_collectives_work_in_steps(strategy: SynchronousStrategy) -> None:

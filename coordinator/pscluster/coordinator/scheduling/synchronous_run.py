@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pscluster.core.errors import PsClusterError
+from pscluster.core.errors import PsClusterError, StaleError
 from pscluster.core.ids import fresh_id
 from pscluster.ps.client.updates import Updater
 from pscluster.v1 import worker_pb2
@@ -82,5 +82,10 @@ class SynchronousRun:
     def _settle(self) -> None:
         """End what may be left of the last attempt."""
         self._calls += 1
-        self.committed = self._updater.settle_run(self._id, self._calls << _GENERATION_BITS)
-        self._settled = True
+        committed = self._updater.settle_run(self._id, self._calls << _GENERATION_BITS)
+        if committed < self.committed:
+            raise StaleError(
+                f"ps 0 has {committed} of the {self.committed} synchronous steps that are committed: it has restarted "
+                "with an older state. Restore a checkpoint, and start servers with --durability log to lose no step"
+            )
+        self.committed, self._settled = committed, True

@@ -45,12 +45,15 @@ from pscluster.core.limits import MAX_COUNT
 T = TypeVar("T")
 
 
+_RESTORE = "Restore a checkpoint, and start servers with --durability log to lose no step"
+
+
 class Verdict(enum.Enum):
     """What becomes of a contribution."""
 
     STAGE = enum.auto()
     KNOWN = enum.auto()  # a repetition: it is staged
-    APPLIED = enum.auto()  # a repetition: its step has been applied
+    APPLIED = enum.auto()  # a repetition, on server 0: its step has been applied
 
 
 @dataclass(slots=True)
@@ -106,7 +109,7 @@ class Run(Generic[T]):
     def _lost(self, step: int) -> StaleError:
         return StaleError(
             f"ps {self.server} has {self.applied} of the {step} synchronous steps that are committed: it has restarted "
-            "with an older state. Restore a checkpoint, and start servers with --durability log to lose no step"
+            f"with an older state. {_RESTORE}"
         )
 
     def admit(self, step: int, epoch: int, replica: int, replicas: int) -> Verdict:
@@ -116,7 +119,14 @@ class Run(Generic[T]):
         """
         self._check_epoch(epoch)
         if step < self.applied:
-            return Verdict.APPLIED
+            if self.server == 0:
+                return Verdict.APPLIED
+            # No replica goes on before it has the answer to what it stages. So this is a late copy, whose answer nobody
+            # reads, or server 0 does not know of steps that it has decided.
+            raise StaleError(
+                f"ps {self.server} has applied {self.applied} synchronous steps, and ps 0 knows of {step}: it has "
+                f"restarted with an older state. {_RESTORE}"
+            )
         if not 0 <= replica < replicas <= MAX_COUNT:
             raise ProtocolError(f"a contribution of replica {replica}, of {replicas}; the limit is {MAX_COUNT}")
         if epoch > self.epoch:

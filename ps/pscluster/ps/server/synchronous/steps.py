@@ -81,14 +81,13 @@ class StepPath:
             for change in changes:
                 updates.checked_ids(change, payload)
             contribution = Contribution(request, changes, payload, total_bytes)
-            verdict = self._stage(store, contribution)
+            self._stage(store, contribution)
             if of.kind == ps_pb2.Contribution.COMMIT:
                 state = self._state(store, request, 0.0)
             else:
-                if verdict is not Verdict.APPLIED:
-                    reach("ps.stage_step.before")
-                    self._log(store, contribution)
-                    reach("ps.stage_step.after")
+                reach("ps.stage_step.before")
+                self._log(store, contribution)
+                reach("ps.stage_step.after")
                 state = ps_pb2.StepState()
         return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=state)
 
@@ -98,7 +97,7 @@ class StepPath:
             self._finish_torn(store, after.run)
             self._settle(store, after.run, after.step, after.epoch)
 
-    def _stage(self, store: Store, contribution: Contribution) -> Verdict:
+    def _stage(self, store: Store, contribution: Contribution) -> None:
         of = contribution.request.contribution
         self._settle(store, of.run, of.step, of.after)
         runs = store.runs
@@ -117,7 +116,6 @@ class StepPath:
                     raise error  # now: once the step is committed it has to be applied
                 run.staged[of.replica] = contribution
                 runs.changed.notify_all()
-        return verdict
 
     def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
         with store.runs.changed:
