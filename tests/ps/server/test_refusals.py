@@ -171,8 +171,16 @@ def test_metrics_are_numbered_and_keep_their_state() -> None:
 def test_colocation_is_within_a_strategy(strategy: ParameterServerStrategy) -> None:
     """The server of another strategy's variable has no meaning here."""
     with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as other:
-        with other.scope():
-            theirs = Variable(1.0, name="theirs")
+        made: list[Variable] = []
+
+        def make() -> None:
+            with other.scope():
+                made.append(Variable(1.0, name="theirs"))
+
+        thread = threading.Thread(target=make)  # this one is within the scope of the first strategy
+        thread.start()
+        thread.join()
+        (theirs,) = made
         with (
             pytest.raises(MisuseError, match="'theirs' belongs to another strategy"),
             strategy.colocate_vars_with(theirs),

@@ -82,7 +82,10 @@ class WritePath:
         self._role = role
         self._budget = budget
         self._incoming = incoming
-        self._steps = StepPath(functools.partial(write, role.manager), role.manager.log_contribution)
+        self._steps = StepPath(
+            lambda *update: write(role.manager, *update),
+            lambda store, contribution: role.manager.log_contribution(store, contribution),
+        )
         self.pool = ArrayPool()
         self._mixed = False  # whether large updates of different kinds have arrived
 
