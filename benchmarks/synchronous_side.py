@@ -62,7 +62,7 @@ class Bench:
         return self._made[model]
 
     def steps(self, n: int, model: str, at_once: int) -> float:
-        """Seconds for this many steps of all replicas together, so many at a time."""
+        """Seconds for this many steps of all replicas together, `at_once` of them in a call."""
         step = self._step(model)
 
         def work() -> None:
@@ -72,7 +72,7 @@ class Bench:
         return timed(work)
 
     def alone(self, n: int, model: str) -> float:
-        """Seconds for this many steps of each worker, which wait for nobody: asynchronous ones."""
+        """Seconds for this many steps of each worker, which do not wait for each other: asynchronous ones."""
         step, coordinator = self._step(model), ClusterCoordinator(self.strategy)
         key = f"alone-{model}"
         if key not in self._made:

@@ -17,7 +17,7 @@ LOSSES = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
 
 @contextmanager
 def one_of(replicas: int) -> Iterator[None]:
-    """A step function that so many replicas run together."""
+    """A step function that is run by this many replicas together."""
     context = FunctionContext(function=1, attempt=1, worker_index=0, num_workers=replicas)
     context.replica = ReplicaContext(size=replicas)
     with running(context):

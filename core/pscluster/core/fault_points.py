@@ -29,7 +29,7 @@ POINTS: dict[str, str] = {
     "ps.stage_step.before": "a contribution to a step is staged, and not in the log",
     "ps.stage_step.after": "it is in the log, and the replica has no answer",
     "ps.step.before": "all replicas have contributed to a step, and nothing of it is applied",
-    "ps.step.after": "it is applied and logged, and nobody knows",
+    "ps.step.after": "it is applied and logged, and no replica has the answer",
     # Parameter servers: the directory
     "ps.create.before": "a variable or an optimizer has arrived completely, and is not in the directory",
     "ps.create.after": "it is in the directory, and not on disk",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import InvalidUpdateError, ProtocolError
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError
 from pscluster.core.geometry import Partition
 from pscluster.core.limits import MAX_RANK, check_name
 from pscluster.v1 import ps_pb2
@@ -48,6 +48,18 @@ AVERAGE = "average"
 
 OWN_RULE = "custom"
 """The name of custom rules in an OptimizerSpec."""
+
+
+RESTORE = "Restore a checkpoint, and start servers with --durability log to lose no step"
+"""What to do about synchronous steps that a server has lost."""
+
+
+def steps_lost(server: int, applied: int, committed: int) -> StaleError:
+    """Return the error of a server that has not applied all synchronous steps that are committed."""
+    return StaleError(
+        f"ps {server} has {applied} of the {committed} synchronous steps that are committed: it has restarted with an "
+        f"older state. {RESTORE}"
+    )
 
 
 _AFTER = struct.Struct("<3sQBQBQ2sx")

@@ -31,6 +31,14 @@ class ReduceOp(enum.Enum):
         return cls(op.lower()) if isinstance(op, str) else cls(op)
 
 
+COMBINE: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+"""What combines two values. A mean is then divided."""
+
 _ALONG_AXIS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.sum,
     ReduceOp.MEAN: np.mean,

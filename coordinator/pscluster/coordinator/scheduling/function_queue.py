@@ -117,10 +117,8 @@ class FunctionQueue(StaysHere):
         if not callable(fn):
             raise TypeError(f"schedule takes a function, not {type_of(fn)}")
         # Only given arguments are checked: checking all took a third of the time for a function without any.
-        if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
+        if args is not None or kwargs is not None:
+            check_arguments(args, kwargs)
         if timeout is not None or wait is not None or type(retries) is not int or retries:
             timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
@@ -630,6 +628,14 @@ class FunctionQueue(StaysHere):
         function = self._functions.get(fn)
         _check_no_part(function)
         return FunctionHandle(function)
+
+
+def check_arguments(args: object, kwargs: object) -> None:
+    """Raise TypeError if these are not the arguments of a function, as a tuple or list and as a dict, or None."""
+    if args is not None and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
+        raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
 
 
 def _checked_limits(timeout: float | None, retries: int, wait: float | None) -> tuple[float | None, int]:

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pscluster.core.errors import PsClusterError, StaleError
+from pscluster.core.errors import PsClusterError
 from pscluster.core.ids import fresh_id
 from pscluster.ps.client.updates import Updater
+from pscluster.ps.spec import steps_lost
 from pscluster.v1 import worker_pb2
 
 _GENERATION_BITS = 20
@@ -84,8 +85,5 @@ class SynchronousRun:
         self._calls += 1
         committed = self._updater.settle_run(self._id, self._calls << _GENERATION_BITS)
         if committed < self.committed:
-            raise StaleError(
-                f"ps 0 has {committed} of the {self.committed} synchronous steps that are committed: it has restarted "
-                "with an older state. Restore a checkpoint, and start servers with --durability log to lose no step"
-            )
+            raise steps_lost(0, committed, self.committed)
         self.committed, self._settled = committed, True

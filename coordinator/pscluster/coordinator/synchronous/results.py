@@ -15,18 +15,11 @@ from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of
-from pscluster.worker.strategy import ReduceOp
+from pscluster.worker.strategy import COMBINE, ReduceOp
 
 Array: TypeAlias = npt.NDArray[Any]
 
 _SHOWN_KEYS = 8
-
-_COMBINE: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
 
 
 def merge(results: Sequence[Any]) -> Any:
@@ -124,7 +117,7 @@ def reduce(reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
 
     def reduced(arrays: list[Array]) -> Any:
         arrays = _prepared(op, arrays)
-        dtype, combine, count = arrays[0].dtype, _COMBINE[op], len(arrays)
+        dtype, combine, count = arrays[0].dtype, COMBINE[op], len(arrays)
         if axis is None:
             _check_shapes(arrays, None, noun)
         else:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Literal
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.function_queue import check_arguments
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous import results
 from pscluster.core import checks
@@ -88,10 +89,7 @@ class SynchronousStrategy(ParameterServerStrategy):
         """
         if not callable(fn):
             raise TypeError(f"run takes a function, not {type_of(fn)}")
-        if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-            raise TypeError(f"args must be a tuple or list of arguments, not {type_of(args)}: write args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict of arguments, not {type_of(kwargs)}")
+        check_arguments(args, kwargs)
         steps = checks.whole("steps", steps, at_least=1, at_most=MAX_STEPS - 1)
         if collect not in _COLLECT:
             raise ValueError(f"collect is {collect!r}; give one of {', '.join(map(repr, _COLLECT))}")
@@ -157,7 +155,7 @@ class SynchronousStrategy(ParameterServerStrategy):
         """Make a dataset on each worker, from what `dataset_fn(context)` returns there: batches of this replica's size.
 
         `context.get_per_replica_batch_size(n)` is the replica's share of a global batch of n. Pass `iter()` of the
-        result to `run`; the step calls `next()` on it. A worker that restarts begins at the start.
+        result to `run`; the step calls `next()` on it.
 
         Args:
             dataset_fn: takes an `InputContext`, or nothing; returns an iterable.

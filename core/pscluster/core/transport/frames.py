@@ -55,6 +55,16 @@ def padding(size: int) -> int:
     return -size % ALIGNMENT
 
 
+def padded(buffers: Iterable[memoryview]) -> list[Buffer]:
+    """Return the buffers, each followed by the padding that aligns the next."""
+    segments: list[Buffer] = []
+    for buffer in buffers:
+        segments.append(buffer)
+        if gap := padding(len(buffer)):
+            segments.append(bytes(gap))
+    return segments
+
+
 def cut(whole: memoryview, sizes: Iterable[int]) -> list[memoryview]:
     """Cut a buffer into views of these sizes."""
     return [whole[start:end] for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]

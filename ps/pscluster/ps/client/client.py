@@ -22,11 +22,11 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableError, from_rpc
 from pscluster.core.functions.definitions import split_off_bulk
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
-from pscluster.core.transport.frames import CHUNK_BYTES, view
+from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
 from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
 from pscluster.ps.client.connections import Server
-from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges, padded
+from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
 from pscluster.ps.client.reads import Reader
 from pscluster.ps.client.updates import ShardUpdate, Updater
 from pscluster.ps.request_metrics import ClientMetrics

@@ -21,7 +21,7 @@ from pscluster.core.errors import PSUnavailableError, StaleError, UnavailableErr
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import SESSION_HEADER, Asked
 from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain
-from pscluster.core.transport.frames import Buffer, padding, parts_of, pieces, unpack
+from pscluster.core.transport.frames import Buffer, parts_of, pieces, unpack
 from pscluster.core.transport.retry import may_pass, until
 from pscluster.core.transport.watchdog import SilentError
 from pscluster.ps.client.connections import Server, Session
@@ -41,16 +41,6 @@ class Traffic(NamedTuple):
 
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(self.pulled - earlier.pulled, self.pushed - earlier.pushed)
-
-
-def padded(buffers: Iterable[memoryview]) -> list[Buffer]:
-    """Return the buffers, each followed by the padding that aligns the next."""
-    segments: list[Buffer] = []
-    for buffer in buffers:
-        segments.append(buffer)
-        if gap := padding(len(buffer)):
-            segments.append(bytes(gap))
-    return segments
 
 
 class Exchanges:

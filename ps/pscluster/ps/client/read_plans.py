@@ -19,8 +19,7 @@ import numpy.typing as npt
 from pscluster.core.errors import UnavailableError
 from pscluster.core.geometry import Block
 from pscluster.core.limits import MAX_ROWS_BYTES
-from pscluster.core.transport.frames import ALIGNMENT, Buffer, padding, parts_of, view
-from pscluster.ps.client.exchanges import padded
+from pscluster.core.transport.frames import ALIGNMENT, Buffer, padded, padding, parts_of, view
 from pscluster.ps.spec import MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES
 from pscluster.v1 import ps_pb2
 

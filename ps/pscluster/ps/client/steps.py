@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MemberTimeoutError, MisuseError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, parts_of, view
-from pscluster.ps.client.exchanges import Exchanges, padded
+from pscluster.core.transport.frames import Buffer, padded, parts_of, view
+from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.spec import SESSION_BYTES, with_step
 from pscluster.v1 import ps_pb2
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import StaleError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, parts_of, view
+from pscluster.core.transport.frames import Buffer, padded, parts_of, view
 from pscluster.ps.client.connections import new_session
-from pscluster.ps.client.exchanges import Exchanges, padded
+from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.ps.spec import SESSION_BYTES, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
@@ -27,7 +27,7 @@ from pscluster.v1 import ps_pb2
 logger = logging.getLogger(__name__)
 
 _LAST_EPOCH = (1 << 64) - 1
-"""Of a run that nobody goes on with."""
+"""Of a run that is over."""
 
 
 @dataclass(slots=True)

@@ -24,18 +24,12 @@ from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import algorithms
 from pscluster.worker.collectives.algorithms import Array, Finish, Links, Receipt
 from pscluster.worker.collectives.links import MemberLinks
-from pscluster.worker.strategy import ReduceOp
+from pscluster.worker.strategy import COMBINE, ReduceOp
 
 _OWN = tuple(os.path.join(folder, "") for folder in pscluster.__path__)
 _MAX_LAYOUT = 120  # characters of a layout in errors
 _MAX_PLACE = 200
 
-_COMBINE: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
 _HEADER = 1 + 64  # numbers that describe an array's shape to its receiver: its rank, and up to 64 axes
 
 
@@ -106,7 +100,7 @@ class ReplicaContext:
         leaves = _Leaves(structure, lambda array: _prepared(op, array))
         with self._collective(f"all_reduce({op.value})", leaves.layout):
             finish = self._finish(op)
-            return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, _COMBINE[op], flat, finish))
+            return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, COMBINE[op], flat, finish))
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
@@ -121,7 +115,7 @@ class ReplicaContext:
             size = int(np.prod(rows.shape[1:], dtype=np.int64))
             ends = [end * size for end in even_ends(rows.shape[0], self._links.size)]
             flat = np.ascontiguousarray(rows).reshape(-1)
-            part = algorithms.reduce_scatter(self._links, _COMBINE[op], flat, ends, self._finish(op))
+            part = algorithms.reduce_scatter(self._links, COMBINE[op], flat, ends, self._finish(op))
             own = np.diff((0, *even_ends(rows.shape[0], self._links.size)))[self._links.rank]
             return np.ascontiguousarray(np.moveaxis(part.reshape(own, *rows.shape[1:]), 0, axis))
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.transport.frames import Buffer, padding, view
+from pscluster.core.transport.frames import padded, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import table_of
@@ -47,10 +47,7 @@ class Combined:
 
     def add(self, item: ps_pb2.UpdateItem, *segments: memoryview) -> None:
         self.items.append(item)
-        for segment in segments:
-            self.buffers.append(segment)
-            if gap := padding(len(segment)):
-                self.buffers.append(memoryview(bytes(gap)))
+        self.buffers.extend(map(memoryview, padded(segments)))
 
 
 def check_contribution(changes: Sequence[Change]) -> None:
@@ -198,5 +195,4 @@ def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payloa
 
 def parts_of_payload(combined: Combined) -> tuple[Payload, int]:
     """Return the payload of a combined update, and its bytes."""
-    chunks: list[Buffer] = [*combined.buffers]
-    return Payload([memoryview(chunk) for chunk in chunks] or [memoryview(b"")]), sum(map(len, chunks))
+    return Payload(combined.buffers or [memoryview(b"")]), sum(map(len, combined.buffers))

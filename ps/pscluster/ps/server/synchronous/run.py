@@ -41,11 +41,9 @@ from typing import Generic, TypeVar
 
 from pscluster.core.errors import ProtocolError, StaleError, UnavailableError
 from pscluster.core.limits import MAX_COUNT
+from pscluster.ps.spec import RESTORE, steps_lost
 
 T = TypeVar("T")
-
-
-_RESTORE = "Restore a checkpoint, and start servers with --durability log to lose no step"
 
 
 class Verdict(enum.Enum):
@@ -99,18 +97,12 @@ class Run(Generic[T]):
             self.whole = True  # from here on
             return False
         if not self.whole or self.server == 0:
-            raise self._lost(step)
+            raise steps_lost(self.server, self.applied, step)
         if self.staged and epoch == self.epoch:
             return True
         self._clear()
         self.applied = step
         return False
-
-    def _lost(self, step: int) -> StaleError:
-        return StaleError(
-            f"ps {self.server} has {self.applied} of the {step} synchronous steps that are committed: it has restarted "
-            f"with an older state. {_RESTORE}"
-        )
 
     def admit(self, step: int, epoch: int, replica: int, replicas: int) -> Verdict:
         """Decide on a contribution, after `due`. A later epoch begins with it.
@@ -121,11 +113,11 @@ class Run(Generic[T]):
         if step < self.applied:
             if self.server == 0:
                 return Verdict.APPLIED
-            # No replica goes on before it has the answer to what it stages. So this is a late copy, whose answer nobody
-            # reads, or server 0 does not know of steps that it has decided.
+            # No replica goes on before it has the answer to what it stages. So this is a late copy, whose answer is not
+            # read, or server 0 does not know of steps that it has decided.
             raise StaleError(
                 f"ps {self.server} has applied {self.applied} synchronous steps, and ps 0 knows of {step}: it has "
-                f"restarted with an older state. {_RESTORE}"
+                f"restarted with an older state. {RESTORE}"
             )
         if not 0 <= replica < replicas <= MAX_COUNT:
             raise ProtocolError(f"a contribution of replica {replica}, of {replicas}; the limit is {MAX_COUNT}")

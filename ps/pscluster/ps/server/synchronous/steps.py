@@ -3,7 +3,7 @@
 What becomes of a contribution is decided in `run`, and what the staged ones make in `combine`. This is the shell:
 
 - One condition guards all runs of a store. It is not held while a step is applied or written: the run is busy then, and
-  whoever needs its state waits for that.
+  those that need its state wait for that.
 - Server 0 applies a step in the thread that brings the last COMMIT. The record of the decision is a text of the job's
   metadata, put in the same update, so it is logged, replayed and saved in checkpoints together with what was applied.
 - The combined update is one of a client that is the run, with the number of the step as its sequence: so the
@@ -159,7 +159,7 @@ class StepPath:
                 if (left := deadline - time.monotonic()) <= 0:
                     return ps_pb2.StepState(committed=run.applied, missing=run.missing)
                 runs.changed.wait(left)
-            updates.admit(store, request)  # from now on nobody takes the job over until the step is applied
+            updates.admit(store, request)  # from now on the job is not taken over until the step is applied
             runs.begin_step(of.run)
         self._apply(store, of.run, run)
         return ps_pb2.StepState(committed=run.applied)
