@@ -285,7 +285,9 @@ class Round:
         run, collect = self.coordinator.synchronous_run, worker_pb2.SynchronousSteps.LAST
         for first in (0, STEPS):
             with run.steps(STEPS, collect) as (message, committed):
-                values = self.coordinator.schedule_gang(step, (), {}, None, None, 0, None, message)
+                values = self.coordinator.schedule_gang(
+                    step, (), {}, range(WORKERS), WORKERS, None, 0, None, steps=message
+                )
                 results = self.coordinator.fetch(values, TIMEOUT)
                 committed(results[0][0])
             done = first + STEPS

@@ -64,6 +64,12 @@ class ParameterServerStrategy(Strategy):
     is_synchronous: ClassVar[bool] = False
     """Whether all workers run each step together."""
 
+    devices_per_worker: int = 1
+    """How many replicas each worker is, if they do."""
+
+    min_replicas: int = 0
+    """With how many replicas on workers of their own they go on when workers are lost."""
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | LocalCluster,

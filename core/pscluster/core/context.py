@@ -2,6 +2,10 @@
 
 A step function runs in a context; library calls look it up to key their updates and to notice a cancellation. Threads
 that a step function starts also have the context of their worker's running function.
+
+A worker may run several replicas of a gang, each in a thread with a context of its own. If they are not to run at the
+same time they share a lock, and take turns: one has its turn while its function computes, and gives it up while it
+waits for other replicas.
 """
 
 from __future__ import annotations
@@ -37,6 +41,11 @@ class FunctionContext:
     """The ReplicaContext of its gang, or of one replica; made at first use, by a module that stands above this one."""
     steps: Any = None
     """The ReplicaSteps of a synchronous run that this function is called for, once for each of them."""
+    pipeline: int | None = None
+    """The replica of a SynchronousStrategy that this is, which takes elements of its own. None: it is none."""
+    turn: threading.Lock | None = None
+    """Shared with the other replicas that run here; None: they may run at the same time, or there are none."""
+    _in_turn: int = field(default=0, init=False)  # the thread that has the turn; 0: this function has not
     _has_updated: bool = field(default=False, init=False)  # in an earlier step
     _first_nth: int = field(default=0, init=False)
     _cancelled: bool = field(default=False, init=False)
@@ -82,6 +91,41 @@ class FunctionContext:
         if self._cancelled:
             callback()
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Run the block in this replica's turn."""
+        if self.turn is None:
+            yield
+            return
+        self._take_turn(self.turn)
+        try:
+            yield
+        finally:
+            self._end_turn(self.turn)
+
+    @contextmanager
+    def out_of_turn(self) -> Iterator[None]:
+        """Let others that run here have their turn while the block waits for them, if this is in one."""
+        if self.turn is None or self._in_turn != threading.get_ident():
+            yield
+            return
+        self._end_turn(self.turn)
+        try:
+            yield
+        finally:
+            self._take_turn(self.turn)
+
+    def _take_turn(self, turn: threading.Lock) -> None:
+        turn.acquire()
+        self._in_turn = threading.get_ident()
+        # Threads that this function starts find the last one.
+        _of_process.remove(self)
+        _of_process.append(self)
+
+    def _end_turn(self, turn: threading.Lock) -> None:
+        self._in_turn = 0
+        turn.release()
+
     def check(self) -> None:
         """Raise FunctionCancelled if the function was told to stop."""
         if self._cancelled:
@@ -90,21 +134,29 @@ class FunctionContext:
 
 _current: ContextVar[FunctionContext | None] = ContextVar("pscluster-function", default=None)
 _of_process: list[FunctionContext] = []
-"""What runs in this process: one step, and possibly the building of a dataset for later ones."""
+"""What runs in this process: a step, or one of each replica here, and possibly the building of a dataset for later."""
 
 
 def current_function() -> FunctionContext | None:
-    """Return the context of the function that runs here, or None outside one."""
+    """Return the context of the function that runs here, or None outside one.
+
+    Raise MisuseError on a thread that a step function has started while others run at the same time.
+    """
     if (own := _current.get()) is not None:
         return own
     contexts = list(_of_process)  # an atomic copy: other threads add and remove contexts
     steps = [context for context in contexts if context.function]
+    if len(steps) > 1 and steps[-1].turn is None:
+        raise MisuseError(
+            f"this thread has been started by one of {len(steps)} replicas that run here, and it is unclear by which: "
+            "start it with target=contextvars.copy_context().run and the function as the first argument"
+        )
     return next(reversed(steps or contexts), None)
 
 
 @contextmanager
 def running(context: FunctionContext) -> Iterator[FunctionContext]:
-    """Run the block as that function. A worker runs one at a time, so other threads also find it."""
+    """Run the block as that function. Unless several run at the same time, other threads also find it."""
     token = _current.set(context)
     _of_process.append(context)
     try:

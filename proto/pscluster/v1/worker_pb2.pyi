@@ -10,20 +10,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Resource(_message.Message):
-    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "unloadable")
+    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "unloadable")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     ITERABLE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     UNLOADABLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     definition: str
     seed: int
     distributed: bool
     iterable: bool
+    replicas: int
     unloadable: str
-    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., unloadable: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")
@@ -86,13 +88,14 @@ class Step(_message.Message):
     def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
 
 class Gang(_message.Message):
-    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "steps")
+    __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "concurrent", "steps")
     ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENT_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     id: int
     generation: int
@@ -100,8 +103,9 @@ class Gang(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[GangMember]
     secret: bytes
     timeout: float
+    concurrent: bool
     steps: SynchronousSteps
-    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., concurrent: bool = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
 
 class SynchronousSteps(_message.Message):
     __slots__ = ("run", "first", "count", "epoch", "collect", "open")

@@ -26,9 +26,11 @@ def cluster(*up: int, max_attempts: int = 3) -> Scheduler[str]:
     return scheduler
 
 
-def gang_of(size: int, workers: list[int] | None = None, *, retries: int = 0, key: int = 100) -> Gang[str]:
+def gang_of(
+    size: int, workers: list[int] | None = None, *, retries: int = 0, key: int = 100, min_workers: int = 0
+) -> Gang[str]:
     payloads = [f"rank {rank}" for rank in range(size)]
-    return Gang(payloads, range(key, key + size), workers, RunLimits(retries=retries))
+    return Gang(payloads, range(key, key + size), workers, RunLimits(retries=retries), min_workers)
 
 
 def placed(scheduler: Scheduler[str], gang: Gang[str]) -> list[int]:
@@ -46,7 +48,7 @@ def test_all_members_are_placed_at_once_or_none() -> None:
     gang = gang_of(3)
     scheduler.add_gang(gang)
     assert scheduler.place_gang() is None, "worker 1 is busy"
-    assert [worker.reserved for worker in scheduler.workers] == [None] * 3
+    assert [worker.reserved for worker in scheduler.workers] == [[]] * 3
     scheduler.finish(1, busy.id, 0.1)
     scheduler.take(1)
     assert placed(scheduler, gang) == [0, 1, 2]
@@ -253,6 +255,78 @@ def test_a_barrier_waits_for_a_gang_that_has_begun_and_holds_back_others() -> No
     assert placed(scheduler, other) == [2]
 
 
+def test_several_members_of_one_worker_are_sent_at_once() -> None:
+    scheduler = cluster(0, 1)
+    gang = gang_of(4, [0, 0, 1, 1])
+    scheduler.add_gang(gang)
+    assert scheduler.place_gang() is gang
+    assert scheduler.take(0) == gang.members[:2]
+    assert scheduler.take(1) == gang.members[2:]
+    scheduler.worker_up(2)
+    scheduler.take(2)
+    assert scheduler.steal_for(2) is None, "they run already, and belong there"
+    for member, index in zip(gang.members, (0, 0, 1, 1), strict=True):
+        scheduler.finish(index, member.id, 1.0)
+    assert scheduler.settle_gangs() == ([], [gang])
+
+
+def test_others_run_the_members_of_a_worker_that_is_lost_until_it_is_back() -> None:
+    scheduler = cluster(0, 1, 2)
+    scheduler.lose(1)
+    gang = gang_of(6, [0, 0, 1, 1, 2, 2], min_workers=2)
+    scheduler.add_gang(gang)
+    assert scheduler.place_gang() is gang
+    assert gang.placed == [0, 0, 0, 2, 2, 2]
+    for index in (0, 2):
+        assert len(scheduler.take(index)) == 3
+    scheduler.worker_up(1)
+    left_behind, ended = scheduler.settle_gangs()
+    assert (set(left_behind), ended) == (set(gang.members), [])
+    scheduler.shut_out(left_behind)
+    for task in left_behind:
+        scheduler.stray_ended(gang.placed[gang.rank_of(task)], task.id)
+    scheduler.settle_gangs()
+    for index in range(WORKERS):
+        scheduler.take(index)
+    assert scheduler.place_gang() is gang
+    assert gang.placed == [0, 0, 1, 1, 2, 2]
+    assert gang.deaths == 0
+
+
+def test_it_waits_for_workers_that_are_awaited_and_for_the_fewest_that_it_needs() -> None:
+    scheduler = cluster(0)
+    gang = gang_of(3, [0, 1, 2], min_workers=1)
+    scheduler.add_gang(gang)
+    assert scheduler.place_gang() is None, "the others may come up soon"
+    scheduler.worker_missing(1)
+    assert scheduler.place_gang() is None
+    scheduler.worker_missing(2)
+    assert scheduler.place_gang() is gang
+    assert gang.placed == [0, 0, 0]
+    other = cluster(0, 1, 2)
+    other.lose(1)
+    other.lose(2)
+    other.add_gang(gang_of(3, [0, 1, 2], min_workers=2))
+    assert other.place_gang() is None
+
+
+def test_a_worker_that_is_back_does_not_end_what_has_ended_in_part() -> None:
+    scheduler = cluster(0, 1, 2)
+    scheduler.lose(2)
+    gang = gang_of(3, [0, 1, 2], min_workers=1)
+    scheduler.add_gang(gang)
+    scheduler.place_gang()
+    for index in (0, 1):
+        scheduler.take(index)
+    scheduler.finish(1, gang.members[1].id, 1.0)
+    scheduler.settle_gangs()
+    scheduler.worker_up(2)
+    assert scheduler.settle_gangs() == ([], [])
+    for task in (gang.members[0], gang.members[2]):
+        scheduler.finish(0, task.id, 1.0)
+    assert scheduler.settle_gangs() == ([], [gang])
+
+
 class GangMachine(RuleBasedStateMachine):
     """All interleavings of gangs, functions, deaths, errors and cancels. In the end everything ends."""
 
@@ -289,6 +363,14 @@ class GangMachine(RuleBasedStateMachine):
             gang = gang_of(size, workers[:size], retries=1, key=key)
         self.gangs.append(gang)
         self.scheduler.add_gang(gang)
+
+    @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
+    @rule(devices=st.integers(1, 2), min_workers=st.integers(1, WORKERS))
+    def schedule_steps(self, devices: int, min_workers: int) -> None:
+        homes = [index for index in range(WORKERS) for _ in range(devices)]
+        key = 100 * (len(self.gangs) + 1)
+        self.gangs.append(gang_of(len(homes), homes, retries=1, key=key, min_workers=min_workers))
+        self.scheduler.add_gang(self.gangs[-1])
 
     @rule()
     def place(self) -> None:
@@ -375,7 +457,7 @@ class GangMachine(RuleBasedStateMachine):
     @invariant()
     def placed_whole_or_not_at_all(self) -> None:
         workers = self.scheduler.workers
-        held = {id(task) for worker in workers for task in (*worker.sent.values(), *worker.orphaned, worker.reserved)}
+        held = {id(task) for worker in workers for task in (*worker.sent.values(), *worker.orphaned, *worker.reserved)}
         for gang in self.gangs:
             if gang.state is GangState.RUNNING:
                 gone = [member for member in gang.members if member.state is State.DONE or member in gang.gave_up]

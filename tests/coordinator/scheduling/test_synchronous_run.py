@@ -65,7 +65,7 @@ def take(
 ) -> list[Any]:
     """Take steps; return the results of each replica."""
     with coordinator.synchronous_run.steps(steps, collect) as (message, committed):
-        values = coordinator.schedule_gang(fn, args, {}, None, None, retries, None, message)
+        values = coordinator.schedule_gang(fn, args, {}, range(2), 2, None, retries, None, steps=message)
         results = coordinator.fetch(values, TIMEOUT)
         assert len({done for done, _ in results}) == 1
         committed(results[0][0])

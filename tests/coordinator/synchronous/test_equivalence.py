@@ -146,7 +146,7 @@ def train(
     results: list[Any] = []
     for count in (1, 9, 40):
         with coordinator.synchronous_run.steps(count, worker_pb2.SynchronousSteps.LAST) as (message, committed):
-            values = coordinator.schedule_gang(step, (counter,), None, replicas, 60, 0, None, message)
+            values = coordinator.schedule_gang(step, (counter,), None, None, replicas, 60, 0, None, steps=message)
             results = coordinator.fetch(values)
             committed(results[0][0])
     assert results == [(coordinator.synchronous_run.committed, STEPS - 1)] * replicas

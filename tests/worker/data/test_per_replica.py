@@ -12,7 +12,7 @@ from pscluster.worker.data.per_replica import made_in_sync, sliced
 
 
 def context_of(rank: int, replicas: int) -> InputContext:
-    return InputContext(rank, replicas, seed=rank)
+    return InputContext(rank, replicas, rank, replicas, seed=rank)
 
 
 def slices(batches: Any, replicas: int, *, uneven: bool = False) -> list[list[Any]]:
@@ -23,7 +23,7 @@ def slices(batches: Any, replicas: int, *, uneven: bool = False) -> list[list[An
 @pytest.mark.parametrize("size", [1, 8, 9, 10, 11, 200, 201])
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_the_shares_are_those_of_array_split(size: int, replicas: int) -> None:
-    contexts = [InputContext(rank, replicas, 0, replicas) for rank in range(replicas)]
+    contexts = [InputContext(rank, replicas, rank, replicas, 0, replicas) for rank in range(replicas)]
     shares = np.array_split(np.arange(size), replicas)
     sizes = [context.get_per_replica_batch_size(size, uneven=True) for context in contexts]
     assert sizes == list(map(len, shares))

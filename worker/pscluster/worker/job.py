@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from pscluster.core.context import FunctionContext, running
@@ -23,6 +23,7 @@ from pscluster.ps.handles.registry import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.collectives.links import Ways
 from pscluster.worker.collectives.membership import Membership
+from pscluster.worker.data.per_replica import OfReplicas
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
@@ -66,8 +67,9 @@ class Job:
         """Large arrays of arguments, by the position of the step."""
         self.results: dict[int, Sequence[Buffer]] = {}
         """Large arrays of results, by function, until they have been fetched."""
-        self.steps_taken = 0, 0
-        """The synchronous run of which this worker has last taken a step, and how many steps it then had."""
+        self.steps_taken: dict[int, tuple[int, int]] = {}
+        """By replica: the synchronous run of which it has last taken a step here, and how many steps it then had."""
+        self._hosted: Collection[int] = ()  # replicas that have last run here
         self._fetched = threading.Condition(self._lock)
         self._pipelines: dict[str, Pipeline] = {}  # by dataset id
         self._unloadable: dict[str, str] = {}  # dataset ids, with the reason
@@ -119,11 +121,23 @@ class Job:
                 return self._passing.setdefault((kind, key), handle)
             return self._handles.setdefault((kind, key), handle)
 
-    def iterator_of(self, resource: int) -> WorkerIterator | None:
-        """Return this worker's iterator of a per-worker dataset; None if there is none."""
+    def iterator_of(self, resource: int, rank: int) -> WorkerIterator | None:
+        """Return a replica's iterator of a per-worker dataset; None if there is none."""
         with self._lock:
-            handle = self._handles.get((WorkerIterator.handle_kind, str(resource)))
+            handle: object = self._handles.get((WorkerIterator.handle_kind, str(resource)))
+        if isinstance(handle, OfReplicas):
+            handle = handle.of(rank)
         return handle if isinstance(handle, WorkerIterator) else None
+
+    def host(self, ranks: Collection[int]) -> None:
+        """Forget the data of replicas that have run here and do not now: they are back where they belong."""
+        if ranks == self._hosted:
+            return
+        self._hosted = ranks
+        with self._lock:
+            handles = [handle for handle in self._handles.values() if isinstance(handle, OfReplicas)]
+        for handle in handles:
+            handle.keep(ranks)
 
     # Definitions and resources
 
@@ -150,17 +164,29 @@ class Job:
             else:
                 self._pipelines.setdefault(str(resource.id), dataset_fn())
             return
-        context = InputContext(
-            self.worker_index, self.num_workers, mixed_seed(self._seed, resource.seed, self.worker_index)
-        )
+        pipelines = resource.replicas or self.num_workers
+        if pipelines % self.num_workers:
+            raise ProtocolError(f"{pipelines} replicas on {self.num_workers} workers")
+        each = pipelines // self.num_workers  # of a worker
 
-        def build() -> Any:
-            if dataset_fn is None:
-                raise MisuseError(resource.unloadable)
-            return call_dataset_fn(dataset_fn, context)
+        def make(pipeline: int) -> WorkerIterator | WorkerDataset:
+            seed = mixed_seed(self._seed, resource.seed, pipeline)
+            context = InputContext(pipeline // each, self.num_workers, pipeline, pipelines, seed)
 
-        with running(self.context(function=0, attempt=0)):
-            handle = kind(str(resource.id), build, self.metrics.waited_for_data)
+            def build() -> Any:
+                if dataset_fn is None:
+                    raise MisuseError(resource.unloadable)
+                return call_dataset_fn(dataset_fn, context)
+
+            with running(self.context(function=0, attempt=0)):
+                return kind(str(resource.id), build, self.metrics.waited_for_data)
+
+        handle: Handle
+        if resource.replicas:
+            first = self.worker_index * each
+            handle = OfReplicas(str(resource.id), kind.handle_kind, make, range(first, first + each))
+        else:
+            handle = make(self.worker_index)
         with self._lock:
             self._handles.setdefault(name, handle)
 

@@ -12,6 +12,10 @@ While a function runs that has a slow part of a dataset, or after a long one, an
 message: then the next function, and the data it needs, are there when this one ends. Not after a short one, since
 handing a message to another thread costs more than that.
 
+If this worker has several members of a gang they run at the same time, each in a thread, the first one in the thread
+that runs functions. They come in one message. If one of them was recalled before, the others run nonetheless: their
+generation is over, and they are told to stop.
+
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that case the
 coordinator gives it to another worker.
 """
@@ -62,6 +66,9 @@ _ALONE = nullcontext()
 
 Outcome = worker_pb2.Outcome
 
+Received = tuple[int, worker_pb2.Step, float]
+"""The position of a step, the step, and when it was received."""
+
 Send = Callable[[bytes], bool]
 """Sends a message; returns False if it could not. See `ServerCall.sender`."""
 
@@ -78,10 +85,11 @@ class Runner:
         self._to_read = threading.Condition(self._lock)
         self._to_send = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)  # for threads that wait for the end of something
-        self._waiting: deque[tuple[int, worker_pb2.Step, float]] = deque()  # position, step, time received
+        self._waiting: deque[Received] = deque()
         self._read = 0  # position of the last step that was read
         self._recalled: set[int] = set()  # positions that were recalled before they were read
-        self._running: FunctionContext | None = None
+        self._running: dict[int, FunctionContext] = {}  # by function: one, or the members of a gang that run here
+        self._counting = threading.Lock()  # guards the metrics of functions that run at the same time
         self._outbox: deque[Outcome] = deque()
         self._send: Send | None = None
         self._sending = True  # a thread sends; at first the stream's own, to say that the stream is up
@@ -95,7 +103,7 @@ class Runner:
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""
-        return int(self._running is not None), len(self._waiting)
+        return len(self._running), len(self._waiting)
 
     # The reading and running thread
 
@@ -106,8 +114,13 @@ class Runner:
         try:
             while self._wait_next():
                 metrics.not_idle(idle)
-                while (next_one := self._next()) is not None:
-                    self._deliver(self._run_one(*next_one))
+                while group := self._next():
+                    if group[0][1].gang.HasField("steps"):
+                        self._job.host([step.gang.rank for _, step, _ in group])
+                    if len(group) == 1:
+                        self._deliver(self._run_one(group[0], self._turn))
+                    else:
+                        self._run_together(group)
                 idle = metrics.idle()
         except grpc.RpcError:
             pass  # the coordinator is gone, and needs no outcomes
@@ -182,17 +195,41 @@ class Runner:
             self._reading = False  # in the same critical section: the running thread may want the next message at once
             self._to_run.notify_all()
 
-    def _next(self) -> tuple[int, worker_pb2.Step, float] | None:
+    def _next(self) -> list[Received]:
+        """Return what runs next: a function, or the members of a gang that are here. Empty if there is nothing."""
         with self._lock:
             if not self._waiting or self._ended:
-                return None
-            position, step, received = self._waiting.popleft()
-            self._running = self._job.context(
-                function=step.function, attempt=step.attempt, key=step.key, term=step.term
-            )
+                return []
+            group = [self._waiting.popleft()]
+            step = group[0][1]
+            if step.HasField("gang"):
+                while self._waiting and self._waiting[0][1].gang.id == step.gang.id:
+                    group.append(self._waiting.popleft())
+            turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
+            for _, member, _ in group:
+                self._running[member.function] = context = self._job.context(
+                    function=member.function, attempt=member.attempt, key=member.key, term=member.term
+                )
+                context.turn = turn
+                if member.gang.HasField("steps"):
+                    context.pipeline = member.gang.rank
             if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
                 self._want_next()
-            return position, step, received
+            return group
+
+    def _run_together(self, group: Sequence[Received]) -> None:
+        """Run the members of a gang that are here, at the same time, and deliver their outcomes."""
+
+        def run(received: Received) -> None:
+            self._deliver(self._run_one(received, _ALONE))
+
+        others = [threading.Thread(target=run, args=[member], name="functions", daemon=True) for member in group[1:]]
+        with self._turn:
+            for other in others:
+                other.start()
+            run(group[0])
+            for other in others:
+                other.join()
 
     def _give_back(self, position: int, function: int) -> None:
         """Give back a function that will not run here. Under the lock."""
@@ -204,7 +241,7 @@ class Runner:
 
     def _deliver(self, outcome: Outcome) -> None:
         with self._lock:
-            self._running = None
+            self._running.pop(outcome.function, None)
             self._seconds = outcome.seconds
             send_here = (
                 self._send is not None
@@ -238,9 +275,9 @@ class Runner:
                     self._to_send.notify_all()
                 self._changed.notify_all()
 
-    def _run_one(self, position: int, step: worker_pb2.Step, received: float) -> Outcome:
-        context, metrics, seconds = self._running, self._metrics, 0.0
-        assert context is not None  # set by _next
+    def _run_one(self, received: Received, turn: AbstractContextManager[object]) -> Outcome:
+        position, step, since = received
+        context, metrics, seconds = self._running[step.function], self._metrics, 0.0
         arguments = self._job.arguments.pop(position, [])
         outcome = Outcome(function=step.function)
         parts: Sequence[Part] = ()
@@ -248,7 +285,7 @@ class Runner:
         begun = begin = time.monotonic()
         data_before = metrics.data_seconds
         try:
-            with self._turn, running(context), self._membership(step, context):
+            with turn, running(context), self._membership(step, context):
                 context.check()
                 function = self._job.definition(step.definition)
                 if step.parts:
@@ -261,15 +298,14 @@ class Runner:
             if step.want_result and result is not None:
                 self._encode_result(step.function, result, outcome)
             outcome.kind = Outcome.DONE
-            metrics.done += 1
         except FunctionCancelled:
             outcome.kind, outcome.updated = Outcome.CANCELLED, context.updated
             outcome.seconds = seconds = time.monotonic() - begin
-            metrics.cancelled += 1
         except BaseException as error:  # a step's sys.exit() must not end the worker
             seconds = time.monotonic() - begin
             outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds, updated=context.updated)
-            metrics.failed += 1
+            with self._counting:
+                metrics.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:
             self._job.drop_parts(step.function)
@@ -279,15 +315,19 @@ class Runner:
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=index)
         # For an empty function this is 1 % of the time, so make no calls.
-        if seconds <= SHORTEST_SECONDS:
-            metrics.shortest += 1
-            metrics.shortest_seconds += seconds
-        else:
-            metrics.runs.add(seconds)
+        kind = outcome.kind
+        with self._counting:
+            metrics.done += kind == Outcome.DONE
+            metrics.cancelled += kind == Outcome.CANCELLED
+            if seconds <= SHORTEST_SECONDS:
+                metrics.shortest += 1
+                metrics.shortest_seconds += seconds
+            else:
+                metrics.runs.add(seconds)
         if seconds >= SHORT_SECONDS or not context.function & (EACH - 1) or context.attempt > 1:
             how, thread = Outcome.Kind.Name(outcome.kind).lower(), threading.current_thread().name
             end, waited = begin + seconds, metrics.data_seconds - data_before
-            run = Run(step.function, step.attempt, received, begun, begin, end, waited, how, thread)
+            run = Run(step.function, step.attempt, since, begun, begin, end, waited, how, thread)
             metrics.recording.runs.append(run)
         return outcome
 
@@ -365,16 +405,16 @@ class Runner:
                 elif position > self._read and position not in self._recalled:
                     self._recalled.add(position)
                     self._give_back(position, function)
-                elif cancel_running and self._running is not None and self._running.function == function:
-                    self._running.cancel()
+                elif cancel_running and (context := self._running.get(function)) is not None:
+                    context.cancel()
             recalled = waiting.intersection(positions)
             self._waiting = deque(queued for queued in self._waiting if queued[0] not in recalled)
 
     def end_process_of(self, functions: Sequence[int]) -> None:
         """Kill this process if it runs one of these functions, which was told to stop and does not."""
         with self._lock:
-            if self._running is not None and self._running.function in functions:
-                logger.error("function %d does not stop: ending this process, as requested", self._running.function)
+            if stuck := self._running.keys() & set(functions):
+                logger.error("function %d does not stop: ending this process, as requested", min(stuck))
                 os.kill(os.getpid(), signal.SIGKILL)  # its supervisor restarts it, as after any death
 
     def leave(self) -> None:
@@ -391,7 +431,7 @@ class Runner:
         """Wait until nothing runs and all outcomes are sent, or the stream has ended. Return False after `timeout`."""
         with self._lock:
             return self._changed.wait_for(
-                lambda: self._running is None and (self._ended or not (self._outbox or self._sending)), timeout
+                lambda: not self._running and (self._ended or not (self._outbox or self._sending)), timeout
             )
 
     def wait_ended(self, timeout: float) -> bool:
@@ -406,8 +446,8 @@ class Runner:
             for _, step, _ in self._waiting:
                 self._job.drop_parts(step.function)
             self._waiting.clear()
-            if self._running is not None:
-                self._running.cancel()
+            for context in self._running.values():
+                context.cancel()
             for condition in (self._to_run, self._to_read, self._to_send, self._changed):
                 condition.notify_all()
 

@@ -5,7 +5,8 @@ What happens if an attempt ends too early (a worker dies, a replica fails, the c
 - A step that was not committed is as if it had never begun: its updates are dropped, and the iterators give its
   elements again.
 - The next attempt asks server 0 how many steps are committed, and where the iterators were. It goes on from there, also
-  on a worker that has restarted and whose iterators begin anew: what the committed steps have taken is skipped.
+  on a worker that has restarted, or runs the replica for another one that is lost, where iterators begin anew: what the
+  committed steps have taken is skipped.
 - If all steps are committed, and only their results are lost, the last one is computed again for its result, on the
   same elements, with the variables as they are after it; what it updates is dropped.
 
@@ -67,13 +68,14 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
     results: list[Any] = []
     try:
         # Also if this worker has not taken the step before, but has restarted since: its iterators begin anew.
-        if asked.open or (asked.first and job.steps_taken != (asked.run, asked.first)):
-            _go_on(steps, last, job)
+        if asked.open or (asked.first and job.steps_taken.get(gang.rank) != (asked.run, asked.first)):
+            _go_on(steps, last, job, gang.rank)
         while steps.step < last:
             context.begin_step(steps.step - asked.first)
             context.steps = steps
             try:
-                result = call()
+                with context.in_turn():
+                    result = call()
             except EndOfIterator:
                 steps.end(context, {}, ended=True)
                 break
@@ -88,7 +90,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
             results.append(result)
             if steps.dry:
                 steps.step = last
-            job.steps_taken = asked.run, steps.step
+            job.steps_taken[gang.rank] = asked.run, steps.step
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
     except BaseException:
         context.drop_step(updated=steps.updated_at_once)
@@ -99,7 +101,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
     return steps.step, _collected(asked.collect, results)
 
 
-def _go_on(steps: WorkerSteps, last: int, job: Job) -> None:
+def _go_on(steps: WorkerSteps, last: int, job: Job, rank: int) -> None:
     """Go on after the steps that an earlier attempt has committed."""
     first, state = steps.step, steps.open()
     if not first <= state.committed <= last:
@@ -107,7 +109,7 @@ def _go_on(steps: WorkerSteps, last: int, job: Job) -> None:
     steps.go_on(state, dry=state.committed == last)
     positions: Mapping[int, int] = state.before if steps.dry else state.after
     for key in state.after:
-        if (iterator := job.iterator_of(key)) is None:
+        if (iterator := job.iterator_of(key, rank)) is None:
             continue
         position = positions.get(key, 0)
         # If no step of these is committed, its iterator is there already, or further if a function took elements since.

@@ -173,21 +173,25 @@ class FunctionQueue(StaysHere):
         """
         if not callable(fn):
             raise TypeError(f"schedule_together takes a function, not {type_of(fn)}")
-        return self.schedule_gang(fn, args, kwargs, workers, timeout, retries, wait)
+        check_arguments(args, kwargs)
+        homes, size = self._members(workers)
+        return self.schedule_gang(fn, args, kwargs, homes, size, timeout, retries, wait)
 
     def schedule_gang(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-        workers: int | Sequence[int] | None,
+        homes: Sequence[int] | None,
+        size: int,
         timeout: float | None,
         retries: int,
         wait: float | None,
+        *,
+        min_workers: int = 0,
         steps: worker_pb2.SynchronousSteps | None = None,
     ) -> list[RemoteValue]:
         """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use."""
-        indices, size = self._members(workers)
         timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
         _check_no_part(function)
@@ -207,7 +211,7 @@ class FunctionQueue(StaysHere):
             calls.append(call)
         keys = [fresh_id() for _ in calls]
         limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
-        gang = Gang(calls, keys, indices, limits, fresh_id(), steps=steps)
+        gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps)
         self._dispatcher.submit_gang(gang, wait)
         return values
 
@@ -225,9 +229,14 @@ class FunctionQueue(StaysHere):
 
         Fewer are done if the data of a replica ends. Raises the error of a step, once: `join` does not raise it again.
         """
-        run = self.synchronous_run
+        run, devices = self.synchronous_run, self.strategy.devices_per_worker
+        replicas = self._replicas
+        homes = [rank // devices for rank in range(replicas)]
+        min_workers = -(-self.strategy.min_replicas // devices)
         with run.steps(steps, collect) as (message, committed):
-            values = self.schedule_gang(fn, args, kwargs, None, timeout, retries, None, message)
+            values = self.schedule_gang(
+                fn, args, kwargs, homes, replicas, timeout, retries, None, min_workers=min_workers, steps=message
+            )
             try:
                 for value in values:
                     value.wait()
@@ -591,14 +600,19 @@ class FunctionQueue(StaysHere):
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
         resource_id = next(self._resources)
         iterator = self._per_worker[str(resource_id)] = PerWorkerIterator(resource_id)
-        self._build(iterator, function, id=resource_id, seed=resource_id)
+        self._build(iterator, function, id=resource_id, seed=resource_id, replicas=self._replicas)
         return iterator
 
     def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
         resource_id = next(self._resources)
         self._per_worker[str(resource_id)] = dataset
-        self._build(dataset, function, id=resource_id, seed=resource_id, iterable=True)
+        self._build(dataset, function, id=resource_id, seed=resource_id, iterable=True, replicas=self._replicas)
         return resource_id
+
+    @property
+    def _replicas(self) -> int:
+        """Return how many replicas step together; 0 if workers do not."""
+        return self.strategy.num_replicas_in_sync if self.strategy.is_synchronous else 0
 
     def _send_pipeline(self, pipeline: Pipeline) -> DatasetResource:
         resource_id = next(self._resources)

@@ -51,6 +51,7 @@ class GangRuns:
                 id=gang.id, generation=gang.generation, secret=secrets.token_bytes(_SECRET_BYTES)
             )
             if gang.steps is not None:
+                described.concurrent = len(set(gang.workers or ())) < gang.size
                 described.steps.CopyFrom(gang.steps)
                 described.steps.epoch += gang.generation
                 described.steps.open = gang.generation > 1
@@ -60,7 +61,7 @@ class GangRuns:
                 described.members.add(
                     worker=index, address=handle.peer.address, incarnation=handle.connection.incarnation
                 )
-            for index in gang.placed:
+            for index in dict.fromkeys(gang.placed):
                 if not self._hand_over(index):
                     self._state.on_loop(self._state.workers[index].wake.set)
 

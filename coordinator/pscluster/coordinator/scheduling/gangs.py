@@ -19,6 +19,9 @@ a worker had died.
 All workers are taken at once, when all are free. So that this happens on a busy cluster, one gang at a time, the front
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
 workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
+
+A gang may have several members on a worker, and may go on without workers that are lost (`min_workers`): their members
+are then placed on others. Once such a worker is back the generation ends, and the next one has its members at home.
 """
 
 from __future__ import annotations
@@ -49,8 +52,9 @@ class Gang(Generic[P]):
 
     payloads: Sequence[P]
     keys: Sequence[int]
-    workers: Sequence[int] | None = None  # by rank; None: any
+    workers: Sequence[int] | None = None  # by rank: the home of each; None: any, all different
     limits: RunLimits = NO_LIMITS
+    min_workers: int = 0  # others run the members of workers that are lost while this many are up; 0: none do
     id: int = 0
     since: float = 0.0  # when it was scheduled
     order: int = 0  # how many tasks were scheduled before it
@@ -76,6 +80,11 @@ class Gang(Generic[P]):
     def is_over(self) -> bool:
         """Return whether it has ended, or is ending, and will not run again."""
         return self.error is not None or self.withdrawn or self.state in _OVER
+
+    def is_away(self, index: int) -> bool:
+        """Return whether a member whose home is this worker runs on another one."""
+        homes = self.workers or ()
+        return any(home == index != at for home, at in zip(homes, self.placed, strict=False))
 
     @property
     def begun(self) -> bool:
@@ -143,8 +152,8 @@ class Gangs(Generic[P]):
         up: list[int] | None = None
         for gang in self.line:
             if gang.workers is not None:
-                if all(self._is_up(index) for index in gang.workers):
-                    return gang, list(gang.workers)
+                if (indices := self._at_home_or_with_others(gang, gang.workers)) is not None:
+                    return gang, indices
                 continue
             if up is None:
                 up = [index for index in range(len(self._workers)) if self._is_up(index)]
@@ -152,6 +161,23 @@ class Gangs(Generic[P]):
                 freest = sorted(up, key=lambda index: (not self._workers[index].empty, index))
                 return gang, sorted(freest[: gang.size])
         return None
+
+    def _at_home_or_with_others(self, gang: Gang[P], homes: Sequence[int]) -> list[int] | None:
+        """Return where the members can run, by rank: at home, or with those that have fewest. None: wait."""
+        up = {index: 0 for index in homes if self._is_up(index)}
+        missing = set(homes).difference(up)
+        if missing and (len(up) < (gang.min_workers or len(homes)) or any(self._workers[at].awaited for at in missing)):
+            return None
+        for home in homes:
+            if home in up:
+                up[home] += 1
+        placed = []
+        for home in homes:
+            if home not in up:
+                home = min(up, key=lambda index: (up[index], index))
+                up[home] += 1
+            placed.append(home)
+        return placed
 
     def _is_up(self, index: int) -> bool:
         worker = self._workers[index]
@@ -184,8 +210,14 @@ class Gangs(Generic[P]):
         gang.state, gang.placed = GangState.RUNNING, indices
         gang.generation += 1
         for index, task in zip(indices, gang.members, strict=True):
-            self._workers[index].reserved = task
+            self._workers[index].reserved.append(task)
         return gang
+
+    def rejoin(self, index: int) -> None:
+        """Note that a worker is up: its members of gangs come back to it."""
+        for gang in self.running:
+            if gang.is_away(index) and not any(member.state in ENDED for member in gang.members):
+                self.break_up(gang)
 
     def member_ended(self, task: Task[P]) -> None:
         """Note that a member has ended, in any way."""

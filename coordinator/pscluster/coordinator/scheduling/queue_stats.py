@@ -230,7 +230,7 @@ class QueueStatus:
         told = [f"functions still run: {running}"] if (running := self.running()) else []
         if self._scheduler.is_shutting_out:
             told.append("parameter servers are being told to refuse further updates of functions that were ended")
-        names += [f"{gang.payloads[0].function.name}, begun on {gang.size} workers" for gang in gangs]
+        names += [f"{gang.payloads[0].function.name}, begun on {len(set(gang.placed))} workers" for gang in gangs]
         if names:
             told.append(f"interrupted functions wait to be run again: {_listed(names)} ({self.who_is_up()})")
         return "; ".join(told)
@@ -240,12 +240,15 @@ class QueueStatus:
         name, handles = gang.payloads[0].function.name, self._state.workers
         if gang.workers is None:
             return f"{name}: waits for {gang.size} free workers at once"
-        needed = [(index, handles[index]) for index in gang.workers]
+        needed = [(index, handles[index]) for index in dict.fromkeys(gang.workers)]
+        together = f"to run on {len(needed)} workers together"
         if missing := [f"{handle.peer} ({handle.why})" for _, handle in needed if not handle.up]:
-            return f"{name}: waits for {', '.join(missing)}, to run on {gang.size} workers together"
+            if len(needed) - len(missing) < gang.min_workers:
+                together += f", or on {gang.min_workers} of them"
+            return f"{name}: waits for {', '.join(missing)}, {together}"
         busy = [str(handle.peer) for index, handle in needed if not self._scheduler.workers[index].empty]
         first = _listed(busy) or "an earlier function"
-        return f"{name}: waits until {first} is done, to run on {gang.size} workers together"
+        return f"{name}: waits until {first} is done, {together}"
 
     def who_is_up(self) -> str:
         """Say how many workers are up, and which are missing."""

@@ -102,7 +102,7 @@ class Scheduler(TaskQueue[P]):
     @property
     def executing(self) -> bool:
         for worker in self.workers:  # without a generator: this is asked after every outcome
-            if worker.sent or worker.orphaned or worker.reserved is not None:
+            if worker.sent or worker.orphaned or worker.reserved:
                 return True
         return bool(self._unrefused)
 
@@ -145,8 +145,7 @@ class Scheduler(TaskQueue[P]):
         yield from self._queue
         yield from self.gangs.waiting()
         for worker in self.workers:
-            if worker.reserved is not None:
-                yield worker.reserved
+            yield from worker.reserved
             yield from worker.sent.values()
             yield from worker.orphaned
 
@@ -196,10 +195,11 @@ class Scheduler(TaskQueue[P]):
     def _cancel(self, chosen: set[Task[P]]) -> tuple[list[Task[P]], list[Task[P]]]:
         cancelled, left_behind = self._cancel_waiting(chosen.__contains__), list[Task[P]]()
         for worker in self.workers:
-            if worker.reserved is not None and worker.reserved in chosen:
-                cancelled.append(worker.reserved)
-                self._end(worker.reserved, State.CANCELLED)
-                worker.reserved = None
+            reserved = [task for task in worker.reserved if task in chosen]
+            worker.reserved = [task for task in worker.reserved if task not in chosen]
+            for task in reserved:
+                self._end(task, State.CANCELLED)
+            cancelled += reserved
             strays = {task.id: task for task in worker.sent.values() if task in chosen}
             worker.sent = {task.id: task for task in worker.sent.values() if task not in chosen}
             worker.strays |= strays
@@ -237,7 +237,12 @@ class Scheduler(TaskQueue[P]):
         assert not worker.sent, "its tasks are lost before it comes back"
         assert not worker.orphaned, "its tasks are requeued before it comes back"
         worker.up, worker.leaving, worker.sent_count, worker.seconds = True, False, 0, None
-        worker.front, worker.stopping = (0, 0), 0
+        worker.front, worker.stopping, worker.awaited = (0, 0), 0, False
+        self.gangs.rejoin(index)
+
+    def worker_missing(self, index: int) -> None:
+        """Note that a worker has not come up for long: a gang that can do without it begins."""
+        self.workers[index].awaited = False
 
     def worker_leaves(self, index: int) -> None:
         """Give a worker no more tasks until it is back. May be called without the lock."""
@@ -282,8 +287,8 @@ class Scheduler(TaskQueue[P]):
         until half the window is free, so that one message brings several tasks.
         """
         worker = self.workers[index]
-        if worker.reserved is not None:
-            return [] if worker.strays or not worker.up else [worker.reserved]
+        if worker.reserved:
+            return [] if worker.strays or not worker.up else list(worker.reserved)
         queued = self.queued
         if not queued or not worker.up or worker.leaving or worker.strays:
             return []
@@ -318,8 +323,8 @@ class Scheduler(TaskQueue[P]):
         """Give a worker these tasks, which were offered to it, at the positions from `first` on."""
         worker = self.workers[index]
         for position, task in enumerate(tasks, first):
-            if task is worker.reserved:
-                worker.reserved = None
+            if task in worker.reserved:
+                worker.reserved.remove(task)
             else:
                 head = (self._begun or self._queue).popleft()
                 assert head is task, "what was offered is the head of the queue"
@@ -333,8 +338,10 @@ class Scheduler(TaskQueue[P]):
         """Return whom to recall tasks from for an idle worker while the queue is empty, and which: the later half."""
         if not self.workers[index].free or self.queued or self.error is not None or self.gangs.holds(index) is not None:
             return None
-        index = max(range(len(self.workers)), key=lambda i: len(self.workers[i].sent))
-        tasks = list(self.workers[index].sent.values())
+        # The members of a gang are not for another worker.
+        given = [[task for task in worker.sent.values() if task.gang is None] for worker in self.workers]
+        index = max(range(len(given)), key=lambda i: len(given[i]))
+        tasks = given[index]
         if len(tasks) < 2 or self.workers[index].recalled:
             return None
         return index, tasks[(len(tasks) + 1) // 2 :]
@@ -439,9 +446,9 @@ class Scheduler(TaskQueue[P]):
         worker = self.workers[index]
         worker.up = worker.idle = False
         worker.strays.clear()
-        if worker.reserved is not None:
-            self._end(worker.reserved, State.CANCELLED)
-            worker.reserved = None
+        for task in worker.reserved:
+            self._end(task, State.CANCELLED)
+        worker.reserved = []
         lost = list(worker.sent.values())
         for task in lost[1:]:
             task.attempts -= 1

@@ -118,7 +118,8 @@ class WorkerState(Generic[P]):
     idle: bool = False  # its writer is waiting for tasks, and can send them at once; only while it gets tasks
     leaving: bool = False  # it gets no more tasks
     recalled: bool = False  # a request for some of its tasks is under way
-    reserved: Task[P] | None = None  # the member of a gang that it gets next
+    awaited: bool = True  # it was never up, and may be soon: nobody does its work meanwhile
+    reserved: list[Task[P]] = field(default_factory=list)  # the members of a gang that it gets next, all at once
     sent: dict[int, Task[P]] = field(default_factory=dict)  # by id, in the order of sending
     orphaned: list[Task[P]] = field(default_factory=list)
     strays: dict[int, Task[P]] = field(default_factory=dict)  # ended, but may still run here
@@ -137,7 +138,7 @@ class WorkerState(Generic[P]):
     @property
     def free(self) -> bool:
         """Return whether it is certain to take a task: one that has tasks already may have no room."""
-        return self.idle and self.reserved is None and not (self.sent or self.strays)
+        return self.idle and not (self.reserved or self.sent or self.strays)
 
     @property
     def window(self) -> int:

@@ -36,6 +36,9 @@ from pscluster.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
+JOIN_SECONDS = 30.0
+"""A worker that has not come up for this long is not awaited any more: gangs that can do without it begin."""
+
 LEAVE_SECONDS = 1.0
 """One of a worker's two streams (outcomes, and notice that it leaves) may end this long after the other."""
 
@@ -97,8 +100,17 @@ class WorkerLink:
             return seconds_to_redial(state.seconds_since_start or 0.0, chance)
 
         retrying = tenacity.AsyncRetrying(**until(wait=pause))
-        connection: WorkerConnection = await retrying(self._dial, TlsDiagnosis(self._handle.peer))
+        timer = self._state.loop.call_later(JOIN_SECONDS, self._missing)
+        try:
+            connection: WorkerConnection = await retrying(self._dial, TlsDiagnosis(self._handle.peer))
+        finally:
+            timer.cancel()
         return connection
+
+    def _missing(self) -> None:
+        with self._state.lock:
+            self._scheduler.worker_missing(self._index)
+            self._state.settle_gangs()
 
     async def _dial(self, diagnosis: TlsDiagnosis) -> WorkerConnection:
         """Dial once. Raise UnavailableError for any failure, from a frame that holds nothing but this attempt."""

@@ -8,17 +8,23 @@ from typing import Any, ClassVar, Final, Literal
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.function_queue import check_arguments
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous import results
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.context import MAX_STEPS
 from pscluster.core.errors import EndOfDatasetError
+from pscluster.ps.handles.scope import Partitioner
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.per_replica import made_in_sync, sliced
 from pscluster.worker.strategy import ReduceOp
+
+MAX_DEVICES = 16
+"""The most replicas of one worker."""
 
 _NOT_GIVEN: Final[Any] = object()
 _COLLECT: Final = {
@@ -33,14 +39,40 @@ class SynchronousStrategy(ParameterServerStrategy):
 
     Args:
         cluster_resolver, variable_partitioner, **options: as those of `ParameterServerStrategy`.
+        devices_per_worker: how many replicas each worker is. They run at the same time, in threads of one process, so
+            step functions must not share what they change; NumPy, torch and JAX let other threads run as they compute.
+        min_replicas: steps go on without workers that are lost while the others are this many replicas, and also run
+            those of the lost ones: the results are the same. With fewer, and at most with the number of all, they wait
+            for the workers to come back.
+
+    Raises:
+        ValueError: `devices_per_worker` or `min_replicas` is out of range. Otherwise as `ParameterServerStrategy`.
     """
 
     is_synchronous: ClassVar[bool] = True
 
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | LocalCluster,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        devices_per_worker: int = 1,
+        min_replicas: int = 1,
+        **options: Any,
+    ) -> None:
+        self.devices_per_worker = checks.whole(
+            "devices_per_worker", devices_per_worker, at_least=1, at_most=MAX_DEVICES
+        )
+        self.min_replicas = checks.whole("min_replicas", min_replicas, at_least=1)
+        super().__init__(cluster_resolver, variable_partitioner, **options)
+        if min_replicas > (replicas := self.num_replicas_in_sync):
+            self.close("min_replicas is out of range")
+            raise ValueError(f"min_replicas is {min_replicas}, but there are {replicas} replicas: give at most that")
+
     @property
     def num_replicas_in_sync(self) -> int:
-        """Return the number of replicas: each worker is one."""
-        return len(self.context.workers)
+        """Return the number of replicas: each worker is `devices_per_worker` of them."""
+        return len(self.context.workers) * self.devices_per_worker
 
     # Steps
 

@@ -64,6 +64,10 @@ class Gang:
         seconds = message.timeout or DEFAULT_SECONDS
         return cls(message.id, message.generation, message.rank, members, message.secret, seconds)
 
+    def runs_beside(self, rank: int) -> bool:
+        """Return whether there is a member with this rank, and it is placed on this worker, too."""
+        return rank < self.size and self.members[rank].worker == self.members[self.rank].worker
+
     def opening(self, target: int) -> worker_pb2.Opening:
         """Return the first message of this member's exchange with another one."""
         opening = worker_pb2.Opening(

@@ -36,7 +36,7 @@ from pscluster.worker.collectives.gang import DEFAULT_SECONDS, Gang
 from pscluster.worker.collectives.mailbox import Arrival, Mailbox
 
 _MAX_OPENING_BYTES = 1 << 10
-_REMEMBERED = 32  # gangs that have ended: for members that ask later how
+_REMEMBERED = 32  # members of gangs that have ended: for members that ask later how
 _CHECK_SECONDS = 1.0  # how often a waiting exchange checks that its caller is still there
 _DROP_BYTES = 64 << 10
 
@@ -84,24 +84,24 @@ class Hosted:
 
 
 class Gangs:
-    """The gangs of one attachment whose functions run here or have ended, and the exchanges that wait. Thread-safe."""
+    """The members of gangs whose functions run here or have ended, and the exchanges that wait. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._hosted: OrderedDict[int, Hosted] = OrderedDict()  # by the gang's id
+        self._hosted: OrderedDict[tuple[int, int], Hosted] = OrderedDict()  # by the gang's id and the member's rank
         self._waiting = 0
         self._closed = False
 
     def begin(self, gang: Gang, mailbox: Mailbox) -> Hosted:
         """Accept exchanges of a gang from now on. Raise StaleError if a later generation has run here."""
-        hosted = Hosted(gang, mailbox)
+        hosted, member = Hosted(gang, mailbox), (gang.id, gang.rank)
         with self._lock:
-            known = self._hosted.pop(gang.id, None)
+            known = self._hosted.pop(member, None)
             if known is not None and known.gang.generation >= gang.generation:
-                self._hosted[gang.id] = known
+                self._hosted[member] = known
                 raise StaleError(f"generation {gang.generation} of this gang is over: this worker has run a later one")
-            self._hosted[gang.id] = hosted
+            self._hosted[member] = hosted
             self._changed.notify_all()
         return hosted
 
@@ -110,9 +110,9 @@ class Gangs:
         reason = shortened(reason)
         hosted.end([Reply(kind=kind, reason=reason, messages=messages) for messages in sent])
         with self._lock:
-            over = [gang for gang, known in self._hosted.items() if known.mailbox is None]
-            for gang in over[: max(0, len(over) - _REMEMBERED)]:
-                del self._hosted[gang]
+            over = [member for member, known in self._hosted.items() if known.mailbox is None]
+            for member in over[: max(0, len(over) - _REMEMBERED)]:
+                del self._hosted[member]
 
     def find(self, opening: worker_pb2.Opening, is_wanted: Callable[[], bool]) -> Hosted:
         """Return the gang of an exchange, once its function has started. Raise a refusal if it may not join."""
@@ -145,12 +145,22 @@ class Gangs:
         """Return the gang of an opening; None if it may start later. StaleError if it won't. Under the lock."""
         if self._closed:
             raise StaleError("this attachment to the worker is over")
-        hosted = self._hosted.get(opening.gang)
+        hosted = self._hosted.get((opening.gang, opening.target))
+        if hosted is None:
+            self._refuse_elsewhere(opening)
         if hosted is None or hosted.gang.generation < opening.generation:
             return None
         if hosted.gang.generation > opening.generation:
             raise StaleError(f"generation {opening.generation} of this gang is over")
         return hosted
+
+    def _refuse_elsewhere(self, opening: worker_pb2.Opening) -> None:
+        """Raise NotPermittedError if others of this placement are here, and the target is not. Under the lock."""
+        for (gang, _), other in self._hosted.items():
+            if gang == opening.gang and other.gang.generation == opening.generation:
+                if not other.gang.runs_beside(opening.target):
+                    other.gang.check(opening)
+                return
 
     def close(self) -> None:
         """Refuse all exchanges from now on: the attachment is over."""

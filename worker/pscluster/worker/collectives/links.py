@@ -288,6 +288,13 @@ class MemberLinks:
         return isinstance(self._failed, MisuseError)
 
     def send(self, to: int, *buffers: Buffer) -> None:
+        if self._function.turn is None:
+            self._send(to, *buffers)
+            return
+        with self._function.out_of_turn():  # the receiver may run here, and has room for little
+            self._send(to, *buffers)
+
+    def _send(self, to: int, *buffers: Buffer) -> None:
         self._function.check()
         self.mailbox.check_target(to)
         link = self._links.get(to) or self._link(to)
@@ -322,6 +329,13 @@ class MemberLinks:
 
     def _wait(self, posted: Posted) -> None:
         """Wait until a receive is done. Raise an error if it will not be, or not in time."""
+        if self._function.turn is None:
+            self._wait_for(posted)
+            return
+        with self._function.out_of_turn():
+            self._wait_for(posted)
+
+    def _wait_for(self, posted: Posted) -> None:
         awake = AwakeTime(CHECK_SECONDS)
         while not self.mailbox.wait_for(posted, CHECK_SECONDS):
             self._function.check()

@@ -1,25 +1,80 @@
-"""A worker's part of the datasets of a SynchronousStrategy, whose replicas step together: each worker is a replica."""
+"""A worker's part of the datasets of a SynchronousStrategy: an iterator for each replica that runs here."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
+from pscluster.core.handles import Handle
 from pscluster.core.values import map_structure
 from pscluster.worker.collectives.replica import ReplicaContext
-from pscluster.worker.data.per_worker import InputContext, call_dataset_fn, share_of
+from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, share_of
+
+
+class OfReplicas(Handle):
+    """The iterators, or datasets, of the replicas that run on this worker: each uses its own, made at first use.
+
+    Args:
+        key: of the handle.
+        kind: of what `make` makes.
+        make: makes that of a replica.
+        homes: the replicas that run here unless a worker is lost. A function that runs alone uses that of the first.
+    """
+
+    def __init__(
+        self, key: str, kind: str, make: Callable[[int], WorkerIterator | WorkerDataset], homes: Collection[int]
+    ) -> None:
+        self._key, self.handle_kind = key, kind  # type: ignore[misc]
+        self._make, self._homes = make, homes
+        self._lock = threading.Lock()
+        self._by_rank: dict[int, WorkerIterator | WorkerDataset] = {}
+        for rank in homes:
+            self.of(rank)
+
+    @property
+    def handle_key(self) -> str:
+        return self._key
+
+    def of(self, rank: int) -> WorkerIterator | WorkerDataset:
+        """Return that of a replica."""
+        with self._lock:
+            if (known := self._by_rank.get(rank)) is None:
+                known = self._by_rank[rank] = self._make(rank)
+            return known
+
+    def keep(self, ranks: Collection[int]) -> None:
+        """Drop those of replicas that neither belong here nor are among these."""
+        with self._lock:
+            for rank in [rank for rank in self._by_rank if rank not in ranks and rank not in self._homes]:
+                del self._by_rank[rank]
+
+    def _own(self) -> Any:
+        function = current_function()
+        pipeline = None if function is None else function.pipeline
+        return self.of(min(self._homes) if pipeline is None else pipeline)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __next__(self) -> Any:
+        return next(self._own())
+
+    def get_next(self) -> Any:
+        """Return the replica's next element (TensorFlow's name). Raise EndOfDatasetError after the last one."""
+        return self._own().get_next()
 
 
 def made_in_sync(dataset_fn: Callable[..., Any], context: InputContext) -> Any:
-    """Call a `dataset_fn` with a context that counts all workers as replicas, as `replica_context()` does in it."""
-    function = current_function()
+    """Call a `dataset_fn` with a context that counts all replicas, as `replica_context()` does in it."""
+    function, replicas = current_function(), context.num_input_pipelines
     if function is not None and function.replica is None:
-        function.replica = ReplicaContext(rank=context.worker_index, size=context.num_workers)
-    return call_dataset_fn(dataset_fn, dataclasses.replace(context, num_replicas_in_sync=context.num_workers))
+        function.replica = ReplicaContext(rank=context.input_pipeline_id, size=replicas)
+    return call_dataset_fn(dataset_fn, dataclasses.replace(context, num_replicas_in_sync=replicas))
 
 
 def sliced(source: Callable[[], Any], uneven: bool, context: InputContext) -> Iterable[Any]:
@@ -30,7 +85,7 @@ def sliced(source: Callable[[], Any], uneven: bool, context: InputContext) -> It
             f"the function given to distribute_dataset returned {type_of(batches)}: it must return global batches, in "
             "something to iterate over"
         )
-    return _slices(batches, context.worker_index, context.num_workers, uneven)
+    return _slices(batches, context.input_pipeline_id, context.num_input_pipelines, uneven)
 
 
 def _slices(batches: Iterable[Any], rank: int, replicas: int, uneven: bool) -> Iterator[Any]:

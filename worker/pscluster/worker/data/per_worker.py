@@ -26,22 +26,14 @@ from pscluster.core.handles import Handle
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a `dataset_fn(context)` is told about the worker it runs on."""
+    """What a `dataset_fn(context)` is told about the worker, or the replica, that it is for."""
 
-    worker_index: int  # of this worker, from 0
+    worker_index: int  # of that worker, from 0; another one may run the replica while it is gone
     num_workers: int  # of the cluster
-    seed: int  # differs between workers and between `iter()` calls; the same if the run is repeated
-    num_replicas_in_sync: int = 1  # how many workers step together: all of a SynchronousStrategy's, else one
-
-    @property
-    def input_pipeline_id(self) -> int:
-        """TensorFlow's name for `worker_index`; here it does distinguish workers."""
-        return self.worker_index
-
-    @property
-    def num_input_pipelines(self) -> int:
-        """TensorFlow's name for `num_workers`."""
-        return self.num_workers
+    input_pipeline_id: int  # the replica, from 0; without replicas in sync the worker
+    num_input_pipelines: int  # the number of replicas, or of workers
+    seed: int  # differs between pipelines and between `iter()` calls; the same if the run is repeated
+    num_replicas_in_sync: int = 1  # how many replicas step together: all of a SynchronousStrategy's, else one
 
     def get_per_replica_batch_size(self, global_batch_size: int, uneven: bool = False) -> int:
         """Return this replica's share of the examples of a batch: all of them unless replicas step together.
@@ -54,7 +46,7 @@ class InputContext:
             ValueError: it does not divide evenly, and `uneven` is not set.
         """
         size = checks.whole("global_batch_size", global_batch_size, at_least=1)
-        return share_of(size, self.num_replicas_in_sync, self.worker_index, "a global batch", uneven)[1]
+        return share_of(size, self.num_replicas_in_sync, self.input_pipeline_id, "a global batch", uneven)[1]
 
 
 def share_of(length: int, replicas: int, rank: int, noun: str, uneven: bool) -> tuple[int, int]:
@@ -73,9 +65,9 @@ def share_of(length: int, replicas: int, rank: int, noun: str, uneven: bool) -> 
     return rank * share + min(rank, larger), share + (rank < larger)
 
 
-def mixed_seed(seed: int, resource_seed: int, worker_index: int) -> int:
+def mixed_seed(seed: int, resource_seed: int, pipeline: int) -> int:
     """Return a 63-bit seed derived from these three."""
-    state = np.random.SeedSequence([seed, resource_seed, worker_index]).generate_state(1, np.uint64)
+    state = np.random.SeedSequence([seed, resource_seed, pipeline]).generate_state(1, np.uint64)
     return int(state[0]) >> 1
 
 
