@@ -29,6 +29,7 @@ from pscluster.coordinator.api import (
     Variable,
     replica_context,
 )
+from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import worker_pb2
@@ -171,6 +172,8 @@ class Round:
             count += self.recall()
         if "steps" in parts:
             self.steps()
+        if "bounded" in parts:
+            self.bounded_steps()
         values = self.functions(FUNCTIONS)
         count += FUNCTIONS
         if "saving" in parts:
@@ -295,6 +298,23 @@ class Round:
             for _, seen in results:  # the last step is taken again if only its results were lost
                 assert seen in ([3.0 * (done - 1)] * 4, [3.0 * done] * 4)
             assert total.numpy().tolist() == [3.0 * done] * 4
+
+    def bounded_steps(self) -> None:
+        """Take steps with bounded staleness on all workers: each of each replica counts once, on both servers."""
+        with self.strategy.scope():
+            total = Variable(np.zeros(4), name="total")
+
+        def step() -> None:
+            total.assign_add(np.full(4, 1.0 + replica_context().replica_id))
+
+        options = worker_pb2.SynchronousSteps(staleness=1)
+        run = SynchronousRun(self.strategy.context.client.updater, options)
+        for last in (STEPS, 2 * STEPS):
+            with run.steps(STEPS, worker_pb2.SynchronousSteps.LAST) as (message, _):
+                homes = range(WORKERS)
+                values = self.coordinator.schedule_gang(step, (), {}, homes, WORKERS, None, 0, None, steps=message)
+                assert [steps for steps, _ in self.coordinator.fetch(values, TIMEOUT)] == [last] * WORKERS
+            assert total.numpy().tolist() == [3.0 * last] * 4
 
     def recall(self) -> int:
         """Make a checkpoint ask for all functions back while some run and others wait; return how many functions

@@ -182,6 +182,8 @@ DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         for when in ("before", "after")
     },
     "client.step.staged": ("worker/client.step.staged=kill@5", ("steps",), ()),
+    "client.tick.before": ("worker/client.tick.before=kill@5", ("bounded",), ()),
+    "client.tick.after": ("worker/client.tick.after=kill@5", ("bounded",), ()),
     "client.update.before": ("worker/client.update.before=kill@20", (), ()),
     "client.exchange.after": ("worker/client.exchange.after=kill@20", (), ()),
     "client.update.after": ("worker/client.update.after=kill@20", (), ()),

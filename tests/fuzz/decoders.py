@@ -392,6 +392,10 @@ class _Steps:
                 read.after.run, read.after.step, read.after.epoch = of["run"], 1, 3
                 sent.append(pack(read))
                 examples.append(bytes((index,)) + self.SEPARATOR.join(sent))
+        tick = {"run": next(run), "epoch": 3, "replicas": 1, "kind": kinds.TICK}
+        done = {**tick, "step": 1, "until": 1, "positions": {5: 7}, "before": {5: 6}}
+        ticks = [self._sent(of, 0) for of in ({**tick, "begins": True}, done, {**done, "ended": True})]
+        examples.append(bytes(1) + self.SEPARATOR.join(ticks))
         return examples
 
     @staticmethod

@@ -23,6 +23,7 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with, current_creator, has_creator
 from pscluster.ps.handles.variable import Shard, Variable
+from pscluster.v1 import worker_pb2
 from pscluster.worker.strategy import Strategy
 
 PS_TIMEOUT = 600.0
@@ -69,6 +70,8 @@ class ParameterServerStrategy(Strategy):
 
     min_replicas: int = 0
     """With how many replicas on workers of their own they go on when workers are lost."""
+    step_options: worker_pb2.SynchronousSteps = worker_pb2.SynchronousSteps()
+    """What a `SynchronousStrategy` says of all its steps."""
 
     def __init__(
         self,

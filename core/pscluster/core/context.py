@@ -46,6 +46,8 @@ class FunctionContext:
     turn: threading.Lock | None = None
     """Shared with the other replicas that run here; None: they may run at the same time, or there are none."""
     _in_turn: int = field(default=0, init=False)  # the thread that has the turn; 0: this function has not
+    bounded: Any = None
+    """The same for a run with bounded staleness, whose updates are applied as they come: its Bounded."""
     _has_updated: bool = field(default=False, init=False)  # in an earlier step
     _first_nth: int = field(default=0, init=False)
     _cancelled: bool = field(default=False, init=False)

@@ -67,6 +67,8 @@ POINTS: dict[str, str] = {
     "client.exchange.after": "small requests were sent to all servers, and no answer was read",
     "client.update.after": "all servers have acknowledged it",
     "client.step.staged": "what a replica contributes to a step is staged on all servers but the first",
+    "client.tick.before": "a replica with bounded staleness has completed a step, and server 0 does not know",
+    "client.tick.after": "server 0 knows, and the replica has not gone on",
     # Workers
     "worker.define.after": "a function, a dataset or large arguments were taken, and the coordinator has no answer",
     "worker.run.before": "a function was received, and has not begun",

@@ -216,7 +216,7 @@ class StepCount(_message.Message):
     def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "begins")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -224,12 +224,21 @@ class Contribution(_message.Message):
         COMMIT: _ClassVar[Contribution.Kind]
         WAIT: _ClassVar[Contribution.Kind]
         OPEN: _ClassVar[Contribution.Kind]
+        TICK: _ClassVar[Contribution.Kind]
     KIND_UNSPECIFIED: Contribution.Kind
     STAGE: Contribution.Kind
     COMMIT: Contribution.Kind
     WAIT: Contribution.Kind
     OPEN: Contribution.Kind
+    TICK: Contribution.Kind
     class PositionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class BeforeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +255,10 @@ class Contribution(_message.Message):
     UPDATED_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     epoch: int
@@ -256,10 +269,14 @@ class Contribution(_message.Message):
     updated: _containers.RepeatedScalarFieldContainer[int]
     positions: _containers.ScalarMap[int, int]
     after: int
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ...) -> None: ...
+    until: int
+    before: _containers.ScalarMap[int, int]
+    first: int
+    begins: bool
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., begins: bool = ...) -> None: ...
 
 class StepState(_message.Message):
-    __slots__ = ("committed", "epoch", "missing", "ended", "unknown", "before", "after")
+    __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "before", "after", "own")
     class BeforeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -278,17 +295,21 @@ class StepState(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     committed: int
     epoch: int
     missing: _containers.RepeatedScalarFieldContainer[int]
     ended: bool
+    ending: bool
     unknown: bool
     before: _containers.ScalarMap[int, int]
     after: _containers.ScalarMap[int, int]
-    def __init__(self, committed: _Optional[int] = ..., epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    own: int
+    def __init__(self, committed: _Optional[int] = ..., epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., ending: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ..., own: _Optional[int] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("applied", "repeated_", "updates", "boot_id", "state")

@@ -108,7 +108,7 @@ class Gang(_message.Message):
     def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., concurrent: bool = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
 
 class SynchronousSteps(_message.Message):
-    __slots__ = ("run", "first", "count", "epoch", "collect", "open")
+    __slots__ = ("run", "first", "count", "epoch", "collect", "open", "staleness")
     class Collect(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LAST: _ClassVar[SynchronousSteps.Collect]
@@ -123,13 +123,15 @@ class SynchronousSteps(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COLLECT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     run: int
     first: int
     count: int
     epoch: int
     collect: SynchronousSteps.Collect
     open: bool
-    def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ...) -> None: ...
+    staleness: float
+    def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ..., staleness: _Optional[float] = ...) -> None: ...
 
 class GangMember(_message.Message):
     __slots__ = ("worker", "address", "incarnation")

@@ -19,18 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from pscluster.core.context import MAX_STEPS, FunctionContext
-from pscluster.core.dtypes import array_of
-from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import check_count
-from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
+from pscluster.worker.bounded_steps import run_bounded
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
 from pscluster.worker.job import Job
+from pscluster.worker.step_results import collected
 
 _Collect = worker_pb2.SynchronousSteps
 
@@ -54,6 +52,8 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
     """
     asked, gang, client = message.steps, Gang.of(message), job.client()
     check_count(asked.count, MAX_STEPS - 1, "steps of one function")
+    if asked.staleness:
+        return run_bounded(message, context, job, call)
     last = asked.first + asked.count
     steps = WorkerSteps(
         client.exchanges,
@@ -98,7 +98,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
     finally:
         for iterator in steps.iterators.values():
             iterator.rewind()
-    return steps.step, _collected(asked.collect, results)
+    return steps.step, collected(asked.collect, results)
 
 
 def _go_on(steps: WorkerSteps, last: int, job: Job, rank: int) -> None:
@@ -117,30 +117,3 @@ def _go_on(steps: WorkerSteps, last: int, job: Job, rank: int) -> None:
             iterator.seek(position)
         if state.committed > first:
             steps.take_from(iterator)
-
-
-def _collected(how: int, results: list[Any]) -> Any:
-    if how == _Collect.ALL:
-        return results
-    if how == _Collect.MEAN and results:
-        return _mean(results)
-    return results[-1] if results else None
-
-
-def _mean(results: list[Any]) -> Any:
-    """Return the mean of structures, leaf by leaf."""
-    leaves: list[list[Any]] = []
-    for result in results:
-        own: list[Any] = []
-        map_structure(own.append, result)
-        leaves.append(own)
-    if len({len(own) for own in leaves}) > 1:
-        raise MisuseError('collect="mean" needs results of the same structure in all steps')
-    try:
-        means = iter([np.mean([array_of(leaf) for leaf in of_all], axis=0)[()] for of_all in zip(*leaves, strict=True)])
-    except (TypeError, ValueError):
-        raise MisuseError(
-            f'collect="mean" needs numbers, or arrays of one shape, not {describe(results[-1])}: return those, or use '
-            'collect="last"'
-        ) from None
-    return map_structure(lambda _: next(means), results[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.errors import MisuseError
+from pscluster.worker.step_results import NO_RESULT
 
 StepLogs = tuple[int, float, float, list[str], npt.NDArray[np.float64]]
 """The worker's index, its clock before and after, names, and for each step a row of numbers."""
@@ -51,23 +53,27 @@ def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: in
     return experimental_get_current_worker_index(), begin, time.perf_counter(), names or [], values
 
 
-def logs_of_replicas(of_replicas: Sequence[Sequence[StepLogs]]) -> StepLogs:
-    """Return the means of the logs of single steps that replicas have taken together; the clock is that of the first.
+def logs_of_replicas(of_replicas: Sequence[Sequence[StepLogs | Any]]) -> StepLogs:
+    """Return the means of the logs of single steps, each over the replicas that have some; the clock is that of one.
 
     MisuseError if they have other names.
     """
-    first = of_replicas[0]
-    if not first:  # an earlier attempt has taken all steps, and its logs are lost
+    there = [[(at, step) for at, step in enumerate(logs) if step is not NO_RESULT] for logs in of_replicas]
+    if not any(there):  # an earlier attempt has taken all steps, and its logs are lost
         return 0, 0.0, 0.0, [], np.empty((0, 0))
-    names = first[0][3]
-    for replica, logs in enumerate(of_replicas):
-        for step in logs:
+    source = next(replica for replica, logs in enumerate(there) if logs)
+    (_, first), (_, last) = there[source][0], there[source][-1]
+    names, rows = first[3], defaultdict[int, list[Any]](list)
+    for replica, logs in enumerate(there):
+        for at, step in logs:
             if step[3] != names:
                 raise MisuseError(
-                    f"replica {replica} returned logs named {step[3]}, and replica 0 {names}: return the same names"
+                    f"replica {replica} returned logs named {step[3]}, and replica {source} {names}: return the same "
+                    "names"
                 )
-    rows = np.mean([[step[4][0] for step in logs] for logs in of_replicas], axis=0)
-    return first[0][0], first[0][1], first[-1][2], names, rows.reshape(len(first), len(names))
+            rows[at].append(step[4][0])
+    means = np.array([np.mean(rows[at], axis=0) for at in sorted(rows)])
+    return first[0], first[1], last[2], names, means.reshape(len(rows), len(names))
 
 
 def _number(name: str, value: Any) -> float:

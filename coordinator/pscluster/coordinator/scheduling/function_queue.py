@@ -42,6 +42,7 @@ from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
+from pscluster.worker.step_results import of_steps
 
 _SECONDS = "number of seconds"
 
@@ -58,7 +59,7 @@ class FunctionQueue(StaysHere):
         self.trainings_ended = 0  # how many of the script's have
         self._dispatcher = dispatcher
         self._functions = CapturedFunctions(strategy.context.variables.serialization)
-        self.synchronous_run = SynchronousRun(strategy.context.client.updater)
+        self.synchronous_run = SynchronousRun(strategy.context.client.updater, strategy.step_options)
         strategy.context.settle_steps = self.synchronous_run.settle
         self._resources = itertools.count(1)
         self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset] = (
@@ -246,8 +247,12 @@ class FunctionQueue(StaysHere):
             if any(value.status is not RemoteValueStatus.READY for value in values):
                 self.join()  # raises the error, which a later call would raise otherwise
             returned = [value.fetch() for value in values]
-            committed(returned[0][0])
-        return run.committed - message.first, [result for _, result in returned]
+            last = min(steps for steps, _ in returned)
+            committed(last)
+        done, of_replicas = last - message.first, [result for _, result in returned]
+        if message.staleness:
+            of_replicas = [of_steps(collect, numbered, done) for numbered in of_replicas]
+        return done, of_replicas
 
     def _members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
         """Return the workers that are asked for, by rank, and how many they are; None: any."""

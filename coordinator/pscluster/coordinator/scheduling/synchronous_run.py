@@ -24,16 +24,17 @@ _GENERATION_BITS = 20
 
 
 class SynchronousRun:
-    """The run of one job. Thread-safe."""
+    """The run of one job. Thread-safe. `options` has what the strategy says of all steps."""
 
-    def __init__(self, updater: Updater) -> None:
+    def __init__(self, updater: Updater, options: worker_pb2.SynchronousSteps) -> None:
         self._updater = updater
+        self._options = options
         self._lock = threading.Lock()
         self._id, self._term = 0, -1
         self._calls = 0
         self._settled = True  # all that is committed is applied, and nothing else will be
         self.committed = 0
-        """How many steps of the run are committed."""
+        """How many steps of the run are committed; with bounded staleness, how many were asked for."""
 
     @contextlib.contextmanager
     def steps(
@@ -47,6 +48,9 @@ class SynchronousRun:
             if (term := self._updater.term) != self._term:
                 self._id, self._term = fresh_id(), term
                 self.committed, self._settled = 0, True
+            if self._options.staleness:
+                yield self._unsettled(count, collect), lambda _: None
+                return
             if not self._settled:
                 self._settle()
             self._calls += 1
@@ -64,6 +68,16 @@ class SynchronousRun:
                 if not self._settled:
                     with contextlib.suppress(PsClusterError):  # then the next call does it
                         self._settle()
+
+    def _unsettled(self, count: int, collect: worker_pb2.SynchronousSteps.Collect) -> worker_pb2.SynchronousSteps:
+        """Return the message for steps whose updates are applied as they come: nothing is ever left to be applied."""
+        first, self.committed = self.committed, self.committed + count
+        self._calls += 1
+        message = worker_pb2.SynchronousSteps(
+            run=self._id, first=first, count=count, epoch=self._calls << _GENERATION_BITS, collect=collect
+        )
+        message.MergeFrom(self._options)
+        return message
 
     def settle(self) -> None:
         """Have all servers apply what is committed, if the last call failed and could not do that.

@@ -15,6 +15,7 @@ from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of
+from pscluster.worker.step_results import NO_RESULT
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -25,6 +26,8 @@ _SHOWN_KEYS = 8
 def merge(results: Sequence[Any]) -> Any:
     """Return one structure of the replicas' results, by rank, with a `PerReplica` in place of each leaf.
 
+    A replica that has `NO_RESULT` has None in each leaf.
+
     Raises:
         MisuseError: the structures differ. The first replica whose structure is not that of replica 0 is named.
     """
@@ -32,25 +35,33 @@ def merge(results: Sequence[Any]) -> Any:
 
 
 def _merged(values: list[Any], path: str) -> Any:
-    first = values[0]
+    there = next((replica for replica, value in enumerate(values) if value is not NO_RESULT), None)
+    if there is None:
+        return PerReplica([None] * len(values))
+    first = values[there]
     kind = _kind_of(first)
     for replica, value in enumerate(values):
-        if _kind_of(value) != kind:
+        if value is not NO_RESULT and _kind_of(value) != kind:
             raise MisuseError(
-                f"{f'at {path} ' if path else ''}replica {replica} returned {_described(value)} where replica 0 "
+                f"{f'at {path} ' if path else ''}replica {replica} returned {_described(value)} where replica {there} "
                 f"returned {_described(first)}: all replicas must return the same structure"
             )
+
+    def column(rows: list[Any], key: Any, name: str) -> Any:
+        return _merged([row if row is NO_RESULT else row[key] for row in rows], path + name)
+
     cls: type = type(first)
     if is_record_class(cls):
         layout = layout_of(cls)
-        columns = zip(layout.fields, zip(*map(layout.values, values), strict=True), strict=True)
-        return layout.build(layout.fields, [_merged(list(column), f"{path}.{name}") for name, column in columns])
+        rows = [value if value is NO_RESULT else layout.values(value) for value in values]
+        columns = [column(rows, at, f".{name}") for at, name in enumerate(layout.fields)]
+        return layout.build(layout.fields, columns)
     if isinstance(first, dict):
-        return {key: _merged([value[key] for value in values], f"{path}[{key!r}]") for key in first}
+        return {key: column(values, key, f"[{key!r}]") for key in first}
     if isinstance(first, list | tuple):
-        merged = [_merged(list(column), f"{path}[{at}]") for at, column in enumerate(zip(*values, strict=True))]
+        merged = [column(values, at, f"[{at}]") for at in range(len(first))]
         return tuple(merged) if isinstance(first, tuple) else merged
-    return PerReplica(values)
+    return PerReplica([None if value is NO_RESULT else value for value in values])
 
 
 def _kind_of(value: Any) -> Any:

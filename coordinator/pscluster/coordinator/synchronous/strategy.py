@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
@@ -33,6 +34,8 @@ _COLLECT: Final = {
     "mean": worker_pb2.SynchronousSteps.MEAN,
 }
 
+_MAX_STALENESS = 1 << 32
+
 
 class SynchronousStrategy(ParameterServerStrategy):
     """Runs each step on all workers at once, which are replicas of one model; variables are on parameter servers.
@@ -44,9 +47,13 @@ class SynchronousStrategy(ParameterServerStrategy):
         min_replicas: steps go on without workers that are lost while the others are this many replicas, and also run
             those of the lost ones: the results are the same. With fewer, and at most with the number of all, they wait
             for the workers to come back.
+        staleness: how many steps a replica may be ahead of the slowest. Above 0, each replica's updates are applied as
+            they come, and `float("inf")` lets none wait. The slack is within one call of `run`: take many `steps` in
+            each.
 
     Raises:
-        ValueError: `devices_per_worker` or `min_replicas` is out of range. Otherwise as `ParameterServerStrategy`.
+        ValueError: `devices_per_worker` or `min_replicas` is out of range, or `staleness` is not a whole number of at
+            least 0, or infinite. Otherwise as `ParameterServerStrategy`.
     """
 
     is_synchronous: ClassVar[bool] = True
@@ -58,8 +65,12 @@ class SynchronousStrategy(ParameterServerStrategy):
         *,
         devices_per_worker: int = 1,
         min_replicas: int = 1,
+        staleness: float = 0,
         **options: Any,
     ) -> None:
+        if not (isinstance(staleness, float) and staleness == math.inf):
+            staleness = checks.whole("staleness", staleness, ', or float("inf")', at_least=0, at_most=_MAX_STALENESS)
+        self.step_options = worker_pb2.SynchronousSteps(staleness=staleness)
         self.devices_per_worker = checks.whole(
             "devices_per_worker", devices_per_worker, at_least=1, at_most=MAX_DEVICES
         )

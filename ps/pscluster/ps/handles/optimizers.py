@@ -22,7 +22,7 @@ from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
-from pscluster.ps.handles.replicas import combined, current_replica
+from pscluster.ps.handles.replicas import combined, current_replica, replicas_out_of_step, shared_out
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.optim import rules
@@ -276,6 +276,8 @@ class Optimizer(Handle):
             if self._nonfinite is not None:  # before clipping, which makes infinity finite
                 nonfinite = {variable.name for gradient, variable in pairs if not np.isfinite(_values(gradient)).all()}
             pairs = self._preprocessed(pairs)
+        if examples is not None and (replicas := replicas_out_of_step()) > 1:
+            pairs = shared_out(pairs, examples, replicas)
         updates: list[ShardUpdate] = []
         for gradient, variable in pairs:
             own_updates = variable.gradient_updates(gradient, self._spec.id)

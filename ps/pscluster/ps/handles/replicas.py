@@ -40,6 +40,32 @@ def current_replica() -> Replica | None:
     return replica if replica.num_replicas > 1 else None
 
 
+def replicas_out_of_step() -> int:
+    """Return how many replicas there are if this one's updates are applied as they come, under a bound; otherwise 1."""
+    function = current_function()
+    count: int = 1 if function is None or function.bounded is None else function.bounded.replicas
+    return count
+
+
+def shared_out(
+    pairs: Sequence[tuple[Gradient, Variable]], examples: float, replicas: int
+) -> list[tuple[Gradient, Variable]]:
+    """Return a replica's part of the mean of this many replicas, each of whose gradients is applied alone.
+
+    Those of asynchronous variables stay, as in synchronous steps. Half types become float32.
+    """
+    share = 1 / replicas if examples else 0.0
+    result: list[tuple[Gradient, Variable]] = []
+    for gradient, variable in pairs:
+        if variable.asynchronous:
+            result.append((gradient, variable))
+        elif isinstance(gradient, IndexedSlices):
+            result.append((IndexedSlices(_scaled(np.asarray(gradient.values), share), gradient.indices), variable))
+        else:
+            result.append((_scaled(np.asarray(gradient), share), variable))
+    return result
+
+
 def combined(
     pairs: Sequence[tuple[Gradient, Variable]], examples: float | None, replica: Replica
 ) -> list[tuple[Gradient, Variable]]:

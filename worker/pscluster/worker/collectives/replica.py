@@ -67,6 +67,7 @@ class ReplicaContext:
         """Take the links to the others; without them only the rank and the number of replicas are known."""
         self._links: Links = links or _NoLinks(rank, size)
         self._gang = links
+        self._refusal = ""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -188,7 +189,13 @@ class ReplicaContext:
         size = self._links.size
         return lambda array: np.divide(array, array.dtype.type(size), out=array)
 
+    def refuse_collectives(self, why: str) -> None:
+        """Have all collectives of this function raise MisuseError."""
+        self._refusal = why
+
     def _collective(self, operation: str, layout: str) -> Any:
+        if self._refusal:
+            raise MisuseError(f"{operation}: {self._refusal}")
         if self._gang is None:
             return nullcontext()
         short = layout if len(layout) <= _MAX_LAYOUT else f"{layout[:_MAX_LAYOUT]}..."

@@ -175,7 +175,7 @@ class WorkerIterator(_Built):
     def __next__(self) -> Any:
         if (function := current_function()) is not None:
             function.check()
-        steps = None if function is None else function.steps
+        steps = None if function is None else function.steps or function.bounded
         with self._lock:
             self._check()
             if self.given < self._begin + len(self._recent):

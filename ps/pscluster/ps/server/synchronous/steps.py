@@ -25,6 +25,7 @@ from pscluster.core.fault_points import reach
 from pscluster.ps.server import updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.synchronous.clock import MAX_ITERATORS
 from pscluster.ps.server.synchronous.combine import (
     Contribution,
     check_contribution,
@@ -33,15 +34,10 @@ from pscluster.ps.server.synchronous.combine import (
     parts_of_payload,
 )
 from pscluster.ps.server.synchronous.run import Run, Verdict
+from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
-
-WAIT_SECONDS = 0.5
-"""How long a WAIT is held, at most."""
-
-MAX_ITERATORS = 16
-"""The most iterators of which a replica's position is remembered: those used last."""
 
 _MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 """The most that may be staged. More would take the machine down, with the state of other jobs."""
@@ -61,6 +57,7 @@ class StepPath:
     def __init__(self, write: Write, log: Callable[[Store, Contribution], None]) -> None:
         self._write = write
         self._log = log
+        self.ticks = Ticks()
 
     def contribute(
         self, store: Store, request: ps_pb2.UpdateRequest, changes: list[Change], payload: Payload, total_bytes: int
@@ -69,8 +66,10 @@ class StepPath:
         of = request.contribution
         if (of.kind not in _AT_FIRST) if store.index == 0 else (of.kind != ps_pb2.Contribution.STAGE):
             raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
-        if of.kind in (ps_pb2.Contribution.OPEN, ps_pb2.Contribution.WAIT) and request.items:
+        if of.kind not in (ps_pb2.Contribution.STAGE, ps_pb2.Contribution.COMMIT) and request.items:
             raise ProtocolError("updates with a question about a synchronous run")
+        if of.kind == ps_pb2.Contribution.TICK:
+            return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(of))
         self._finish_torn(store, of.run)
         if of.kind == ps_pb2.Contribution.OPEN:
             state = self._open(store, of)
@@ -214,7 +213,8 @@ class StepPath:
             store.runs.end_step(run_id, applied=applied)
 
 
-_AT_FIRST = ps_pb2.Contribution.COMMIT, ps_pb2.Contribution.WAIT, ps_pb2.Contribution.OPEN
+_Kind = ps_pb2.Contribution
+_AT_FIRST = _Kind.COMMIT, _Kind.WAIT, _Kind.OPEN, _Kind.TICK
 
 
 def _check_room(new: Contribution, staged: list[Contribution]) -> None:

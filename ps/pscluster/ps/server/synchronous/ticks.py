@@ -1,0 +1,52 @@
+"""Takes what replicas with bounded staleness say of their progress, and holds those that are too far ahead.
+
+What a message means is decided in `clock`. This is the shell: one condition guards all clocks, and a message is held
+for at most `WAIT_SECONDS`, so that no thread is held for a replica that never comes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from pscluster.ps.server.synchronous.clock import Clocks
+from pscluster.v1 import ps_pb2
+
+WAIT_SECONDS = 0.5
+"""How long a question about a synchronous run is held, at most."""
+
+
+class Ticks:
+    """Handles the TICKs of all runs, on server 0. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._clocks = Clocks()
+
+    def take(self, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+        """Take note of a replica's progress; return once all have completed `of.until` steps, or after a while."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            clock = self._clocks.of(of.run)
+            before = clock.slowest, clock.end
+            known = clock.begin(of.epoch, of.replica, of.replicas, of.first)
+            if not of.begins:
+                known.reach(of.step, of.before, of.positions)
+                if of.ended:
+                    clock.end_at(of.step)
+            if (clock.slowest, clock.end) != before or of.begins:
+                self._changed.notify_all()
+            while (left := deadline - time.monotonic()) > 0:
+                until = clock.end if clock.end is not None and clock.ending(of.step) else of.until
+                if clock.slowest >= until:
+                    break
+                self._changed.wait(left)
+                clock.begin(of.epoch, of.replica, of.replicas, of.first)  # refuses an attempt that is over
+            ending = clock.ending(of.step)
+            ended = ending and clock.slowest >= (clock.end or 0)
+            state = ps_pb2.StepState(committed=clock.slowest, missing=clock.behind, ending=ending, ended=ended)
+            if of.begins:
+                state.own = known.steps
+                state.before.update(known.before)
+                state.after.update(known.after)
+            return state

@@ -1,0 +1,113 @@
+"""Calls a step function once for each step of a run with bounded staleness, whose updates are applied as they come.
+
+What happens if an attempt ends too early (a worker dies, a replica fails, the coordinator stops it):
+
+- A replica's completed steps stay. It goes on after them, also on a worker that has restarted: server 0 knows how many
+  they are and where the iterators were, and what they have taken is skipped.
+- A step that was not complete runs again, on the same elements. Updates that it had made count once, like those of any
+  function that runs again.
+- If all steps are complete, and only their results are lost, the last one is repeated for its result.
+
+Results of steps that only an earlier attempt had computed are lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from pscluster.core.context import FunctionContext
+from pscluster.core.errors import ProtocolError
+from pscluster.ps.client.bounded import BoundedSteps
+from pscluster.v1 import worker_pb2
+from pscluster.worker.collectives.gang import Gang
+from pscluster.worker.collectives.replica import ReplicaContext
+from pscluster.worker.data.per_worker import EndOfIterator
+from pscluster.worker.job import Job
+from pscluster.worker.step_iterators import StepIterators
+from pscluster.worker.step_results import NumberedResults
+
+_NO_COLLECTIVES = (
+    "replicas with staleness above 0 are in different steps, where a collective would have each wait for the others: "
+    "use staleness=0, or variables for what they share"
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Bounded:
+    """What the library knows of a step that runs under a bound: see `FunctionContext.bounded`."""
+
+    replicas: int
+    iterators: StepIterators
+
+    def take_from(self, iterator: Any) -> None:
+        """Note that the step has taken an element from an iterator."""
+        self.iterators.take_from(iterator)
+
+
+def run_bounded(
+    message: worker_pb2.Gang, context: FunctionContext, job: Job, call: Callable[[], Any]
+) -> tuple[int, Any]:
+    """Call a function for each step; return how many are complete, and the results that are collected, by step.
+
+    What the function raises; errors as of `BoundedSteps.may_begin`.
+    """
+    asked, gang, client = message.steps, Gang.of(message), job.client()
+    if not asked.staleness >= 0:
+        raise ProtocolError(f"a staleness of {asked.staleness}")
+    steps = BoundedSteps(
+        client.exchanges,
+        client.updater.header(context),
+        run=asked.run,
+        first=asked.first,
+        epoch=asked.epoch,
+        replica=gang.rank,
+        replicas=gang.size,
+        staleness=asked.staleness,
+        seconds=gang.seconds,
+    )
+    iterators, results = StepIterators(), NumberedResults(asked.collect)
+    replica: ReplicaContext = context.replica
+    replica.refuse_collectives(_NO_COLLECTIVES)
+    last = asked.first + asked.count
+    goes_on = True
+    try:
+        if asked.open or (asked.first and job.steps_taken.get(gang.rank) != (asked.run, asked.first)):
+            repeats = _go_on(steps, iterators, last, job, gang.rank)
+            goes_on = repeats or steps.may_begin(context, steps.report({}, {}))
+        while goes_on and steps.completed < last:
+            context.begin_step(steps.completed - asked.first)
+            iterators.begin()
+            context.bounded = Bounded(gang.size, iterators)
+            try:
+                with context.in_turn():
+                    result = call()
+            except EndOfIterator:
+                steps.all_complete(context, steps.report({}, {}, ended=True))
+                break
+            finally:
+                context.bounded = None
+            iterators.confirm()
+            results.add(steps.completed - asked.first, result)
+            steps.completed += 1
+            job.steps_taken[gang.rank] = asked.run, steps.completed
+            report = steps.report(iterators.before, iterators.given)
+            goes_on = (steps.all_complete if steps.completed == last else steps.may_begin)(context, report)
+    finally:
+        iterators.rewind()
+    return steps.completed, results.collected()
+
+
+def _go_on(steps: BoundedSteps, iterators: StepIterators, last: int, job: Job, rank: int) -> bool:
+    """Go on after the steps that this replica had completed. Return whether it only repeats the last one of them."""
+    state, (run, taken) = steps.open(), job.steps_taken.get(rank, (0, 0))
+    known = taken if run == steps.run else 0
+    completed = max(steps.completed, state.own, known)
+    if completed > last:
+        raise ProtocolError(f"a replica has completed {completed} steps, of {last}")
+    if repeats := completed == last and state.own == completed:
+        completed -= 1
+    steps.completed = completed
+    iterators.move(job, rank, state.before if repeats else state.after, back=repeats)
+    return repeats
