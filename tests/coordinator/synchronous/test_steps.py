@@ -124,6 +124,22 @@ def test_other_updates_and_metrics_are_applied_with_the_step(strategy: Synchrono
     assert loss.result() == 1.0
 
 
+def test_what_steps_send_is_traffic(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros(1000), name="w", partitioner=FixedShardsPartitioner(2))
+        rows = Variable(np.zeros((4, 2)), name="rows")
+
+    def step() -> int:
+        before = strategy.traffic().pushed
+        w.assign_add(np.ones(1000))
+        rows.scatter_add(IndexedSlices(np.ones((1, 2)), np.array([rank()])))
+        return before
+
+    first, second = strategy.run(step, steps=2, collect="all")
+    for before, after in zip(first.values, second.values, strict=True):
+        assert after - before == 8 * 1000 + 16 + 8, "values, and the row's number"
+
+
 def test_a_table_may_run_free(strategy: SynchronousStrategy) -> None:
     """Dense parameters in step, and a table whose updates count at once, also within the step."""
     with strategy.scope():

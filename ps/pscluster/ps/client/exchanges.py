@@ -8,6 +8,7 @@ retried under the same key, on a new connection, until `retry_seconds` have pass
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,8 +25,9 @@ from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explai
 from pscluster.core.transport.frames import Buffer, parts_of, pieces, unpack
 from pscluster.core.transport.retry import may_pass, until
 from pscluster.core.transport.watchdog import SilentError
-from pscluster.ps.client.connections import Server, Session
+from pscluster.ps.client.connections import Server, Session, new_session
 from pscluster.ps.request_metrics import ClientMetrics
+from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
 _T = TypeVar("_T")
@@ -176,6 +178,46 @@ class Exchanges:
         if self.on_lost is not None and not self.closed:
             server.give_up(error)
             self.on_lost(error)
+
+    def send_updates(
+        self,
+        requests: Mapping[int, tuple[ps_pb2.Request, Sequence[Buffer]]],
+        finish: Callable[[int, ps_pb2.UpdateReply], None],
+        function: FunctionContext | None,
+    ) -> None:
+        """Send each server its updates, and their payload; return when all have acknowledged.
+
+        Small requests go over sessions, large ones in frames; `finish` gets each server's reply, of large ones on a
+        thread of the pool.
+        """
+        small: dict[int, Sequence[Buffer]] = {}
+        large: list[Callable[[], None]] = []
+        for index, (request, buffers) in requests.items():
+            request.total_bytes = sum(map(len, buffers))
+            if request.total_bytes <= SESSION_BYTES:
+                request.last = True
+                small[index] = parts_of(request, buffers)
+            else:
+                large.append(functools.partial(self._push_updates, index, request, buffers, finish, function))
+        if small:
+            self.exchange("push", small, lambda index, reply, _: finish(index, reply.update), function)
+        if large:
+            self.on_each(large)
+        items = (item for request, _ in requests.values() for item in request.update.items)
+        self.pushed += sum(item.value_bytes + 8 * item.rows.ids for item in items)
+
+    def _push_updates(
+        self,
+        index: int,
+        request: ps_pb2.Request,
+        buffers: Sequence[Buffer],
+        finish: Callable[[int, ps_pb2.UpdateReply], None],
+        function: FunctionContext | None,
+    ) -> None:
+        name, begin = new_session(), time.monotonic()
+        reply = self.push(index, request, buffers, name=name)
+        self.count("push", index, (name, 1), begin, request.total_bytes, 0, function)
+        finish(index, reply.update)
 
     def exchange(
         self,

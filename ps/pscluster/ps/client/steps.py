@@ -14,10 +14,9 @@ A step can also be repeated for its result only (`dry`): its updates are dropped
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pscluster.core.context import FunctionContext
@@ -25,7 +24,7 @@ from pscluster.core.errors import MemberTimeoutError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges
-from pscluster.ps.spec import SESSION_BYTES, with_step
+from pscluster.ps.spec import with_step
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class ReplicaSteps:
         if ended:
             self._clear()
         commit = _Kind(ended=ended, updated=self._contributed, positions=positions)
-        state = self._ask(_Kind.COMMIT, commit)
+        state = self._ask(_Kind.COMMIT, commit, function)
         deadline = time.monotonic() + self._seconds
         while not state.ended and state.committed <= self.step:
             function.check()
@@ -145,7 +144,8 @@ class ReplicaSteps:
                     f"replicas {missing} have not ended step {self.step} for {self._seconds:g} s: they are slow, "
                     "frozen, or cut off"
                 )
-            state = self._ask(_Kind.COMMIT, commit) if state.unknown else self._ask(_Kind.WAIT)
+            kind, updates = (_Kind.COMMIT, commit) if state.unknown else (_Kind.WAIT, None)
+            state = self._ask(kind, updates, function)
         self._clear()
         if not state.ended:
             self.step += 1
@@ -180,34 +180,25 @@ class ReplicaSteps:
         self._used.clear()
 
     def _stage(self, function: FunctionContext) -> None:
-        small: dict[int, Sequence[Buffer]] = {}
-        large: list[Callable[[], object]] = []
-        for index in self._items.keys() - {0}:
-            request, buffers = self._request(_Kind.STAGE, index)
-            if request.last:
-                small[index] = parts_of(request, buffers)
-            else:
-                large.append(functools.partial(self._exchanges.push, index, request, buffers))
-        if small:
-            self._exchanges.exchange("push", small, lambda *_: None, function)
-        if large:
-            self._exchanges.on_each(large)
+        requests = {index: self._request(_Kind.STAGE, index) for index in self._items.keys() - {0}}
+        self._exchanges.send_updates(requests, lambda *_: None, function)
 
-    def _ask(self, kind: ps_pb2.Contribution.Kind, commit: ps_pb2.Contribution | None = None) -> ps_pb2.StepState:
+    def _ask(
+        self,
+        kind: ps_pb2.Contribution.Kind,
+        commit: ps_pb2.Contribution | None = None,
+        function: FunctionContext | None = None,
+    ) -> ps_pb2.StepState:
         """Send server 0 a contribution, with this step's updates if it is a COMMIT; return its answer."""
         request, buffers = self._request(kind, 0 if commit is not None else None)
         if commit is not None:
             request.update.contribution.MergeFrom(commit)
         states: list[ps_pb2.StepState] = []
-        if request.last:
-            message = {0: parts_of(request, buffers)}
-            self._exchanges.exchange("push", message, lambda _, reply, __: states.append(reply.update.state), None)
-        else:
-            states.append(self._exchanges.push(0, request, buffers).update.state)
+        self._exchanges.send_updates({0: (request, buffers)}, lambda _, reply: states.append(reply.state), function)
         return states[0]
 
     def _request(self, kind: ps_pb2.Contribution.Kind, server: int | None) -> tuple[ps_pb2.Request, list[Buffer]]:
-        """Return a contribution, with the updates of a server or without. `last`: it fits in one message."""
+        """Return a contribution, with the updates of a server or without."""
         items = self._items.get(server, []) if server is not None else []
         request = ps_pb2.Request()
         request.update.CopyFrom(self._header)
@@ -215,7 +206,4 @@ class ReplicaSteps:
         of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
         of.replica, of.replicas, of.after = self._replica, self._replicas, self._committed_in
         request.update.items.extend(item for item, _ in items)
-        buffers = [buffer for _, segments in items for buffer in segments]
-        request.total_bytes = sum(map(len, buffers))
-        request.last = request.total_bytes <= SESSION_BYTES
-        return request, buffers
+        return request, [buffer for _, segments in items for buffer in segments]

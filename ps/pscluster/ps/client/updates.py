@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +15,10 @@ import numpy.typing as npt
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import StaleError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import Buffer, padded, parts_of, view
-from pscluster.ps.client.connections import new_session
+from pscluster.core.transport.frames import Buffer, padded, view
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.steps import ReplicaSteps
-from pscluster.ps.spec import SESSION_BYTES, SYNCHRONOUS
+from pscluster.ps.spec import SYNCHRONOUS
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -70,8 +67,7 @@ class Updater:
         inside = function is not None and function.function
         sequence, settled = (0, 0) if inside else self._next_sequence()
         term = function.term if function is not None and inside else self.term  # the same for all attempts
-        small: dict[int, Sequence[Buffer]] = {}
-        large: dict[int, Callable[[], object]] = {}
+        requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
         try:
             for index, of_server in by_server.items():
                 for update in of_server:
@@ -95,24 +91,10 @@ class Updater:
                     for update in of_server
                     for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
                 ]
-                buffers = padded(segments)
-                request.total_bytes = sum(map(len, buffers))
-                if request.total_bytes <= SESSION_BYTES:
-                    request.last = True
-                    small[index] = parts_of(request, buffers)
-                else:
-                    large[index] = functools.partial(self._push_update, index, request, buffers, of_server, function)
+                requests[index] = request, padded(segments)
             reach("client.update.before")
-            if small:
-                self._exchanges.exchange(
-                    "push", small, lambda index, reply, _: self._note(by_server[index], reply.update), function
-                )
-            if large:
-                self._exchanges.on_each(large.values())
+            self._exchanges.send_updates(requests, lambda index, reply: self._note(by_server[index], reply), function)
             reach("client.update.after")
-            self._exchanges.pushed += sum(
-                len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in updates
-            )
         finally:
             with self._lock:
                 self._open.discard(sequence)
@@ -162,19 +144,6 @@ class Updater:
             self._last += 1
             self._open.add(self._last)
             return self._last, settled
-
-    def _push_update(
-        self,
-        index: int,
-        request: ps_pb2.Request,
-        buffers: list[Buffer],
-        updates: Sequence[ShardUpdate],
-        function: FunctionContext | None,
-    ) -> None:
-        name, begin = new_session(), time.monotonic()
-        reply = self._exchanges.push(index, request, buffers, name=name)
-        self._exchanges.count("push", index, (name, 1), begin, sum(map(len, buffers)), 0, function)
-        self._note(updates, reply.update)
 
     def _note(self, updates: Sequence[ShardUpdate], reply: ps_pb2.UpdateReply) -> None:
         """Record what was acknowledged, so that a server that restarts with less learns what it has lost."""
