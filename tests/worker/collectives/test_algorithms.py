@@ -103,11 +103,16 @@ def test_a_mean_is_divided_once(size: int, length: int, seed: int) -> None:
 @few
 @given(members, lengths, st.sampled_from(TYPES), seeds)
 def test_reduce_scatter(size: int, length: int, name: str, seed: int) -> None:
-    """Member n gets the n-th of numpy.array_split's parts of the sum."""
+    """Member n gets the n-th of numpy.array_split's parts of the sum, also in the memory of its array."""
     arrays, ends = arrays_of(size, length, name, seed), even_ends(length, size)
-    results = on_each(size, lambda links: algorithms.reduce_scatter(links, np.add, arrays[links.rank], ends))
     expected = np.array_split(functools.reduce(np.add, arrays), size)
-    assert list(map(bits, results)) == list(map(bits, expected))
+    for in_place in (False, True):
+
+        def scatter(links: MemoryLinks) -> Array:
+            return algorithms.reduce_scatter(links, np.add, arrays[links.rank], ends, in_place=in_place)  # noqa: B023
+
+        results = on_each(size, scatter)
+        assert list(map(bits, results)) == list(map(bits, expected))
 
 
 @few

@@ -76,14 +76,24 @@ def all_reduce(links: Links, combine: np.ufunc, array: Array, finish: Finish | N
 
 
 def reduce_scatter(
-    links: Links, combine: np.ufunc, array: Array, ends: Sequence[int], finish: Finish | None = None
+    links: Links,
+    combine: np.ufunc,
+    array: Array,
+    ends: Sequence[int],
+    finish: Finish | None = None,
+    *,
+    in_place: bool = False,
 ) -> Array:
-    """Return this member's part of the combination; `ends` are those of all parts, in elements."""
+    """Return this member's part of the combination; `ends` are those of all parts, in elements.
+
+    If `in_place`, it is a view of the array, the rest of which is overwritten.
+    """
     if links.size == 1:
         return _doubled(links, combine, array, finish)
-    out = np.empty_like(array)
+    out = array if in_place else np.empty_like(array)
     _ring(links, array, out, ends, combine, finish, gather=False)
-    return out[(0, *ends)[links.rank] : ends[links.rank]].copy()
+    part = out[(0, *ends)[links.rank] : ends[links.rank]]
+    return part if in_place else part.copy()
 
 
 def all_gather(links: Links, mine: Array, ends: Sequence[int]) -> Array:
@@ -208,6 +218,8 @@ def _ring(
     gather: bool = True,
 ) -> None:
     """Combine the members' arrays around a ring, then pass the combined parts around it; either may be left out.
+
+    `out` may be the array itself: each element of it is read before it is overwritten.
 
     The array is cut into one part per member. In step t a member sends part rank - t - 1 to the next one, and receives
     the part before that. In the first size - 1 steps it combines what it receives with its own; after them it has its

@@ -57,7 +57,7 @@ class ReplicaContext:
     All replicas must make the same calls in the same order, with arrays of the same types and shapes (where a method
     does not say otherwise); MisuseError names a replica that does not, and where. Arrays are NumPy arrays, what NumPy
     makes arrays of, or numbers; results are NumPy arrays, and NumPy scalars for numbers. They are bitwise the same on
-    all replicas, and in every run. The arguments are never changed.
+    all replicas, and in every run. The arguments are never changed, unless `in_place`.
 
     A collective raises MemberUnavailableError if another replica has died, failed or was stopped, and its subclass
     MemberTimeoutError if nothing comes from one in time. After an error no other collective may follow.
@@ -103,10 +103,11 @@ class ReplicaContext:
             finish = self._finish(op)
             return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, COMBINE[op], flat, finish))
 
-    def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0) -> Any:
+    def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
 
-        The parts are those of `numpy.array_split(result, num_replicas, axis)`.
+        The parts are those of `numpy.array_split(result, num_replicas, axis)`. If `in_place`, the array may be
+        overwritten, which takes less memory and time, and the result may be a view of it.
         """
         op = _op(op)
         whole = _prepared(op, _array(array, "reduce_scatter"))
@@ -116,7 +117,9 @@ class ReplicaContext:
             size = int(np.prod(rows.shape[1:], dtype=np.int64))
             ends = [end * size for end in even_ends(rows.shape[0], self._links.size)]
             flat = np.ascontiguousarray(rows).reshape(-1)
-            part = algorithms.reduce_scatter(self._links, COMBINE[op], flat, ends, self._finish(op))
+            part = algorithms.reduce_scatter(
+                self._links, COMBINE[op], flat, ends, self._finish(op), in_place=in_place and flat.flags.writeable
+            )
             own = np.diff((0, *even_ends(rows.shape[0], self._links.size)))[self._links.rank]
             return np.ascontiguousarray(np.moveaxis(part.reshape(own, *rows.shape[1:]), 0, axis))
 
