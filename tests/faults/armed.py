@@ -21,6 +21,7 @@ from tests.faults.steps import note, wait_for
 from tests.faults.support import quiet, status
 from tests.waiting import TIMEOUT, until
 
+from pscluster.coordinator import optimizers
 from pscluster.coordinator.api import (
     Checkpoint,
     ClusterCoordinator,
@@ -31,6 +32,7 @@ from pscluster.coordinator.api import (
 )
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.core.errors import UnavailableError
+from pscluster.ps.client.reduction import REDUCED_BYTES
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import worker_pb2
 
@@ -279,10 +281,13 @@ class Round:
         """Take synchronous steps on all workers: each counts once, on both servers, and is seen whole."""
         with self.strategy.scope():
             total = Variable(np.zeros(4), name="total")
+            large = Variable(np.zeros(3 * REDUCED_BYTES // 8), name="large")  # its gradient is reduced by the workers
+            sgd = optimizers.SGD(1.0)
 
         def step() -> list[float]:
             seen: list[float] = total.numpy().tolist()
             total.assign_add(np.full(4, 1.0 + replica_context().replica_id))
+            sgd.apply_gradients([(np.full(large.shape, 1.0 + replica_context().replica_id), large)])
             return seen
 
         run, collect = self.coordinator.synchronous_run, worker_pb2.SynchronousSteps.LAST
@@ -298,6 +303,7 @@ class Round:
             for _, seen in results:  # the last step is taken again if only its results were lost
                 assert seen in ([3.0 * (done - 1)] * 4, [3.0 * done] * 4)
             assert total.numpy().tolist() == [3.0 * done] * 4
+            assert (large.numpy() == -3.0 * done).all()
 
     def bounded_steps(self) -> None:
         """Take steps with bounded staleness on all workers: each of each replica counts once, on both servers."""

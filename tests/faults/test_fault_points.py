@@ -181,6 +181,7 @@ DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         for act in ("stage_step", "step")
         for when in ("before", "after")
     },
+    "client.step.reduced": ("worker/client.step.reduced=kill@5", ("steps",), ()),
     "client.step.staged": ("worker/client.step.staged=kill@5", ("steps",), ()),
     "client.tick.before": ("worker/client.tick.before=kill@5", ("bounded",), ()),
     "client.tick.after": ("worker/client.tick.after=kill@5", ("bounded",), ()),

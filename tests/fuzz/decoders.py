@@ -369,19 +369,25 @@ class _Steps:
         add = {"variable": 1, "kind": ps_pb2.ADD, "rows": ps_pb2.Rows(all=True), "value_bytes": 64}, bytes(64)
         rows = {"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": ps_pb2.Rows(ids=2), "optimizer": 11}
         gradient = {**rows, "value_bytes": 32, "weight": 0.5}, ids + row
+        piece = {**add[0], "kind": ps_pb2.APPLY_GRADIENT, "optimizer": 11, "value_bytes": 32}, bytes(32)
         examples = []
         for index in range(2):
             kind = kinds.STAGE if index else kinds.COMMIT
-            for fields, payload in (add, gradient):
+            for fields, payload in (add, gradient, piece):
                 of: dict[str, Any] = {"run": next(run), "epoch": 3, "replicas": 2}
                 sent = [] if index else [self._sent({**of, "kind": kinds.OPEN}, 0)]
                 for replica in range(2):
                     contribution = {**of, "kind": kind, "replica": replica}
-                    if fields is gradient[0]:
+                    if fields is not add[0]:
                         contribution["updated"] = [1]
+                    if fields is piece[0]:
+                        contribution["reduced"] = 5
+                        if not index:
+                            sent.append(self._sent({**contribution, "kind": kinds.REDUCE}, replica))
                     if not index:
                         contribution["positions"] = {5: 7}
-                    sent.append(self._sent(contribution, replica, fields, payload))
+                    own = {**fields, "offset": 32 * replica} if fields is piece[0] else fields
+                    sent.append(self._sent(contribution, replica, own, payload))
                 if not index:
                     sent.append(self._sent({**of, "kind": kinds.WAIT}, 0))
                 read = ps_pb2.Request(

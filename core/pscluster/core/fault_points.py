@@ -66,6 +66,7 @@ POINTS: dict[str, str] = {
     "client.update.before": "nothing of an update is sent",
     "client.exchange.after": "small requests were sent to all servers, and no answer was read",
     "client.update.after": "all servers have acknowledged it",
+    "client.step.reduced": "the replicas have reduced large gradients, and this one has sent nothing of its block",
     "client.step.staged": "what a replica contributes to a step is staged on all servers but the first",
     "client.tick.before": "a replica with bounded staleness has completed a step, and server 0 does not know",
     "client.tick.after": "server 0 knows, and the replica has not gone on",

@@ -124,6 +124,73 @@ def test_other_updates_and_metrics_are_applied_with_the_step(strategy: Synchrono
     assert loss.result() == 1.0
 
 
+def test_large_gradients_are_sent_once(strategy: SynchronousStrategy) -> None:
+    """Not by each replica; and of any type, summed or averaged, with the same bits in every run."""
+    with strategy.scope():
+        large = [
+            Variable(np.zeros((301, 300), dtype), name=dtype, partitioner=FixedShardsPartitioner(2))
+            for dtype in ("float16", "float32", "float64")
+        ]
+        small = Variable(np.zeros(3), name="small")
+        sgd = optimizers.SGD(1.0)
+    gradient = np.random.default_rng(0).normal(size=(301, 300))
+
+    def step(mean: bool) -> int:
+        before = strategy.traffic().pushed
+        pairs = [((rank() + 1) * gradient.astype(w.dtype), w) for w in large]
+        sgd.apply_gradients([*pairs, (np.full(3, rank() + 1.0), small)], examples=rank() if mean else None)
+        return before
+
+    first, second = strategy.run(step, (False,), steps=2, collect="all")
+    sent = [after - before for before, after in zip(first.values, second.values, strict=True)]
+    assert sum(sent) == gradient.size * (2 + 4 + 8) + REPLICAS * 24
+    assert min(sent) > gradient.size, "each has sent a block"
+    for mean, weight in ((False, 6.0), (True, 8 / 3)):
+        once = []
+        for _ in range(2):
+            for variable in (*large, small):
+                variable.assign(np.zeros(variable.shape))
+            strategy.run(step, (mean,))
+            once.append([variable.numpy().tobytes() for variable in large])
+            for variable in large:
+                limit = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12}[variable.dtype.name]
+                np.testing.assert_allclose(variable.numpy(), -weight * gradient, rtol=limit, atol=limit)
+            np.testing.assert_allclose(small.numpy(), -weight)
+        assert once[0] == once[1]
+
+
+def test_replicas_with_other_large_gradients_are_named(strategy: SynchronousStrategy) -> None:
+    """Also the one that the others miss, and nobody waits: nor if the data of one of them has ended."""
+    with strategy.scope():
+        w, v = (Variable(np.zeros((300, 300)), name=name) for name in "wv")
+        sgd = optimizers.SGD(1.0)
+    gradient = np.ones((300, 300))
+
+    def different() -> None:
+        sgd.apply_gradients([(gradient, w if rank() else v)])
+
+    def none() -> None:
+        if rank() != 1:
+            sgd.apply_gradients([(gradient, w)])
+
+    def both_ways() -> None:
+        sgd.apply_gradients([(IndexedSlices(gradient[:1], np.array([0])) if rank() == 1 else gradient, w)])
+
+    def take(numbers: Iterator[int]) -> int:
+        sgd.apply_gradients([(gradient, w)])
+        return next(numbers)
+
+    _raise(strategy, different, r"replica \d has applied gradients to '[wv]', and replica \d to '[wv]'")
+    _raise(strategy, none, r"replica \d has applied gradients to ('w'|nothing), and replica \d to ('w'|nothing)")
+    _raise(strategy, both_ways, r"replicas \d and \d have applied gradients to 'w', but not alike")
+    assert not w.numpy().any()
+    uneven = strategy.distribute_datasets_from_function(lambda context: range(3 if context.input_pipeline_id else 2))
+    with pytest.raises(errors.EndOfDatasetError) as end:
+        strategy.run(take, (iter(uneven),), steps=5)
+    assert end.value.steps == 2
+    assert (w.numpy() == -2 * REPLICAS).all()
+
+
 def test_what_steps_send_is_traffic(strategy: SynchronousStrategy) -> None:
     with strategy.scope():
         w = Variable(np.zeros(1000), name="w", partitioner=FixedShardsPartitioner(2))

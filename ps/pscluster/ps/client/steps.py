@@ -2,6 +2,9 @@
 
 Updates that a step makes are kept here until it ends. Then, for each step:
 
+    reduce   large dense gradients, by all replicas among themselves: each goes on with a block of them. Before that,
+             each tells server 0 what it updates; so a replica that does not take part is told so there, and those that
+             then miss it ask there why
     stage    the contributions for the other servers, to all of them at once; they are acknowledged once they are staged
     commit   those for server 0, and that all is staged. It is answered at once, with the replicas that are missing
     wait     until the step is committed, in questions that are answered after half a second at most
@@ -20,10 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import MemberTimeoutError, MisuseError
+from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.client.reduction import Reduction, is_large
 from pscluster.ps.spec import with_step
 from pscluster.v1 import ps_pb2
 
@@ -47,17 +51,21 @@ class ReplicaSteps:
         replica: int,
         replicas: int,
         seconds: float,
+        reduces: bool = True,
     ) -> None:
         """Begin with step number `step`.
 
         Args:
             header: the origin of all updates.
             seconds: how long to wait for the other replicas.
+            reduces: whether the replicas reduce large gradients among themselves, for which all must take part in each
+                step.
         """
         self._exchanges = exchanges
         self._header = header
         self._run, self.step, self._epoch = run, step, epoch
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
+        self._reduces = reduces and replicas > 1
         self.dry = False
         self.updated_at_once = False
         """Whether a step may have updated an asynchronous variable."""
@@ -66,6 +74,7 @@ class ReplicaSteps:
         self._used: list[bytearray] = []  # copies of this step's values
         self._spare: defaultdict[int, list[bytearray]] = defaultdict(list)  # those of the last one, by size
         self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)
+        self._reduction = Reduction()
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
         self.after = with_step(run, step, epoch)
@@ -87,6 +96,9 @@ class ReplicaSteps:
             if update.item.kind == ps_pb2.APPLY_GRADIENT and self._contributed[-1:] != [variable]:
                 self._contributed.append(variable)
             if self.dry:
+                continue
+            if self._reduces and update.dtype is not None and is_large(update.item):
+                self._reduction.add(update.server, update.item, update.values, update.dtype)
                 continue
             segments = [self._copy(update.values)]
             if update.ids is not None:
@@ -128,12 +140,14 @@ class ReplicaSteps:
         if self.dry:
             self._clear()
             return True
-        if not ended:
-            self._stage(function)
-        reach("client.step.staged")
         if ended:
             self._clear()
-        commit = _Kind(ended=ended, updated=self._contributed, positions=positions)
+        commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
+        if self._reduction and not self._reduce(commit, function):
+            self._clear()
+            return False
+        self._stage(function)
+        reach("client.step.staged")
         state = self._ask(_Kind.COMMIT, commit, function)
         deadline = time.monotonic() + self._seconds
         while not state.ended and state.committed <= self.step:
@@ -174,10 +188,27 @@ class ReplicaSteps:
         self._contributed.clear()
         self._updated.clear()
         self._items.clear()
+        self._reduction.clear()
         self._spare.clear()
         for copy in self._used:
             self._spare[len(copy)].append(copy)
         self._used.clear()
+
+    def _reduce(self, commit: ps_pb2.Contribution, function: FunctionContext) -> bool:
+        """Reduce large gradients with the other replicas. False if the data of one of them has ended."""
+        told = _Kind(updated=commit.updated, reduced=commit.reduced)
+        if self._ask(_Kind.REDUCE, told, function).ended:
+            return False
+        try:
+            for server, piece, values in self._reduction.reduced(function.replica):
+                self._items[server].append((piece, padded([values])))
+        except (MemberUnavailableError, MisuseError):
+            function.check()
+            if self._ask(_Kind.REDUCE, told, function).ended:  # raises what others have been told
+                return False
+            raise
+        reach("client.step.reduced")
+        return True
 
     def _stage(self, function: FunctionContext) -> None:
         requests = {index: self._request(_Kind.STAGE, index) for index in self._items.keys() - {0}}
@@ -186,13 +217,13 @@ class ReplicaSteps:
     def _ask(
         self,
         kind: ps_pb2.Contribution.Kind,
-        commit: ps_pb2.Contribution | None = None,
+        fields: ps_pb2.Contribution | None = None,
         function: FunctionContext | None = None,
     ) -> ps_pb2.StepState:
         """Send server 0 a contribution, with this step's updates if it is a COMMIT; return its answer."""
-        request, buffers = self._request(kind, 0 if commit is not None else None)
-        if commit is not None:
-            request.update.contribution.MergeFrom(commit)
+        request, buffers = self._request(kind, 0 if kind == _Kind.COMMIT else None)
+        if fields is not None:
+            request.update.contribution.MergeFrom(fields)
         states: list[ps_pb2.StepState] = []
         self._exchanges.send_updates({0: (request, buffers)}, lambda _, reply: states.append(reply.state), function)
         return states[0]

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class ShardUpdate:
     values: memoryview
     ids: npt.NDArray[np.int64] | None = None
     name: str = ""  # of the variable
+    dtype: np.dtype[Any] | None = None  # of the shard
     asynchronous: bool = False  # applied at once, also in a synchronous step
 
 

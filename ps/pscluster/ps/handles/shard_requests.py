@@ -219,7 +219,7 @@ class ShardRequests:
             variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
         )
         row_numbers = None if ids is None else np.ascontiguousarray(ids)
-        return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.asynchronous)
+        return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.dtype, self.asynchronous)
 
     def _next_update(self) -> int:
         function = current_function()

@@ -110,6 +110,9 @@ def changes_of(
             raise ProtocolError(f"a gradient of {name!r} must be for the whole shard or for rows by number")
         if item.scalar:
             expected = shard.array.itemsize
+        if item.HasField("offset"):
+            _check_piece(request, item, shard, name)
+            expected = item.value_bytes
         if item.value_bytes != expected:
             raise InvalidUpdateError(
                 f"got {item.value_bytes} bytes of values for shard {item.shard} of {name!r}, expected {expected}"
@@ -119,6 +122,23 @@ def changes_of(
     if at != total_bytes:
         raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
     return changes
+
+
+def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: Shard, name: str) -> None:
+    """Raise ProtocolError for a piece of a gradient that is none, or does not lie within the shard's."""
+    size, itemsize = shard.array.nbytes, shard.array.itemsize
+    if (
+        not request.HasField("contribution")
+        or item.kind != ps_pb2.APPLY_GRADIENT
+        or not item.rows.all
+        or item.offset % itemsize
+        or item.value_bytes % itemsize
+        or not 0 < item.value_bytes <= size - item.offset
+    ):
+        raise ProtocolError(
+            f"{item.value_bytes} bytes at {item.offset} are no piece of a gradient of {name!r}, whose shard "
+            f"{item.shard} has {size}"
+        )
 
 
 def _put_of(store: Store, item: ps_pb2.UpdateItem, at: int) -> Change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,12 @@ from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 
 RUN = 99
-STAGE, COMMIT, WAIT, OPEN = (
+STAGE, COMMIT, WAIT, OPEN, REDUCE = (
     ps_pb2.Contribution.STAGE,
     ps_pb2.Contribution.COMMIT,
     ps_pb2.Contribution.WAIT,
     ps_pb2.Contribution.OPEN,
+    ps_pb2.Contribution.REDUCE,
 )
 
 
@@ -35,6 +37,13 @@ def add(value: float, variable: int = 1) -> Part:
 def gradient(value: float, variable: int = 1) -> Part:
     """Apply a gradient to a variable by optimizer 9."""
     return dense(ps_pb2.APPLY_GRADIENT, np.full(2, float(value)), variable, optimizer=9)
+
+
+def piece(value: float, start: int, variable: int = 1) -> Part:
+    """A piece of one element of the first gradient that was reduced."""
+    item, _ = gradient(value, variable)
+    item.offset = 8 * start
+    return item, (np.full(1, float(value)),)
 
 
 class Server:
@@ -78,6 +87,8 @@ class Server:
         term: int = 0,
         ended: bool = False,
         after: int | None = None,
+        updated: Sequence[int] | None = None,
+        reduced: int = 0,
     ) -> ps_pb2.StepState:
         """Send a contribution as the service does. The step before was committed in epoch `after`, or the same."""
         request = ps_pb2.UpdateRequest(job=job, incarnation=100 + replica, function=1 + replica, term=term)
@@ -94,7 +105,10 @@ class Server:
                 replicas=replicas,
                 kind=kind,
                 ended=ended,
-                updated=[item.variable for item in request.items if item.kind == ps_pb2.APPLY_GRADIENT],
+                updated=[item.variable for item in request.items if item.kind == ps_pb2.APPLY_GRADIENT]
+                if updated is None
+                else updated,
+                reduced=reduced,
                 after=epoch if after is None else after,
             )
         )

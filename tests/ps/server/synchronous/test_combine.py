@@ -13,7 +13,13 @@ from pscluster.core.transport.frames import padding, view
 from pscluster.ps.server import updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
-from pscluster.ps.server.synchronous.combine import Combined, Contribution, check_contribution, combine
+from pscluster.ps.server.synchronous.combine import (
+    Combined,
+    Contribution,
+    check_contribution,
+    combine,
+    parts_of_payload,
+)
 from pscluster.ps.storage.replay import restored
 from pscluster.v1 import ps_pb2, state_pb2
 
@@ -39,6 +45,17 @@ def store() -> Store:
 
 Item = tuple[int, Any, Any, float | None]
 """Variable, row numbers or None, values, weight."""
+
+
+def pieces_of(store: Store, replica: int, *parts: tuple[int, list[float]], number: int = 1) -> Contribution:
+    """A contribution of pieces of the gradient of w: for each its first element, and its values."""
+    sent = contribution(store, replica, [(W, None, [0, 0, 0], None) for _ in parts])
+    request, data = sent.request, b""
+    for item, (start, values) in zip(request.items, parts, strict=True):
+        array = np.array(values, np.float32)
+        item.offset, item.value_bytes, item.nth = 4 * start, array.nbytes, number
+        data += bytes(view(array)) + bytes(padding(array.nbytes))
+    return Contribution(request, updates.changes_of(store, request, len(data)), Payload([memoryview(data)]), len(data))
 
 
 def contribution(
@@ -96,6 +113,57 @@ def test_a_replica_without_examples_does_not_count(store: Store) -> None:
     parts = [(W, None, [1, 1, 1], 0.0), (W, None, [5, 5, 5], 2.0)]
     combined = combine([contribution(store, rank, [part]) for rank, part in enumerate(parts)])
     assert values_of(combined) == [5, 5, 5]
+
+
+def test_pieces_are_put_together(store: Store) -> None:
+    combined = combine([pieces_of(store, 0, (2, [3])), pieces_of(store, 1), pieces_of(store, 2, (0, [1, 2]))])
+    assert values_of(combined) == [1, 2, 3]
+    (item,) = combined.items
+    assert (item.nth, item.value_bytes, item.HasField("offset")) == (1, 12, False)
+    payload, total = parts_of_payload(combined)
+    updates.changes_of(store, ps_pb2.UpdateRequest(job=5, items=combined.items), total)
+    assert payload.array(0, 3, np.float32).tolist() == [1, 2, 3]
+
+
+def test_several_gradients_in_pieces(store: Store) -> None:
+    both = [[pieces_of(store, rank, (rank, [1.0, 2.0][: 1 + rank]), number=at) for rank in range(2)] for at in (1, 2)]
+    combined = combine([*both[1], *both[0]])
+    assert [values_of(combined, at) for at in range(2)] == [[1, 1, 2]] * 2
+    assert [item.nth for item in combined.items] == [1, 2]
+
+
+@pytest.mark.parametrize("parts", [[(0, [1, 2])], [(1, [2, 3])], [(0, [1, 2]), (1, [2, 3])], [(0, [1]), (2, [3])]])
+def test_pieces_that_make_no_gradient_are_refused(store: Store, parts: list[tuple[int, list[float]]]) -> None:
+    with pytest.raises(ProtocolError, match="pieces of a gradient of 'w', shard 0, do not make its 12 bytes"):
+        combine([pieces_of(store, rank, part) for rank, part in enumerate(parts)])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offset": 4},
+        {"offset": 2, "value_bytes": 8},
+        {"offset": 8, "value_bytes": 8},
+        {"offset": 4, "value_bytes": 0},
+        {"offset": (1 << 64) - 4, "value_bytes": 8},
+        {"offset": 0, "rows": ps_pb2.Rows(ids=1)},
+        {"offset": 0, "kind": ps_pb2.ADD},
+    ],
+)
+def test_what_is_no_piece_is_refused_when_it_comes(store: Store, fields: dict[str, Any]) -> None:
+    sent = contribution(store, 0, [(W, None, [0, 0, 0], None)])
+    for name, value in fields.items():
+        item = sent.request.items[0]
+        item.rows.CopyFrom(value) if name == "rows" else setattr(item, name, value)
+    with pytest.raises(ProtocolError, match="no piece of a gradient of 'w'"):
+        updates.changes_of(store, sent.request, 16)
+
+
+def test_only_a_contribution_may_have_pieces(store: Store) -> None:
+    sent = pieces_of(store, 0, (0, [1]))
+    sent.request.ClearField("contribution")
+    with pytest.raises(ProtocolError, match="no piece of a gradient"):
+        updates.changes_of(store, sent.request, 16)
 
 
 def test_rows_are_joined(store: Store) -> None:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.ps.server.synchronous.support import COMMIT, OPEN, RUN, STAGE, WAIT, Server, add, gradient
+from tests.ps.server.synchronous.support import COMMIT, OPEN, REDUCE, RUN, STAGE, WAIT, Server, add, gradient, piece
 from tests.ps.storage.support import FIRST, IDENTITY, JOB, Trouble, beside, declare_rule, killed, put, rows
 from tests.waiting import TIMEOUT, until
 
@@ -182,6 +183,64 @@ def test_records_that_the_machine_has_lost(other: Server, monkeypatch: pytest.Mo
     with pytest.raises(StaleError, match="older state"):
         found.reach(1)
     found.close()
+
+
+# Gradients that the replicas reduce
+
+
+def test_pieces_that_are_staged_survive(other: Server) -> None:
+    declare_rule(other.store, 9, "sgd", learning_rate=1.0)
+    other.manager.save()
+    for replica in range(2):
+        other.send(STAGE, replica, piece(4.0, replica))
+    found = other.restarted()
+    found.reach(1)
+    assert found.value() == found.restarted().value() == -4
+
+
+@pytest.mark.parametrize(
+    ("theirs", "match"),
+    [
+        ({"updated": [2], "reduced": 5}, "replica 0 has applied gradients to 'v1', and replica 1 to 'v2'"),
+        ({"updated": [1], "reduced": 6}, "replicas 0 and 1 have applied gradients to 'v1', but not alike"),
+        ({"updated": [1]}, "replicas 0 and 1 have applied gradients to 'v1', but not alike"),
+    ],
+)
+@pytest.mark.parametrize("kind", [REDUCE, COMMIT])
+@pytest.mark.parametrize("turned", [False, True])
+def test_replicas_that_reduce_differently(
+    first: Server, theirs: dict[str, Any], match: str, kind: ps_pb2.Contribution.Kind, turned: bool
+) -> None:
+    """The second one to say so is told at once, the first when it asks why another takes no part."""
+    sends = [
+        lambda: first.send(REDUCE, 0, updated=[1], reduced=5),
+        lambda: first.send(kind, 1, **theirs),
+    ]
+    sends.reverse() if turned else None
+    assert sends[0]().committed == 0
+    for _ in range(2):
+        with pytest.raises(MisuseError, match=match):
+            sends[1]()
+        with pytest.raises(MisuseError, match=match):
+            first.send(REDUCE, 0, updated=[1], reduced=5)
+    assert first.send(OPEN, 0, epoch=2).committed == 0
+    for replica in range(2):
+        assert first.send(REDUCE, replica, updated=[1], reduced=5, epoch=2).committed == 0
+
+
+def test_replicas_that_reduce_learn_that_the_data_has_ended(first: Server) -> None:
+    assert not first.send(REDUCE, 0, updated=[1], reduced=5).ended
+    assert first.send(COMMIT, 1, ended=True).ended
+    assert first.send(REDUCE, 0, updated=[1], reduced=5).ended
+
+
+def test_a_late_copy_of_what_was_reduced_changes_nothing(first: Server) -> None:
+    for replica in range(2):
+        first.send(COMMIT, replica, add(1))
+    assert first.send(REDUCE, 0, updated=[2], reduced=5, step=0).committed == 1
+    for replica in range(2):
+        first.send(COMMIT, replica, add(1), step=1)
+    assert first.value() == 4
 
 
 # A step that is applied and not logged

@@ -2,8 +2,9 @@
 
 Gradients of a shard are summed in the order of the replicas, or averaged by their weights, and become one gradient,
 which the rule then sees as if one process had computed it. Rows of sparse gradients are joined, and summed by id where
-they are applied. Other updates (additions, minima and the like) are applied one after another, in the order of the
-replicas. So the result does not depend on which contribution came first.
+they are applied. A gradient that the replicas have reduced among themselves comes in pieces, which are put together.
+Other updates (additions, minima and the like) are applied one after another, in the order of the replicas. So the
+result does not depend on which contribution came first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import MisuseError, ProtocolError
-from pscluster.core.transport.frames import padded, view
+from pscluster.core.transport.frames import padded, padding, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import table_of
@@ -68,7 +69,7 @@ def check_contribution(changes: Sequence[Change]) -> None:
 def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
     """Return the error of contributions that do not have the same gradients; None if they do."""
     forms = {
-        tuple(_form(change) for change in contribution.changes if change.item.kind == ps_pb2.APPLY_GRADIENT)
+        tuple(_form(change) for change in contribution.changes if _is_whole_gradient(change))
         for contribution in contributions
     }
     return _different(sorted(contributions, key=lambda each: each.replica)) if len(forms) > 1 else None
@@ -77,27 +78,37 @@ def difference(contributions: Sequence[Contribution]) -> MisuseError | None:
 def combine(contributions: Sequence[Contribution]) -> Combined:
     """Return the update that these contributions make, which are in the order of the replicas.
 
-    MisuseError if they do not have the same gradients. Other updates may be of some replicas only.
+    MisuseError if they do not have the same gradients; ProtocolError if pieces of one are missing. Other updates may be
+    of some replicas only.
     """
     if (error := difference(contributions)) is not None:
         raise error
     result = Combined([], [])
     gradients: list[list[Change]] = []  # by replica
+    pieces: defaultdict[tuple[int, int, int], list[tuple[Change, Payload]]] = defaultdict(list)
     for contribution in contributions:
         gradients.append([])
         for change in contribution.changes:
-            if change.item.kind == ps_pb2.APPLY_GRADIENT:
+            if change.item.HasField("offset"):
+                pieces[change.item.nth, change.item.variable, change.item.shard].append((change, contribution.payload))
+            elif change.item.kind == ps_pb2.APPLY_GRADIENT:
                 gradients[-1].append(change)
             else:
                 result.add(_copy_of(change.item), *_segments(change, contribution.payload))
     payloads = [contribution.payload for contribution in contributions]
     for changes in zip(*gradients, strict=True):
         (_join if changes[0].item.rows.WhichOneof("kind") == "ids" else _sum)(result, changes, payloads)
+    for _, of_one in sorted(pieces.items()):
+        _put_together(result, of_one)
     numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
     for item in result.items:
         numbers[item.variable, item.shard] += 1
         item.nth = numbers[item.variable, item.shard]
     return result
+
+
+def _is_whole_gradient(change: Change) -> bool:
+    return change.item.kind == ps_pb2.APPLY_GRADIENT and not change.item.HasField("offset")
 
 
 def _form(change: Change) -> tuple[Any, ...]:
@@ -124,7 +135,7 @@ def _words(contribution: Contribution) -> str:
     words = [
         f"{change.held.spec.name!r}{' (rows)' if change.item.rows.WhichOneof('kind') == 'ids' else ''}"
         for change in contribution.changes
-        if change.item.kind == ps_pb2.APPLY_GRADIENT
+        if _is_whole_gradient(change)
     ]
     return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "") or "nothing"
 
@@ -135,6 +146,7 @@ def _copy_of(item: ps_pb2.UpdateItem) -> ps_pb2.UpdateItem:
     copy.ClearField("seen")
     copy.ClearField("boot_id")
     copy.ClearField("weight")
+    copy.ClearField("offset")
     return copy
 
 
@@ -174,6 +186,28 @@ def _sum(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload
                 else:
                     part[...] = values
     result.add(_copy_of(item), view(total.astype(dtype, copy=False)))
+
+
+def _put_together(result: Combined, pieces: list[tuple[Change, Payload]]) -> None:
+    """Add a gradient that has come in pieces, without copying them. ProtocolError if they do not make one."""
+    pieces.sort(key=lambda piece: piece[0].item.offset)
+    first, at, segments = pieces[0][0], 0, list[memoryview]()
+    size = first.shard.array.nbytes
+    for change, payload in pieces:
+        if change.item.offset != at or change.item.optimizer != first.item.optimizer:
+            break
+        segments += (block for _, block in payload.blocks(change.values_at, change.item.value_bytes, 1))
+        at += change.item.value_bytes
+    else:
+        if at == size:
+            item = _copy_of(first.item)
+            item.value_bytes = size
+            result.items.append(item)
+            result.buffers += [*segments, memoryview(bytes(padding(size)))]
+            return
+    raise ProtocolError(
+        f"the pieces of a gradient of {first.held.spec.name!r}, shard {first.item.shard}, do not make its {size} bytes"
+    )
 
 
 def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:

@@ -15,6 +15,9 @@ What is staged of step `applied`:
     staged  --others: a later step, committed in another epoch----> empty: nothing of that step was for this server
     staged  --a contribution of a later epoch---------------------> empty, then that contribution counts
 
+Before they contribute, replicas may tell server 0 what they update (`reducing`), so that one that does otherwise is
+found out before the others wait for it.
+
 An epoch is one attempt of all replicas at the next steps. Before a replica sends anything in a new one it asks server 0
 how many steps are committed, and in which epoch (OPEN), which also ends the earlier epochs there; then it tells all
 other servers. So no step is committed in an epoch after another one has begun, and what a server has staged when a step
@@ -42,6 +45,7 @@ from typing import Generic, TypeVar
 from pscluster.core.errors import ProtocolError, StaleError, UnavailableError
 from pscluster.core.limits import MAX_COUNT
 from pscluster.ps.spec import RESTORE, steps_lost
+from pscluster.v1 import ps_pb2
 
 T = TypeVar("T")
 
@@ -64,6 +68,7 @@ class Run(Generic[T]):
     epoch: int = 0
     replicas: int = 0  # that contribute to a step of this epoch
     staged: dict[int, T] = field(default_factory=dict)  # by replica, of step number `applied`
+    reducing: dict[int, ps_pb2.Contribution] = field(default_factory=dict)  # by replica, on server 0
     ended: bool = False
     disagreement: str = ""
     torn: bool = False  # the staged step is applied, at least in part, and may be in no log
@@ -154,4 +159,5 @@ class Run(Generic[T]):
 
     def _clear(self) -> None:
         self.staged.clear()
+        self.reducing.clear()
         self.ended, self.disagreement = False, ""

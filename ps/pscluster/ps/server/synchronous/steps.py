@@ -14,6 +14,7 @@ What becomes of a contribution is decided in `run`, and what the staged ones mak
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -66,7 +67,7 @@ class StepPath:
         of = request.contribution
         if (of.kind not in _AT_FIRST) if store.index == 0 else (of.kind != ps_pb2.Contribution.STAGE):
             raise ProtocolError(f"a contribution of kind {of.kind} on ps {store.index}")
-        if of.kind not in (ps_pb2.Contribution.STAGE, ps_pb2.Contribution.COMMIT) and request.items:
+        if of.kind in _WITHOUT_ITEMS and request.items:
             raise ProtocolError("updates with a question about a synchronous run")
         if of.kind == ps_pb2.Contribution.TICK:
             return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(of))
@@ -75,6 +76,8 @@ class StepPath:
             state = self._open(store, of)
         elif of.kind == ps_pb2.Contribution.WAIT:
             state = self._wait(store, request)
+        elif of.kind == ps_pb2.Contribution.REDUCE:
+            state = self._reduce(store, request)
         else:
             check_contribution(changes)
             for change in changes:
@@ -110,11 +113,26 @@ class StepPath:
                 _check_room(contribution, runs.contributions())
                 if of.kind == ps_pb2.Contribution.COMMIT:
                     run.ended |= of.ended
-                    run.disagreement = run.disagreement or _disagreement(store, run, contribution)
+                    run.disagreement = run.disagreement or _disagreement(store, run, of, contribution)
                 elif (error := difference([*run.in_order()[:1], contribution])) is not None:
                     raise error  # now: once the step is committed it has to be applied
                 run.staged[of.replica] = contribution
                 runs.changed.notify_all()
+
+    def _reduce(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
+        """Take note of what a replica updates. MisuseError if another one does otherwise."""
+        of = request.contribution
+        self._settle(store, of.run, of.step, of.after)
+        with store.runs.changed:
+            run = store.runs.idle(of.run)
+            updates.admit(store, request)  # again: the job may have been taken over since
+            if run.admit(of.step, of.epoch, of.replica, of.replicas) is not Verdict.APPLIED:
+                run.disagreement = run.disagreement or _disagreement(store, run, of)
+                run.reducing[of.replica] = of
+            if run.disagreement:
+                store.runs.changed.notify_all()
+                raise MisuseError(run.disagreement)
+            return ps_pb2.StepState(committed=run.applied, ended=run.ended)
 
     def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
         with store.runs.changed:
@@ -214,7 +232,8 @@ class StepPath:
 
 
 _Kind = ps_pb2.Contribution
-_AT_FIRST = _Kind.COMMIT, _Kind.WAIT, _Kind.OPEN, _Kind.TICK
+_WITHOUT_ITEMS = _Kind.OPEN, _Kind.WAIT, _Kind.REDUCE, _Kind.TICK
+_AT_FIRST = *_WITHOUT_ITEMS, _Kind.COMMIT
 
 
 def _check_room(new: Contribution, staged: list[Contribution]) -> None:
@@ -226,24 +245,33 @@ def _check_room(new: Contribution, staged: list[Contribution]) -> None:
         )
 
 
-def _disagreement(store: Store, run: Run[Contribution], new: Contribution) -> str:
-    """Return how the updates of a replica differ from those of the others; "" if they do not."""
-    mine = new.request.contribution
-    for other in run.in_order():
-        theirs = other.request.contribution
-        if mine.ended or theirs.ended:
-            continue
+def _disagreement(
+    store: Store, run: Run[Contribution], mine: ps_pb2.Contribution, new: Contribution | None = None
+) -> str:
+    """Return how the updates of a replica differ from those of the others; "" if they do not.
+
+    `new` has those updates, unless they are still to come.
+    """
+    others = [staged for staged in run.in_order() if not staged.request.contribution.ended]
+    known = [*itertools.islice(run.reducing.values(), 1), *(other.request.contribution for other in others[:1])]
+    for theirs in known if not mine.ended else ():  # all that are known agree
+        first, second = sorted((mine, theirs), key=lambda of: of.replica)
         if mine.updated != theirs.updated:
-            first, second = sorted((mine, theirs), key=lambda of: of.replica)
             return (
                 f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
                 f"{second.replica} to {_named(store, second)}: all replicas must do so to the same variables, "
                 "in the same order"
             )
-        if (error := difference([other, new])) is not None:
-            return str(error)
-        break  # those that are staged agree
-    return ""
+        if mine.reduced != theirs.reduced:
+            return (
+                f"in one step replicas {first.replica} and {second.replica} have applied gradients to "
+                f"{_named(store, first)}, but not alike: each must be dense or sparse on all replicas, with the "
+                "same optimizer, and with examples= or without"
+            )
+    if new is None or mine.ended or not others:
+        return ""
+    error = difference([others[0], new])
+    return "" if error is None else str(error)
 
 
 def _named(store: Store, of: ps_pb2.Contribution) -> str:
