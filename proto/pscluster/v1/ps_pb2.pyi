@@ -218,7 +218,7 @@ class StepCount(_message.Message):
     def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "begins", "reduced")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "begins", "reduced", "wait")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -264,6 +264,7 @@ class Contribution(_message.Message):
     FIRST_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     REDUCED_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     epoch: int
@@ -279,7 +280,8 @@ class Contribution(_message.Message):
     first: int
     begins: bool
     reduced: int
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ...) -> None: ...
+    wait: bool
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ...) -> None: ...
 
 class StepState(_message.Message):
     __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "before", "after", "own")

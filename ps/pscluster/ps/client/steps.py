@@ -6,7 +6,8 @@ Updates that a step makes are kept here until it ends. Then, for each step:
              each tells server 0 what it updates; so a replica that does not take part is told so there, and those that
              then miss it ask there why
     stage    the contributions for the other servers, to all of them at once; they are acknowledged once they are staged
-    commit   those for server 0, and that all is staged. It is answered at once, with the replicas that are missing
+    commit   those for server 0, and that all is staged. Small ones are answered once the step is committed, or after
+             half a second; large ones at once, with the replicas that are missing
     wait     until the step is committed, in questions that are answered after half a second at most
 
 The next read, on any server, then names the step that it follows; so a server that has only staged the step applies it
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from pscluster.ps.client.updates import ShardUpdate
 
 _Kind = ps_pb2.Contribution
+
+_WAITING_BYTES = 64 << 10
+"""Of a COMMIT that waits for those of the other replicas, which saves a round trip."""
 
 
 class ReplicaSteps:
@@ -224,6 +228,8 @@ class ReplicaSteps:
         request, buffers = self._request(kind, 0 if kind == _Kind.COMMIT else None)
         if fields is not None:
             request.update.contribution.MergeFrom(fields)
+        # Large ones hold memory that other replicas may need for theirs.
+        request.update.contribution.wait = kind == _Kind.COMMIT and sum(map(len, buffers)) <= _WAITING_BYTES
         states: list[ps_pb2.StepState] = []
         self._exchanges.send_updates({0: (request, buffers)}, lambda _, reply: states.append(reply.state), function)
         return states[0]

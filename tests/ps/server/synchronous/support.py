@@ -89,6 +89,7 @@ class Server:
         after: int | None = None,
         updated: Sequence[int] | None = None,
         reduced: int = 0,
+        wait: bool = False,
     ) -> ps_pb2.StepState:
         """Send a contribution as the service does. The step before was committed in epoch `after`, or the same."""
         request = ps_pb2.UpdateRequest(job=job, incarnation=100 + replica, function=1 + replica, term=term)
@@ -109,6 +110,7 @@ class Server:
                 if updated is None
                 else updated,
                 reduced=reduced,
+                wait=wait,
                 after=epoch if after is None else after,
             )
         )

@@ -185,6 +185,20 @@ def test_records_that_the_machine_has_lost(other: Server, monkeypatch: pytest.Mo
     found.close()
 
 
+def test_a_commit_that_waits_is_answered_once_the_step_is_committed(
+    first: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "WAIT_SECONDS", TIMEOUT)
+    answers: list[ps_pb2.StepState] = []
+    waiter = threading.Thread(target=lambda: answers.append(first.send(COMMIT, 0, add(1), wait=True)))
+    waiter.start()
+    until(lambda: first.store.runs.staged(), "the first COMMIT has come")
+    assert first.send(COMMIT, 1, add(2), wait=True).committed == 1
+    waiter.join(TIMEOUT)
+    assert [answer.committed for answer in answers] == [1]
+    assert first.value() == 3
+
+
 # Gradients that the replicas reduce
 
 

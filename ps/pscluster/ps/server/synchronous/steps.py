@@ -9,7 +9,8 @@ What becomes of a contribution is decided in `run`, and what the staged ones mak
 - The combined update is one of a client that is the run, with the number of the step as its sequence: so the
   ledger knows how many steps have been applied, also after a restart, and applies no part of one twice.
 - With a log, a contribution is logged before it is acknowledged, and when a segment of the log begins.
-- A WAIT is answered after at most `WAIT_SECONDS`, so that no thread is held for a replica that never comes.
+- A WAIT, or a COMMIT that waits, is answered after at most `WAIT_SECONDS`, so that no thread is held for a replica that
+  never comes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StepPath:
             contribution = Contribution(request, changes, payload, total_bytes)
             self._stage(store, contribution)
             if of.kind == ps_pb2.Contribution.COMMIT:
-                state = self._state(store, request, 0.0)
+                state = self._state(store, request, WAIT_SECONDS if of.wait else 0.0)
             else:
                 reach("ps.stage_step.before")
                 self._log(store, contribution)
