@@ -107,7 +107,9 @@ def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
 
 def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:
     """Raise InvalidUpdateError if elements of this type can't be updated this way."""
-    if kind != ps_pb2.ASSIGN and ("f" if dtype.name == "bfloat16" else dtype.kind) not in _UPDATED.get(kind, "fciu"):
+    # NumPy makes a type's name anew each time, which takes longer than all else here.
+    of = "f" if dtype.kind == "V" and dtype.name == "bfloat16" else dtype.kind
+    if kind != ps_pb2.ASSIGN and of not in _UPDATED.get(kind, "fciu"):
         raise InvalidUpdateError(
             f"variable {name!r} is {dtype.name}, and elements of that type can't be updated by "
             f"{ps_pb2.UpdateKind.Name(kind)}: use assign"
