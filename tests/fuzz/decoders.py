@@ -402,6 +402,11 @@ class _Steps:
         done = {**tick, "step": 1, "until": 1, "positions": {5: 7}, "before": {5: 6}}
         ticks = [self._sent(of, 0) for of in ({**tick, "begins": True}, done, {**done, "ended": True})]
         examples.append(bytes(1) + self.SEPARATOR.join(ticks))
+        of = {"run": next(run), "epoch": 3, "replicas": 2, "backup": 1}
+        opened = [self._sent({**of, "kind": kinds.OPEN, "replica": replica}, replica) for replica in range(2)]
+        ready, commit = ({**of, "kind": kind} for kind in (kinds.READY, kinds.COMMIT))
+        asked = [self._sent(ready, 0), self._sent(commit, 0, *add), self._sent({**ready, "replica": 1}, 1)]
+        examples.append(bytes(1) + self.SEPARATOR.join([*opened, *asked]))
         return examples
 
     @staticmethod

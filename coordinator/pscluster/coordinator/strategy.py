@@ -100,9 +100,13 @@ class ParameterServerStrategy(Strategy):
             take_over=take_over,
             allow_pickle=allow_pickle,
         )
+        self._check_workers(len(self.context.workers))
         super().__init__(self.context.client)
         self.telemetry = CoordinatorTelemetry(self.context)
         attach(self.context, self.telemetry, connect_timeout, resume)
+
+    def _check_workers(self, count: int) -> None:
+        """Check the arguments against the number of workers, before anything is connected."""
 
     # The job
 

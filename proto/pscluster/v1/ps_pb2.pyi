@@ -218,7 +218,7 @@ class StepCount(_message.Message):
     def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "begins", "reduced", "wait")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "backup", "begins", "reduced", "wait")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -228,6 +228,7 @@ class Contribution(_message.Message):
         OPEN: _ClassVar[Contribution.Kind]
         TICK: _ClassVar[Contribution.Kind]
         REDUCE: _ClassVar[Contribution.Kind]
+        READY: _ClassVar[Contribution.Kind]
     KIND_UNSPECIFIED: Contribution.Kind
     STAGE: Contribution.Kind
     COMMIT: Contribution.Kind
@@ -235,6 +236,7 @@ class Contribution(_message.Message):
     OPEN: Contribution.Kind
     TICK: Contribution.Kind
     REDUCE: Contribution.Kind
+    READY: Contribution.Kind
     class PositionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +264,7 @@ class Contribution(_message.Message):
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     REDUCED_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -278,13 +281,24 @@ class Contribution(_message.Message):
     until: int
     before: _containers.ScalarMap[int, int]
     first: int
+    backup: int
     begins: bool
     reduced: int
     wait: bool
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ...) -> None: ...
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., backup: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ...) -> None: ...
 
 class StepState(_message.Message):
-    __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "before", "after", "own")
+    __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "place", "before", "after", "own")
+    class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PLACE_UNSPECIFIED: _ClassVar[StepState.Place]
+        ADMITTED: _ClassVar[StepState.Place]
+        LATE: _ClassVar[StepState.Place]
+        EARLY: _ClassVar[StepState.Place]
+    PLACE_UNSPECIFIED: StepState.Place
+    ADMITTED: StepState.Place
+    LATE: StepState.Place
+    EARLY: StepState.Place
     class BeforeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +319,7 @@ class StepState(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     OWN_FIELD_NUMBER: _ClassVar[int]
@@ -314,10 +329,11 @@ class StepState(_message.Message):
     ended: bool
     ending: bool
     unknown: bool
+    place: StepState.Place
     before: _containers.ScalarMap[int, int]
     after: _containers.ScalarMap[int, int]
     own: int
-    def __init__(self, committed: _Optional[int] = ..., epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., ending: bool = ..., unknown: bool = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ..., own: _Optional[int] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., ended: bool = ..., ending: bool = ..., unknown: bool = ..., place: _Optional[_Union[StepState.Place, str]] = ..., before: _Optional[_Mapping[int, int]] = ..., after: _Optional[_Mapping[int, int]] = ..., own: _Optional[int] = ...) -> None: ...
 
 class UpdateReply(_message.Message):
     __slots__ = ("applied", "repeated_", "updates", "boot_id", "state")

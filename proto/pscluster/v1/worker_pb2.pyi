@@ -108,7 +108,7 @@ class Gang(_message.Message):
     def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GangMember, _Mapping]]] = ..., secret: _Optional[bytes] = ..., timeout: _Optional[float] = ..., concurrent: bool = ..., steps: _Optional[_Union[SynchronousSteps, _Mapping]] = ...) -> None: ...
 
 class SynchronousSteps(_message.Message):
-    __slots__ = ("run", "first", "count", "epoch", "collect", "open", "staleness")
+    __slots__ = ("run", "first", "count", "epoch", "collect", "open", "staleness", "backup", "requeue_dropped")
     class Collect(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LAST: _ClassVar[SynchronousSteps.Collect]
@@ -124,6 +124,8 @@ class SynchronousSteps(_message.Message):
     COLLECT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
+    REQUEUE_DROPPED_FIELD_NUMBER: _ClassVar[int]
     run: int
     first: int
     count: int
@@ -131,7 +133,9 @@ class SynchronousSteps(_message.Message):
     collect: SynchronousSteps.Collect
     open: bool
     staleness: float
-    def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ..., staleness: _Optional[float] = ...) -> None: ...
+    backup: int
+    requeue_dropped: bool
+    def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ..., staleness: _Optional[float] = ..., backup: _Optional[int] = ..., requeue_dropped: bool = ...) -> None: ...
 
 class GangMember(_message.Message):
     __slots__ = ("worker", "address", "incarnation")

@@ -25,12 +25,19 @@ class NumberedResults:
         self._collect = collect
         self._numbers: list[int] = []
         self._results: list[Any] = []
+        self._spare = False  # what there is is of a step that was dropped
 
-    def add(self, number: int, result: Any) -> None:
-        """Take the result of a step; of the last one only, unless all are collected."""
-        if self._collect == _Collect.LAST:
+    def add(self, number: int, result: Any, *, dropped: bool = False) -> None:
+        """Take the result of a step; of the last one only, unless all are collected.
+
+        That of a step that was `dropped` counts as the last one, and in a mean if there is no other.
+        """
+        if self._collect == _Collect.LAST or self._spare:
             self._numbers.clear()
             self._results.clear()
+        elif dropped and (self._collect == _Collect.ALL or self._results):
+            return
+        self._spare = dropped
         self._numbers.append(number)
         self._results.append(result)
 
@@ -40,9 +47,16 @@ class NumberedResults:
             return self._numbers[-1:], [_mean(self._results)]
         return self._numbers, self._results
 
+    def of_all(self) -> Any:
+        """Return the results that are asked for, of steps that all replicas have taken: a list, or one of them."""
+        _, results = self.collected()
+        if self._collect == _Collect.ALL:
+            return results
+        return results[-1] if results else None
+
 
 def of_steps(how: int, numbered: tuple[Sequence[int], Sequence[Any]], done: int) -> Any:
-    """Return what `collected` of all results would have returned, with `NO_RESULT` in place of those that are missing.
+    """Return what `NumberedResults.of_all` returns of all results, with `NO_RESULT` in place of those that are missing.
 
     `numbered` is what `NumberedResults.collected` has returned; `done` is how many steps count.
     """
@@ -51,15 +65,6 @@ def of_steps(how: int, numbered: tuple[Sequence[int], Sequence[Any]], done: int)
         return results[-1] if results else NO_RESULT
     by_number = dict(zip(numbers, results, strict=True))
     return [by_number.get(number, NO_RESULT) for number in range(done)]
-
-
-def collected(how: int, results: list[Any]) -> Any:
-    """Return the results that are asked for: all, their mean, or the last one."""
-    if how == _Collect.ALL:
-        return results
-    if how == _Collect.MEAN and results:
-        return _mean(results)
-    return results[-1] if results else None
 
 
 def _mean(results: list[Any]) -> Any:

@@ -8,7 +8,11 @@ What happens if an attempt ends too early (a worker dies, a replica fails, the c
   on a worker that has restarted, or runs the replica for another one that is lost, where iterators begin anew: what the
   committed steps have taken is skipped.
 - If all steps are committed, and only their results are lost, the last one is computed again for its result, on the
-  same elements, with the variables as they are after it; what it updates is dropped.
+  same elements, with the variables as they are after it; what it updates is dropped. Not by a replica without which it
+  was committed.
+
+In a run with backup a step may be committed without this replica. What it took for that step is gone, or is given again
+in its next one (`requeue_dropped`).
 
 Results of committed steps that only an earlier attempt had computed are lost: they are missing in what `ALL` collects,
 and in the `MEAN`.
@@ -26,11 +30,15 @@ from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.bounded_steps import run_bounded
 from pscluster.worker.collectives.gang import Gang
+from pscluster.worker.collectives.replica import ReplicaContext
 from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
 from pscluster.worker.job import Job
-from pscluster.worker.step_results import collected
+from pscluster.worker.step_results import NumberedResults
 
-_Collect = worker_pb2.SynchronousSteps
+_NO_COLLECTIVES = (
+    "with backup above 0 replicas are in different steps, where a collective would have each wait for the others: use "
+    "backup=0, or variables for what they share"
+)
 
 
 class WorkerSteps(ReplicaSteps):
@@ -64,30 +72,39 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
         replica=gang.rank,
         replicas=gang.size,
         seconds=gang.seconds,
+        backup=asked.backup,
     )
-    results: list[Any] = []
+    results = NumberedResults(asked.collect)
+    if asked.backup:
+        replica: ReplicaContext = context.replica
+        replica.refuse_collectives(_NO_COLLECTIVES)
     try:
         # Also if this worker has not taken the step before, but has restarted since: its iterators begin anew.
         if asked.open or (asked.first and job.steps_taken.get(gang.rank) != (asked.run, asked.first)):
             _go_on(steps, last, job, gang.rank)
+        elif asked.backup:
+            steps.open()
         while steps.step < last:
-            context.begin_step(steps.step - asked.first)
+            number = steps.step - asked.first
+            context.begin_step(number)
             context.steps = steps
             try:
                 with context.in_turn():
                     result = call()
             except EndOfIterator:
-                steps.end(context, {}, ended=True)
-                break
+                if not steps.end(context, {}, ended=True):
+                    break
+                continue  # dropped: the data has ended for a later step
             finally:
                 context.steps = None
             if not steps.end(context, {key: iterator.given for key, iterator in steps.iterators.items()}):
                 break
             for iterator in steps.iterators.values():
-                iterator.confirm()
-            if asked.collect == _Collect.LAST:
-                results.clear()
-            results.append(result)
+                if steps.dropped and asked.requeue_dropped:
+                    iterator.rewind()
+                else:
+                    iterator.confirm()
+            results.add(number, result, dropped=steps.dropped)
             if steps.dry:
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
@@ -98,7 +115,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
     finally:
         for iterator in steps.iterators.values():
             iterator.rewind()
-    return steps.step, collected(asked.collect, results)
+    return steps.step, results.collected() if asked.backup else results.of_all()
 
 
 def _go_on(steps: WorkerSteps, last: int, job: Job, rank: int) -> None:
@@ -106,14 +123,16 @@ def _go_on(steps: WorkerSteps, last: int, job: Job, rank: int) -> None:
     first, state = steps.step, steps.open()
     if not first <= state.committed <= last:
         raise ProtocolError(f"{state.committed} steps are committed, where {first} to {last} were expected")
-    steps.go_on(state, dry=state.committed == last)
+    took_part = not steps.backup or not state.after or state.before != state.after  # in the last one of them
+    steps.go_on(state, dry=state.committed == last and took_part)
     positions: Mapping[int, int] = state.before if steps.dry else state.after
     for key in state.after:
         if (iterator := job.iterator_of(key, rank)) is None:
             continue
         position = positions.get(key, 0)
-        # If no step of these is committed, its iterator is there already, or further if a function took elements since.
-        if state.committed > first or iterator.given < position:
+        # If no step of these is committed, its iterator is there already, or further if a function took elements since,
+        # or a step that was dropped.
+        if iterator.given < position or (state.committed > first and (steps.dry or not steps.backup)):
             iterator.seek(position)
         if state.committed > first:
             steps.take_from(iterator)

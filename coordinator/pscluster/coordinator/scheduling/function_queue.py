@@ -250,7 +250,7 @@ class FunctionQueue(StaysHere):
             last = min(steps for steps, _ in returned)
             committed(last)
         done, of_replicas = last - message.first, [result for _, result in returned]
-        if message.staleness:
+        if message.staleness or message.backup:
             of_replicas = [of_steps(collect, numbered, done) for numbered in of_replicas]
         return done, of_replicas
 

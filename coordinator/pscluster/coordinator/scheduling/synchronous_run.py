@@ -61,6 +61,7 @@ class SynchronousRun:
                 epoch=self._calls << _GENERATION_BITS,
                 collect=collect,
             )
+            message.MergeFrom(self._options)
             self._settled = False
             try:
                 yield message, self._committed

@@ -50,10 +50,13 @@ class SynchronousStrategy(ParameterServerStrategy):
         staleness: how many steps a replica may be ahead of the slowest. Above 0, each replica's updates are applied as
             they come, and `float("inf")` lets none wait. The slack is within one call of `run`: take many `steps` in
             each.
+        backup: a step is done with the first contributions of all replicas but so many. A contribution that comes later
+            is dropped, and its replica goes on with the current step. Not together with `staleness`.
+        requeue_dropped: give a replica what it took for a step that was done without it again in its next step.
 
     Raises:
-        ValueError: `devices_per_worker` or `min_replicas` is out of range, or `staleness` is not a whole number of at
-            least 0, or infinite. Otherwise as `ParameterServerStrategy`.
+        ValueError: an argument is out of range, or does not go with another one. Otherwise as
+            `ParameterServerStrategy`.
     """
 
     is_synchronous: ClassVar[bool] = True
@@ -66,19 +69,40 @@ class SynchronousStrategy(ParameterServerStrategy):
         devices_per_worker: int = 1,
         min_replicas: int = 1,
         staleness: float = 0,
+        backup: int = 0,
+        requeue_dropped: bool = False,
         **options: Any,
     ) -> None:
         if not (isinstance(staleness, float) and staleness == math.inf):
             staleness = checks.whole("staleness", staleness, ', or float("inf")', at_least=0, at_most=_MAX_STALENESS)
-        self.step_options = worker_pb2.SynchronousSteps(staleness=staleness)
+        backup = checks.whole("backup", backup, at_least=0)
+        if staleness and backup:
+            raise ValueError(
+                f"staleness is {staleness:g}, and backup is {backup}: with a staleness no step waits for all "
+                "contributions, so none is dropped; give one of the two"
+            )
+        if requeue_dropped and not backup:
+            raise ValueError("requeue_dropped without backup: no contribution is dropped; give backup=1 or more")
+        self.step_options = worker_pb2.SynchronousSteps(
+            staleness=staleness, backup=backup, requeue_dropped=bool(requeue_dropped)
+        )
         self.devices_per_worker = checks.whole(
             "devices_per_worker", devices_per_worker, at_least=1, at_most=MAX_DEVICES
         )
         self.min_replicas = checks.whole("min_replicas", min_replicas, at_least=1)
         super().__init__(cluster_resolver, variable_partitioner, **options)
-        if min_replicas > (replicas := self.num_replicas_in_sync):
-            self.close("min_replicas is out of range")
-            raise ValueError(f"min_replicas is {min_replicas}, but there are {replicas} replicas: give at most that")
+
+    def _check_workers(self, count: int) -> None:
+        replicas, backup = count * self.devices_per_worker, self.step_options.backup
+        if self.min_replicas > replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas}, but there are {replicas} replicas: give at most that"
+            )
+        if backup >= replicas:
+            raise ValueError(
+                f"backup is {backup}, but there are {replicas} replicas: at least one has to contribute; give at most "
+                f"{replicas - 1}"
+            )
 
     @property
     def num_replicas_in_sync(self) -> int:

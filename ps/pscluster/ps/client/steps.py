@@ -10,6 +10,9 @@ Updates that a step makes are kept here until it ends. Then, for each step:
              half a second; large ones at once, with the replicas that are missing
     wait     until the step is committed, in questions that are answered after half a second at most
 
+In a run with backup a step counts with the first replicas only. So a replica that has computed one first asks whether
+it is among them, unless it has nothing for other servers: then it asks by its COMMIT. If not, its updates are dropped.
+
 The next read, on any server, then names the step that it follows; so a server that has only staged the step applies it
 first. What is repeated after a lost connection changes nothing.
 
@@ -55,22 +58,24 @@ class ReplicaSteps:
         replica: int,
         replicas: int,
         seconds: float,
-        reduces: bool = True,
+        backup: int = 0,
     ) -> None:
         """Begin with step number `step`.
 
         Args:
             header: the origin of all updates.
             seconds: how long to wait for the other replicas.
-            reduces: whether the replicas reduce large gradients among themselves, for which all must take part in each
-                step.
+            backup: without how many of them a step is done.
         """
         self._exchanges = exchanges
         self._header = header
         self._run, self.step, self._epoch = run, step, epoch
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
-        self._reduces = reduces and replicas > 1
+        self.backup = backup
+        self._reduces = replicas > 1 and not backup  # all must take part in each step
         self.dry = False
+        self.dropped = False
+        """Whether the last step that was ended is committed without this replica."""
         self.updated_at_once = False
         """Whether a step may have updated an asynchronous variable."""
         self._contributed: list[int] = []  # see Contribution.updated
@@ -136,40 +141,77 @@ class ReplicaSteps:
     def end(self, function: FunctionContext, positions: Mapping[int, int], *, ended: bool = False) -> bool:
         """End a step: return once it is committed. False if it never will be, since the data has `ended`.
 
+        It may be committed without this replica: see `dropped`. Then others may be, too, and `step` goes on after them.
+
         Raises:
             MisuseError: the replicas have not made the same updates.
             MemberTimeoutError: others have not ended the step in time; the message names them.
+            MemberUnavailableError: server 0 has restarted, and the attempt has to begin again, with backup.
             StaleError: this attempt is over.
         """
+        self.dropped = False
         if self.dry:
             self._clear()
             return True
         if ended:
             self._clear()
         commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
-        if self._reduction and not self._reduce(commit, function):
+        deadline = time.monotonic() + self._seconds
+        sent = False
+        if self.backup:
+            state, sent = self._find_place(function, commit, deadline)
+            if state.ended or state.place == ps_pb2.StepState.LATE:
+                self._clear()
+                self.dropped = not state.ended
+                if self.dropped:
+                    self._follow(state.committed)
+                return self.dropped
+        elif self._reduction and not self._reduce(commit, function):
             self._clear()
             return False
-        self._stage(function)
-        reach("client.step.staged")
-        state = self._ask(_Kind.COMMIT, commit, function)
-        deadline = time.monotonic() + self._seconds
+        if not sent:
+            self._stage(function)
+            reach("client.step.staged")
+            state = self._ask(_Kind.COMMIT, commit, function)
         while not state.ended and state.committed <= self.step:
-            function.check()
-            if time.monotonic() > deadline:
-                missing = ", ".join(map(str, state.missing))
-                raise MemberTimeoutError(
-                    f"replicas {missing} have not ended step {self.step} for {self._seconds:g} s: they are slow, "
-                    "frozen, or cut off"
-                )
+            self._check(function, state, deadline)
             kind, updates = (_Kind.COMMIT, commit) if state.unknown else (_Kind.WAIT, None)
             state = self._ask(kind, updates, function)
         self._clear()
         if not state.ended:
-            self.step += 1
-            self._committed_in = self._epoch
-            self.after = with_step(self._run, self.step, self._epoch)
+            self._follow(self.step + 1)
         return not state.ended
+
+    def _find_place(
+        self, function: FunctionContext, commit: ps_pb2.Contribution, deadline: float
+    ) -> tuple[ps_pb2.StepState, bool]:
+        """Ask whether the step counts with this replica until that is known and, if it does not, it is committed.
+
+        Return the answer, and whether the replica's COMMIT is sent.
+        """
+        state_of, sent = ps_pb2.StepState, not self._items.keys() - {0}
+        state = self._ask(_Kind.COMMIT, commit, function) if sent else self._ask(_Kind.READY)
+        while not (state.ended or state.place == state_of.ADMITTED or state.committed > self.step):
+            self._check(function, state, deadline)
+            state, sent = self._ask(_Kind.READY), False
+        return state, sent
+
+    def _check(self, function: FunctionContext, state: ps_pb2.StepState, deadline: float) -> None:
+        """Raise an error if there is no use in waiting on."""
+        function.check()
+        if state.unknown and self.backup:
+            raise MemberUnavailableError("ps 0 has restarted, and does not know who takes part in this step: try again")
+        if time.monotonic() > deadline:
+            missing = ", ".join(map(str, state.missing))
+            raise MemberTimeoutError(
+                f"replicas {missing} have not ended step {self.step} for {self._seconds:g} s: they are slow, frozen, "
+                "or cut off"
+            )
+
+    def _follow(self, committed: int) -> None:
+        """Go on after steps, the last of which was committed in this epoch."""
+        self.step, self._committed_in = committed, self._epoch
+        self.after = with_step(self._run, committed, self._epoch)
 
     def go_on(self, state: ps_pb2.StepState, *, dry: bool = False) -> None:
         """Go on after the steps that are committed, and tell all servers. If `dry`, repeat the last one of them."""
@@ -241,6 +283,6 @@ class ReplicaSteps:
         request.update.CopyFrom(self._header)
         of = request.update.contribution
         of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
-        of.replica, of.replicas, of.after = self._replica, self._replicas, self._committed_in
+        of.replica, of.replicas, of.after, of.backup = self._replica, self._replicas, self._committed_in, self.backup
         request.update.items.extend(item for item, _ in items)
         return request, [buffer for _, segments in items for buffer in segments]

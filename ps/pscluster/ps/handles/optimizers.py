@@ -22,7 +22,7 @@ from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
-from pscluster.ps.handles.replicas import combined, current_replica, replicas_out_of_step, shared_out
+from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.optim import rules
@@ -248,7 +248,8 @@ class Optimizer(Handle):
         A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped.
 
         In a step of a `SynchronousStrategy` the gradients of all replicas are first summed, and applied once. What the
-        optimizer does with gradients, such as clipping, is done with the sum.
+        optimizer does with gradients, such as clipping, is done with the sum; with `backup` or `staleness` above 0 each
+        replica does it with its own.
 
         Args:
             grads_and_vars: pairs of a gradient, dense (of the variable's shape) or `IndexedSlices`, and its variable.
@@ -266,6 +267,11 @@ class Optimizer(Handle):
         pairs = self._checked(grads_and_vars)
         nonfinite: set[str] = set()  # names of variables
         replica = None
+        if self._preprocessing.nonfinite == "skip" and may_be_dropped():
+            raise MisuseError(
+                f'optimizer {self.name!r} has nonfinite="skip", which all replicas have to agree on, and with backup '
+                'above 0 not all take part in a step: use "refuse" or "count", or backup=0'
+            )
         if self._preprocessing.changes or self._nonfinite is not None:
             pairs = [(variable.checked_gradient(gradient), variable) for gradient, variable in pairs]
             if (replica := current_replica()) is not None:

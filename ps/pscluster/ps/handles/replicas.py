@@ -32,12 +32,18 @@ class Replica(Protocol):
 
 
 def current_replica() -> Replica | None:
-    """Return the replica whose synchronous step runs here, if there are several of them; otherwise None."""
+    """Return the replica whose synchronous step runs here, if all of several take part in it; otherwise None."""
     function = current_function()
-    if function is None or function.steps is None or function.replica is None:
+    if function is None or function.steps is None or function.steps.backup or function.replica is None:
         return None
     replica: Replica = function.replica
     return replica if replica.num_replicas > 1 else None
+
+
+def may_be_dropped() -> bool:
+    """Return whether a synchronous step runs here that may be done without this replica, or others."""
+    function = current_function()
+    return function is not None and function.steps is not None and function.steps.backup > 0
 
 
 def replicas_out_of_step() -> int:

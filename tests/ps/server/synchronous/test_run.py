@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.ps.server.synchronous.run import Run, Verdict
+from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.runs import Runs
 
 REPLICAS = 3
@@ -46,16 +46,26 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: self.epoch)
     @rule(replica=st.integers(0, REPLICAS - 1))
     def open(self, replica: int) -> None:
-        if replica not in self.at:
-            self.decider.begin(self.epoch)
+        if replica not in self.at and self.begin_on_decider(replica):
             self.at[replica] = self.decider.applied
             self.reach_other(self.decider.applied, self.committed_in(self.decider.applied))
+
+    def begin_on_decider(self, replica: int) -> bool:
+        """Return whether a replica can begin this epoch."""
+        self.decider.begin(self.epoch)
+        return True
+
+    def takes_part(self, replica: int) -> bool:
+        """Return whether its step counts with a replica, as far as server 0 says so now."""
+        return True
 
     @precondition(lambda self: self.at)
     @rule(data=st.data(), none=st.booleans())
     def contribute(self, data: st.DataObject, none: bool) -> None:
         """A replica sends what it may send next, or sends it again; it may have nothing for the other server."""
         replica = data.draw(st.sampled_from(sorted(self.at)))
+        if not self.takes_part(replica):
+            return
         contributed = replica, self.at[replica], self.epoch
         begun = ("stage", contributed) in self.sent
         kind = "commit" if contributed in self.staged or (none and not begun) else "stage"
@@ -76,6 +86,8 @@ class Steps(RuleBasedStateMachine):
         if server is self.other:
             self.reach_other(step, self.committed_in(step))
         try:
+            if server is self.decider and not self.admitted_again(contributed):
+                return
             verdict = server.admit(step, epoch, replica, REPLICAS)
         except StaleError:
             late = server is self.other and step < server.applied
@@ -95,15 +107,23 @@ class Steps(RuleBasedStateMachine):
             if current and server.applied > step and self.at.get(replica) == step:
                 self.at[replica] = step + 1
 
+    def admitted_again(self, contributed: Contributed) -> bool:
+        """Return whether server 0 takes a COMMIT."""
+        return True
+
     @precondition(lambda self: self.at)
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
         """A replica asks whether its step is committed, and then reads from the other server."""
         replica = data.draw(st.sampled_from(sorted(self.at)))
-        if self.decider.applied > self.at[replica]:
+        if self.decider.applied > self.at[replica] and self.counted_with(replica):
             self.at[replica] += 1
         self.reach_other(self.at[replica], self.committed_in(self.at[replica]))
         assert self.other.applied >= self.at[replica]
+
+    def counted_with(self, replica: int) -> bool:
+        """Return whether its step, which is committed, was with a replica."""
+        return (replica, self.at[replica], self.epoch) in self.decided[self.at[replica]]
 
     def reach_other(self, step: int, epoch: int) -> None:
         while self.other.due(step, epoch):
@@ -139,8 +159,47 @@ class Steps(RuleBasedStateMachine):
             assert self.applied.get(step, []) == contributed, f"step {step}"
 
 
+class StepsWithBackup(Steps):
+    """The same with steps that are done without one of the replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[tuple[int, int]] = set()  # replicas and epochs
+        self.late: set[Contributed] = set()
+
+    def begin_on_decider(self, replica: int) -> bool:
+        if (replica, self.epoch) in self.begun:  # it was told that this attempt is over
+            return False
+        self.begun.add((replica, self.epoch))
+        self.decider.open(self.epoch, replica, REPLICAS, 1)
+        return True
+
+    def takes_part(self, replica: int) -> bool:
+        step = self.at[replica]
+        place = self.decider.place(step, self.epoch, replica, REPLICAS, 1)
+        if place is Place.UNKNOWN:
+            del self.at[replica]
+        elif place is Place.LATE:
+            self.late.add((replica, step, self.epoch))
+            if self.decider.applied > step:
+                self.at[replica] = self.decider.applied
+        return place is Place.ADMITTED
+
+    def admitted_again(self, contributed: Contributed) -> bool:
+        replica, step, epoch = contributed
+        return self.decider.place(step, epoch, replica, REPLICAS, 1) is Place.ADMITTED
+
+    @invariant()
+    def steps_are_of_those_that_were_first(self) -> None:
+        for contributed in self.decided:
+            assert len(contributed) == REPLICAS - 1
+            assert self.late.isdisjoint(contributed)
+
+
 TestSteps = Steps.TestCase
 TestSteps.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestStepsWithBackup = StepsWithBackup.TestCase
+TestStepsWithBackup.settings = TestSteps.settings
 
 
 @pytest.fixture
@@ -194,3 +253,35 @@ def test_an_ended_step_is_never_decided_until_the_next_epoch() -> None:
     run.admit(0, 2, 0, 1)
     run.staged[0] = "more"
     assert run.decided
+
+
+def test_the_first_replicas_make_a_step() -> None:
+    """The others are late, and counted once for each step; those that it counts with hear so again."""
+    run: Run[str] = Run(0)
+    assert run.place(0, 1, 0, 3, 1) is Place.UNKNOWN
+    for replica in (0, 1):
+        run.open(1, replica, 3, 1)
+    assert run.place(0, 1, 0, 3, 1) is Place.EARLY
+    run.open(1, 2, 3, 1)
+    places = [run.place(0, 1, replica, 3, 1) for replica in (2, 0, 1, 1, 2)]
+    assert places == [Place.ADMITTED, Place.ADMITTED, Place.LATE, Place.LATE, Place.ADMITTED]
+    assert run.missing == [0, 2]
+    run.staged.update({0: "a", 2: "b"})
+    assert run.decided
+    run.end_step()
+    assert [run.place(0, 1, replica, 3, 1) for replica in range(3)] == [Place.ADMITTED, Place.LATE, Place.ADMITTED]
+    assert run.dropped == {1: 1}
+    assert run.place(1, 1, 1, 3, 1) is Place.ADMITTED
+    run.begin(2)
+    assert run.place(1, 2, 1, 3, 1) is Place.UNKNOWN, "all have to begin the next attempt"
+    with pytest.raises(StaleError):
+        run.place(1, 1, 1, 3, 1)
+
+
+def test_as_many_backups_as_replicas_are_refused() -> None:
+    run: Run[str] = Run(0)
+    with pytest.raises(ProtocolError, match="3 replicas with 3 of them as backup"):
+        run.open(1, 0, 3, 3)
+    run.open(1, 0, 3, 1)
+    with pytest.raises(ProtocolError, match="3 replicas with 2 of them as backup; it was 1"):
+        run.open(1, 1, 3, 2)

@@ -29,6 +29,19 @@ refuses what they still send.
 On server 0 a step can also end without being applied, until the next epoch: `ended`, since the data of a replica has
 ended, or `disagreement`, since two replicas have updated different variables.
 
+With `backup` above 0 a step counts with the first replicas that have computed it, all but so many. Server 0 decides who
+they are before any of them sends a contribution to another server:
+
+    asks for the open step, before it is full--> admitted to it, and so is its COMMIT
+    asks for the open step, once it is full----> late: its contribution is dropped, and it goes on once the step, for
+                                                 which it is not needed, is committed
+    asks for an earlier step-------------------> late, unless the step counted with it and the answer was lost
+
+So all that is staged is of replicas that are admitted, and a step is decided once all of these have sent their COMMIT.
+Admissions are in memory only. A server 0 that restarts must not admit others beside those it has forgotten, who may
+have staged something. So all replicas OPEN every epoch, none is admitted before all have, and one that a server does
+not know to have opened is told so: that attempt is over.
+
 A step that is applied in memory, and could not be logged, is `torn`: it is neither applied nor staged. Nothing else
 happens to the run until it could be applied again, which changes nothing but finds it in the log, or saved.
 
@@ -48,6 +61,15 @@ from pscluster.ps.spec import RESTORE, steps_lost
 from pscluster.v1 import ps_pb2
 
 T = TypeVar("T")
+
+
+class Place(enum.Enum):
+    """Whether a step of a run with backup counts with a replica."""
+
+    ADMITTED = enum.auto()
+    LATE = enum.auto()
+    EARLY = enum.auto()  # not all replicas have opened the epoch
+    UNKNOWN = enum.auto()  # this one has not, here
 
 
 class Verdict(enum.Enum):
@@ -71,12 +93,20 @@ class Run(Generic[T]):
     reducing: dict[int, ps_pb2.Contribution] = field(default_factory=dict)  # by replica, on server 0
     ended: bool = False
     disagreement: str = ""
+    backup: int = 0  # of the replicas, how many a step is done without
+    opened: set[int] = field(default_factory=set)  # with backup: the replicas that have opened this epoch here
+    admitted: set[int] = field(default_factory=set)  # with backup: those that the open step counts with
+    counted: dict[int, int] = field(
+        default_factory=dict
+    )  # with backup: the last step of this epoch that did, by replica
+    late: dict[int, int] = field(default_factory=dict)  # and the last one that did not, and should have
+    dropped: dict[int, int] = field(default_factory=dict)  # by replica, how many steps it was late for
     torn: bool = False  # the staged step is applied, at least in part, and may be in no log
 
     @property
     def complete(self) -> bool:
-        """Return whether all replicas have contributed to the open step."""
-        return 0 < self.replicas == len(self.staged)
+        """Return whether all replicas that are needed have contributed to the open step."""
+        return self.replicas > 0 and len(self.staged) == self.replicas - self.backup
 
     @property
     def decided(self) -> bool:
@@ -86,7 +116,9 @@ class Run(Generic[T]):
     @property
     def missing(self) -> list[int]:
         """Return the replicas that have not contributed to the open step."""
-        return [replica for replica in range(self.replicas) if replica not in self.staged]
+        full = 0 < self.backup == self.replicas - len(self.admitted)
+        needed = sorted(self.admitted) if full else range(self.replicas)
+        return [replica for replica in needed if replica not in self.staged]
 
     def in_order(self) -> list[T]:
         """Return what is staged, by replica."""
@@ -124,6 +156,10 @@ class Run(Generic[T]):
                 f"ps {self.server} has applied {self.applied} synchronous steps, and ps 0 knows of {step}: it has "
                 f"restarted with an older state. {RESTORE}"
             )
+        self._begin(epoch, replica, replicas)
+        return Verdict.KNOWN if replica in self.staged else Verdict.STAGE
+
+    def _begin(self, epoch: int, replica: int, replicas: int) -> None:
         if not 0 <= replica < replicas <= MAX_COUNT:
             raise ProtocolError(f"a contribution of replica {replica}, of {replicas}; the limit is {MAX_COUNT}")
         if epoch > self.epoch:
@@ -131,13 +167,46 @@ class Run(Generic[T]):
         if self.replicas not in (0, replicas):
             raise ProtocolError(f"a contribution of one of {replicas} replicas, in an epoch of {self.replicas}")
         self.replicas = replicas
-        return Verdict.KNOWN if replica in self.staged else Verdict.STAGE
+
+    def open(self, epoch: int, replica: int, replicas: int, backup: int) -> None:
+        """Take note that a replica has begun an epoch of a run with backup."""
+        self._check_epoch(epoch)
+        self._begin(epoch, replica, replicas)
+        self._check_backup(backup)
+        self.backup = backup
+        self.opened.add(replica)
+
+    def place(self, step: int, epoch: int, replica: int, replicas: int, backup: int) -> Place:
+        """Decide whether a step counts with a replica that has computed it, in a run with backup on server 0."""
+        self._check_epoch(epoch)
+        self._begin(epoch, replica, replicas)
+        if replica not in self.opened:
+            return Place.UNKNOWN
+        self._check_backup(backup)
+        if len(self.opened) < replicas:
+            return Place.EARLY
+        if step == self.applied and (replica in self.admitted or len(self.admitted) < replicas - backup):
+            self.admitted.add(replica)
+            return Place.ADMITTED
+        if step < self.applied and self.counted.get(replica) == step:
+            return Place.ADMITTED
+        if step <= self.applied and self.late.get(replica) != step:
+            self.late[replica] = step
+            self.dropped[replica] = self.dropped.get(replica, 0) + 1
+        return Place.LATE
+
+    def _check_backup(self, backup: int) -> None:
+        if not 0 < backup < self.replicas or (self.opened and backup != self.backup):
+            raise ProtocolError(f"{self.replicas} replicas with {backup} of them as backup; it was {self.backup}")
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun: what earlier ones have staged is dropped."""
         self._check_epoch(epoch)
         if epoch > self.epoch:
-            self.epoch, self.replicas = epoch, 0
+            self.epoch, self.replicas, self.backup = epoch, 0, 0
+            self.opened.clear()
+            self.counted.clear()
+            self.late.clear()
             self._clear()
 
     def _check_epoch(self, epoch: int) -> None:
@@ -148,6 +217,7 @@ class Run(Generic[T]):
 
     def end_step(self) -> None:
         """Count the staged step as applied."""
+        self.counted.update(dict.fromkeys(self.admitted, self.applied))
         self.applied += 1
         self.torn, self.whole = False, True
         self._clear()
@@ -160,4 +230,5 @@ class Run(Generic[T]):
     def _clear(self) -> None:
         self.staged.clear()
         self.reducing.clear()
+        self.admitted.clear()
         self.ended, self.disagreement = False, ""

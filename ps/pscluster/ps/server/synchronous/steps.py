@@ -35,7 +35,7 @@ from pscluster.ps.server.synchronous.combine import (
     difference,
     parts_of_payload,
 )
-from pscluster.ps.server.synchronous.run import Run, Verdict
+from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
 from pscluster.ps.server.updates import Change
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
@@ -79,14 +79,19 @@ class StepPath:
             state = self._wait(store, request)
         elif of.kind == ps_pb2.Contribution.REDUCE:
             state = self._reduce(store, request)
+        elif of.kind == ps_pb2.Contribution.READY:
+            state = self._ready(store, of)
         else:
             check_contribution(changes)
             for change in changes:
                 updates.checked_ids(change, payload)
             contribution = Contribution(request, changes, payload, total_bytes)
-            self._stage(store, contribution)
-            if of.kind == ps_pb2.Contribution.COMMIT:
+            place = self._stage(store, contribution)
+            if place not in (None, Place.ADMITTED):
+                state = self._ready(store, of, 0.0)
+            elif of.kind == ps_pb2.Contribution.COMMIT:
                 state = self._state(store, request, WAIT_SECONDS if of.wait else 0.0)
+                state.place = _PLACES[Place.ADMITTED] if of.backup else _State.PLACE_UNSPECIFIED
             else:
                 reach("ps.stage_step.before")
                 self._log(store, contribution)
@@ -100,13 +105,19 @@ class StepPath:
             self._finish_torn(store, after.run)
             self._settle(store, after.run, after.step, after.epoch)
 
-    def _stage(self, store: Store, contribution: Contribution) -> None:
+    def _stage(self, store: Store, contribution: Contribution) -> Place | None:
+        """Stage a contribution. With backup, return the replica's place; it is staged only if it is admitted."""
         of = contribution.request.contribution
         self._settle(store, of.run, of.step, of.after)
         runs = store.runs
         with runs.changed:
             run = store.runs.idle(of.run)
             updates.admit(store, contribution.request)  # again: the job may have been taken over since
+            place = None
+            if store.index == 0 and (of.backup or run.backup):
+                place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
+                if place is not Place.ADMITTED:
+                    return place
             verdict = run.admit(of.step, of.epoch, of.replica, of.replicas)
             if verdict is Verdict.STAGE:
                 if not run.staged:  # a coordinator settles the runs of the one before, before it begins one
@@ -119,6 +130,29 @@ class StepPath:
                     raise error  # now: once the step is committed it has to be applied
                 run.staged[of.replica] = contribution
                 runs.changed.notify_all()
+            return place
+
+    def _ready(self, store: Store, of: ps_pb2.Contribution, seconds: float = WAIT_SECONDS) -> ps_pb2.StepState:
+        """Return whether a step counts with a replica; if not, once it is committed, or after a while."""
+        runs, deadline = store.runs, time.monotonic() + seconds
+        with runs.changed:
+            while True:
+                run = runs.idle(of.run)
+                place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
+                if place is Place.UNKNOWN:
+                    return ps_pb2.StepState(unknown=True)
+                state = ps_pb2.StepState(committed=run.applied, place=_PLACES[place])
+                if place is Place.ADMITTED or of.step < run.applied:
+                    return state
+                if run.disagreement:
+                    raise MisuseError(run.disagreement)
+                if run.ended:
+                    state.ended = True
+                    return state
+                if (left := deadline - time.monotonic()) <= 0:
+                    state.missing.extend(run.missing)
+                    return state
+                runs.changed.wait(left)
 
     def _reduce(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
         """Take note of what a replica updates. MisuseError if another one does otherwise."""
@@ -138,7 +172,10 @@ class StepPath:
     def _open(self, store: Store, of: ps_pb2.Contribution) -> ps_pb2.StepState:
         with store.runs.changed:
             run = store.runs.idle(of.run)
-            run.begin(of.epoch)
+            if of.backup:
+                run.open(of.epoch, of.replica, of.replicas, of.backup)
+            else:
+                run.begin(of.epoch)
             store.runs.changed.notify_all()
             committed = run.applied
         state = ps_pb2.StepState(committed=committed)
@@ -233,8 +270,10 @@ class StepPath:
 
 
 _Kind = ps_pb2.Contribution
-_WITHOUT_ITEMS = _Kind.OPEN, _Kind.WAIT, _Kind.REDUCE, _Kind.TICK
+_State = ps_pb2.StepState
+_WITHOUT_ITEMS = _Kind.OPEN, _Kind.WAIT, _Kind.REDUCE, _Kind.TICK, _Kind.READY
 _AT_FIRST = *_WITHOUT_ITEMS, _Kind.COMMIT
+_PLACES = {Place.ADMITTED: _State.ADMITTED, Place.LATE: _State.LATE, Place.EARLY: _State.EARLY}
 
 
 def _check_room(new: Contribution, staged: list[Contribution]) -> None:
@@ -295,7 +334,7 @@ def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribu
     """Return the record that this many steps of a run are committed, with the positions of all iterators."""
     before = _decision(store)
     known = before.get("after", {}) if before.get("run") == run_id else {}
-    after = {}
+    after = dict(known)  # of those that take no part
     for contribution in contributions:
         replica, new = str(contribution.replica), contribution.request.contribution.positions
         kept = {key: at for key, at in known.get(replica, {}).items() if int(key) not in new}
