@@ -258,7 +258,6 @@ def test_an_ended_step_is_never_decided_until_the_next_epoch() -> None:
 def test_the_first_replicas_make_a_step() -> None:
     """The others are late, and counted once for each step; those that it counts with hear so again."""
     run: Run[str] = Run(0)
-    assert run.place(0, 1, 0, 3, 1) is Place.UNKNOWN
     for replica in (0, 1):
         run.open(1, replica, 3, 1)
     assert run.place(0, 1, 0, 3, 1) is Place.EARLY
@@ -276,6 +275,19 @@ def test_the_first_replicas_make_a_step() -> None:
     assert run.place(1, 2, 1, 3, 1) is Place.UNKNOWN, "all have to begin the next attempt"
     with pytest.raises(StaleError):
         run.place(1, 1, 1, 3, 1)
+
+
+def test_an_epoch_that_has_begun_before_a_restart_is_over_for_all() -> None:
+    """Also for those that begin it only now, which would wait for the others."""
+    run: Run[str] = Run(0)
+    run.open(1, 0, 3, 1)
+    assert run.place(0, 1, 0, 3, 1) is Place.EARLY
+    assert run.place(0, 1, 1, 3, 1) is Place.UNKNOWN
+    run.open(1, 2, 3, 1)
+    assert [run.place(0, 1, replica, 3, 1) for replica in (0, 2)] == [Place.UNKNOWN, Place.UNKNOWN]
+    for replica in range(3):
+        run.open(2, replica, 3, 1)
+    assert run.place(0, 2, 0, 3, 1) is Place.ADMITTED
 
 
 def test_as_many_backups_as_replicas_are_refused() -> None:

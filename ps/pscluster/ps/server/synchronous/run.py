@@ -40,7 +40,7 @@ they are before any of them sends a contribution to another server:
 So all that is staged is of replicas that are admitted, and a step is decided once all of these have sent their COMMIT.
 Admissions are in memory only. A server 0 that restarts must not admit others beside those it has forgotten, who may
 have staged something. So all replicas OPEN every epoch, none is admitted before all have, and one that a server does
-not know to have opened is told so: that attempt is over.
+not know to have opened is told so, and so are the others from then on: that attempt is over.
 
 A step that is applied in memory, and could not be logged, is `torn`: it is neither applied nor staged. Nothing else
 happens to the run until it could be applied again, which changes nothing but finds it in the log, or saved.
@@ -69,7 +69,7 @@ class Place(enum.Enum):
     ADMITTED = enum.auto()
     LATE = enum.auto()
     EARLY = enum.auto()  # not all replicas have opened the epoch
-    UNKNOWN = enum.auto()  # this one has not, here
+    UNKNOWN = enum.auto()  # some have not, here, and go on as if they had
 
 
 class Verdict(enum.Enum):
@@ -94,6 +94,7 @@ class Run(Generic[T]):
     ended: bool = False
     disagreement: str = ""
     backup: int = 0  # of the replicas, how many a step is done without
+    forgotten: bool = False  # with backup: a replica had opened this epoch before a restart
     opened: set[int] = field(default_factory=set)  # with backup: the replicas that have opened this epoch here
     admitted: set[int] = field(default_factory=set)  # with backup: those that the open step counts with
     counted: dict[int, int] = field(
@@ -180,7 +181,8 @@ class Run(Generic[T]):
         """Decide whether a step counts with a replica that has computed it, in a run with backup on server 0."""
         self._check_epoch(epoch)
         self._begin(epoch, replica, replicas)
-        if replica not in self.opened:
+        self.forgotten |= replica not in self.opened
+        if self.forgotten:
             return Place.UNKNOWN
         self._check_backup(backup)
         if len(self.opened) < replicas:
@@ -204,6 +206,7 @@ class Run(Generic[T]):
         self._check_epoch(epoch)
         if epoch > self.epoch:
             self.epoch, self.replicas, self.backup = epoch, 0, 0
+            self.forgotten = False
             self.opened.clear()
             self.counted.clear()
             self.late.clear()
