@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.ps.server.synchronous.run import Place, Run, Verdict
@@ -166,6 +166,13 @@ class StepsWithBackup(Steps):
         super().__init__()
         self.begun: set[tuple[int, int]] = set()  # replicas and epochs
         self.late: set[Contributed] = set()
+
+    @initialize()
+    def begin_all(self) -> None:
+        """An epoch that all have begun, which random rules seldom make."""
+        self.begin_epoch()
+        for replica in range(REPLICAS):
+            self.open(replica)
 
     def begin_on_decider(self, replica: int) -> bool:
         if (replica, self.epoch) in self.begun:  # it was told that this attempt is over
