@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The tests that need torch run in .venv-frameworks, so that nothing else can come to depend on it.
+FRAMEWORKS := .venv-frameworks
 # Tests and examples start many processes; without the files of compiled modules each would compile all of ours.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check proto bench bench-peers chaos fuzz soak clean
+.PHONY: run test frameworks check proto bench bench-peers chaos fuzz soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -14,6 +16,10 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 # Three files at a time, also on two cores: many tests wait for processes, links and leases.
 test: $(STAMP)  ## run all tests, the longest files first
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
+
+frameworks: $(FRAMEWORKS)/.installed  ## run the tests of steps in torch, which make test leaves out
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
 
 check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies
 	$(BIN)/ruff check .
@@ -45,11 +51,16 @@ bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for b
 	$(PYTHON) benchmarks/install_peers.py .venv-peers
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pscluster needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(FRAMEWORKS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[frameworks]'
 	touch $@
