@@ -173,7 +173,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/guarantees.md", "docs/security.md"])
+@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/from_ddp.md", "docs/guarantees.md", "docs/security.md"])
 def test_links_and_lines(name: str) -> None:
     """A document is in the README's list, its links to files are valid, and its lines are not too long."""
     path = ROOT / name
@@ -182,6 +182,14 @@ def test_links_and_lines(name: str) -> None:
     assert [line for line in text.splitlines() if len(line) > 120] == []
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [link for link in links if link and not (path.parent / link).exists()] == []
+
+
+def test_the_scripts_of_a_move_are_shown_as_they_are() -> None:
+    """Every block of docs/from_ddp.md is in one of the two examples, which tests/frameworks runs and compares."""
+    scripts = [flat((ROOT / "examples" / name).read_text()) for name in ("digits_ddp.py", "digits_synchronous.py")]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "from_ddp.md").read_text(), re.DOTALL)
+    assert len(blocks) == 6
+    assert [block for block in blocks if not any(flat(block) in script for script in scripts)] == []
 
 
 def names_in(path: Path) -> set[str]:
