@@ -35,7 +35,7 @@ from pscluster.coordinator import (
     Variable,
     optimizers,
 )
-from pscluster.coordinator.cli.status import Asker, replies_by_task
+from pscluster.coordinator.observability.asker import Asker, replies_by_task
 from pscluster.core.transport.unix_sockets import connect, path_of
 from pscluster.ps.storage.spill import LIMIT_BYTES
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.coordinator import ClusterCoordinator
-from pscluster.coordinator.cli.status import Answer, Asker
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.dashboard.watch import Watch
+from pscluster.coordinator.observability.asker import Answer, Asker
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats

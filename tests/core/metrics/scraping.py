@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pscluster.coordinator.cli.status import Asker
+from pscluster.coordinator.observability.asker import Asker
 from pscluster.coordinator.strategy import ParameterServerStrategy
 
 SECONDS = 30.0

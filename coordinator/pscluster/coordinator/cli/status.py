@@ -8,35 +8,25 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-import grpc
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pscluster.coordinator.cli.health import ASK_SECONDS
 from pscluster.coordinator.cli.tables import rendered
+from pscluster.coordinator.observability.asker import Answer, Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates, TaskRates, VariableRates
 from pscluster.core.cluster.spec import ClusterSpec
-from pscluster.core.errors import RETRYABLE, from_rpc
 from pscluster.core.sanitize import shown, shown_json
 from pscluster.core.security.tls import Tls
-from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress, explain, open_peer_channel
-from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
 
-_AT_ONCE = 32
 _WIDTH = 140  # of tables that go into a pipe
-
-Answer = node_pb2.StatusReply | str
-"""A task's status, or why there is none."""
-
-Answers = Mapping[PeerAddress, Answer]
 
 
 def peers_of(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
@@ -47,45 +37,6 @@ def peers_of(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = N
         if job in cluster.jobs
         for index in cluster.task_indices(job)
     ]
-
-
-class Asker:
-    """Queries all tasks at once, on connections that stay open until `close`."""
-
-    def __init__(self, peers: Iterable[PeerAddress]) -> None:
-        self._channels = {peer: open_peer_channel(peer) for peer in peers}
-        self._stubs = {peer: Stub(channel, NODE_SERVICE) for peer, channel in self._channels.items()}
-
-    def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS, *, explained: bool = False) -> Answers:
-        """Return each task's answer, within `timeout` seconds, with the `busiest` variables of each server.
-
-        `explained`: find out why a task does not answer by connecting to it, which takes a few seconds more.
-        """
-        request = node_pb2.StatusRequest(busiest=busiest)
-
-        def answer(peer: PeerAddress) -> Answer:
-            try:
-                reply: node_pb2.StatusReply = self._stubs[peer].status(request, timeout=timeout)
-            except grpc.RpcError as error:
-                if error.code() not in RETRYABLE:
-                    return str(from_rpc(error, str(peer)))
-                return explain(peer.address, peer.tls) if explained else "it does not answer"
-            theirs = reply.identity
-            if (theirs.role, theirs.index) != (peer.role, peer.index):
-                return f"{theirs.name} answers there: check TF_CONFIG"
-            return reply
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(self._stubs, pool.map(answer, self._stubs), strict=True))
-
-    def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-
-
-def replies_by_task(answers: Answers) -> dict[str, node_pb2.StatusReply]:
-    """Return the status of the tasks that answered, by name."""
-    return {peer.task: answer for peer, answer in answers.items() if not isinstance(answer, str)}
 
 
 def all_up(answers: Answers) -> bool:

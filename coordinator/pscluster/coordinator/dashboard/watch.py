@@ -16,11 +16,11 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from pscluster.coordinator.cli.status import Asker, replies_by_task
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.observability.asker import Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.scheduling.loop import in_thread

@@ -7,16 +7,16 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Self
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Self
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.core.sanitize import shown as plain
+
+if TYPE_CHECKING:  # imported where something is shown: most scripts show nothing, and rich is slow to import
+    from rich.console import Console
+    from rich.progress import Progress
 
 PLAIN_SECONDS = 2.0
 LIVE_SECONDS = 0.05
@@ -24,6 +24,8 @@ LIVE_SECONDS = 0.05
 
 def choose_console() -> Console:
     """Return a console on standard error if that is a terminal, else on standard output."""
+    from rich.console import Console
+
     return Console(stderr=True) if sys.stderr.isatty() else Console()
 
 
@@ -65,6 +67,15 @@ class ProgressLine:
         self._live: Progress | None = None
         can_update = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         if self._console.is_terminal or can_update:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
@@ -105,6 +116,8 @@ class ProgressLine:
         self._shown_at = now
         text = self._text(shown, now - self._begin)
         if self._live is not None:
+            from rich.markup import escape
+
             self._live.update(self._task, completed=self._done, description=escape(self._label + text))
         else:
             of = "" if self._total is None else f"/{self._total}"

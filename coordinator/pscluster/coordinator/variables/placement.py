@@ -12,10 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
-from pscluster.coordinator.cli.tables import rendered
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
@@ -143,6 +140,11 @@ def _enter(loads: tuple[Load, ...], owner: int, shards: int, nbytes: int) -> tup
 
 def placement_table(variables: Iterable[Variable], num_servers: int) -> str:
     """Return a table of the shards' servers, and of how full each is; see `ParameterServerStrategy.placement`."""
+    from rich.table import Table  # slow to import
+    from rich.text import Text
+
+    from pscluster.coordinator.cli.tables import rendered
+
     table = Table("shard", "shape", "type", "place", "bytes", title="placement")
     per_server: dict[str, int] = {}
     for variable in variables:
