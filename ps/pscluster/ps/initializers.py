@@ -23,17 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core import checks
 
+if TYPE_CHECKING:
+    _Draw = Callable[[np.random.Generator, npt.NDArray[Any]], None]  # fills a tile; np.random is slow to import
+
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-_Draw = Callable[[np.random.Generator, Array], None]
-"""Fills a tile."""
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")  # by name: NumPy alone does not know bfloat16

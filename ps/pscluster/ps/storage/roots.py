@@ -9,8 +9,6 @@ import os
 import posixpath
 from collections.abc import Sequence
 
-from fsspec.implementations.local import LocalFileSystem
-
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.storage.tensor_files import join
 
@@ -42,6 +40,8 @@ def _plain(path: str) -> str:
     """Return a local path, in any notation, as absolute and without links and dots. No trailing slash."""
     if "::" in path or ("://" in path and not path.startswith(_LOCAL)):
         return path.rstrip("/")
+    from fsspec.implementations.local import LocalFileSystem  # slow to import, and seldom needed
+
     # Read it as fsspec does, which has several notations: `file:`, `~`.
     local: str = LocalFileSystem._strip_protocol(path)
     return os.path.realpath(local)

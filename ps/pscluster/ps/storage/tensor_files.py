@@ -15,10 +15,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
@@ -134,11 +134,23 @@ def stream(
 
 def write(path: str, tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]) -> WrittenFile:
     """Call `stream` for a path. CheckpointError, with the reason, if that fails; it may leave an incomplete file."""
+    import fsspec  # slow to import, and a server may never see a checkpoint
+
     try:
         with fsspec.open(path, "wb") as file:
             return stream(file.write, tensors, data)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{path} can't be written: {_reason(error)}") from error
+
+
+def _opened(path: str | Path) -> AbstractContextManager[Any]:
+    """Open a file to be read."""
+    if isinstance(path, Path):
+        return path.open("rb")
+    import fsspec
+
+    opened: AbstractContextManager[Any] = fsspec.open(path, "rb")
+    return opened
 
 
 def verified(
@@ -147,7 +159,7 @@ def verified(
     """Yield bytes of a file. CheckpointError if they can't be read, or, after the last, if their checksum is wrong."""
     actual, remaining = xxh3_128(), nbytes
     try:
-        with path.open("rb") if isinstance(path, Path) else fsspec.open(path, "rb") as file:
+        with _opened(path) as file:
             file.seek(offset)
             while remaining:
                 chunk = file.read(min(remaining, chunk_bytes))
