@@ -13,9 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
 
-# Three files at a time, also on two cores: many tests wait for processes, links and leases.
+# Three files at a time, also on two cores: many tests wait for processes, links and leases. A test that takes too long
+# ends its process, and with it the run: a new process would begin the same file again, without end.
 test: $(STAMP)  ## run all tests, the longest files first
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 10
 
 frameworks: $(FRAMEWORKS)/.installed  ## run the tests of steps in torch, which make test leaves out
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks

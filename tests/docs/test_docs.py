@@ -139,18 +139,20 @@ def test_what_a_document_shows(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     namespace: dict[str, Any] = {"__name__": "__main__"}  # a script's: its functions and classes are sent by value
     shown = list(statements((ROOT / name).read_text(encoding="utf-8")))
     assert [s for s in shown if s.error], "no error is shown"
+    pids: list[int] = []
     try:
         for statement in shown:
             execute(statement, name, namespace)
     finally:
-        if isinstance(strategy := namespace.get("strategy"), ParameterServerStrategy):
+        for strategy in [value for value in namespace.values() if isinstance(value, ParameterServerStrategy)]:
             strategy.close()
-        cluster: LocalCluster | None = namespace.get("cluster")
-        pids = cluster.pids if cluster is not None else {}
-        if cluster is not None:
+            if isinstance(cluster := strategy.cluster_resolver, LocalCluster):
+                namespace[f"cluster of {id(strategy)}"] = cluster
+        for cluster in [value for value in namespace.values() if isinstance(value, LocalCluster)]:
+            pids += cluster.pids.values()
             cluster.stop()
     assert pids
-    assert all(is_gone(pid) for pid in pids.values())
+    assert all(map(is_gone, pids))
 
 
 WRONG = [

@@ -36,7 +36,7 @@ from pscluster.core.transport import frames as frames_module
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client import exchanges
-from pscluster.ps.client import updates as client_updates
+from pscluster.ps.client import exchanges as client_exchanges
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.server import creation, reads, updates
 from pscluster.ps.server.payload import Payload
@@ -212,7 +212,7 @@ def holds(variable: Variable, value: float) -> bool:
 @pytest.mark.parametrize("rows", [4, 400_000], ids=["on a session", "in frames"])
 def test_an_answer_that_is_lost(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that received no answer sends its update again; the server, which had applied it, only answers."""
-    monkeypatch.setattr(client_updates, "SESSION_BYTES", 1 << 20)
+    monkeypatch.setattr(client_exchanges, "SESSION_BYTES", 1 << 20)
     frames = rows * 4 if rows > 4 else 0  # sent once the server has proved itself and announced how much room there is
     with job_behind_proxies("ps") as (job, (proxy,)):
         with job.strategy.scope():
