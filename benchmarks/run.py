@@ -372,12 +372,20 @@ class Bench:
         self.report.rows.append(done)
         print(done.line(OURS), flush=True)
 
-    def cost(self, title: str, goal: str, do: str, cases: dict[str, dict[str, Any]], show: Any) -> None:
+    def cost(
+        self,
+        title: str,
+        goal: str,
+        do: str,
+        cases: dict[str, dict[str, Any]],
+        show: Any,
+        script: str = "costs.py",
+    ) -> None:
         """Run a row of our own costs: each case in a new process; the median of some rounds if they are cheap."""
         answers = {}
         for label, arguments in cases.items():
             try:
-                with Side("costs", "costs.py", isolated=self._isolated) as side:
+                with Side("costs", script, isolated=self._isolated) as side:
                     side.ready()
                     answers[label] = side.ask(do, timeout=400, **arguments)
             except SideError as error:
@@ -639,6 +647,50 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"": {"functions": 1000 if quick else 3000, "moves": 200, "rounds": 3 if quick else 15}},
             lambda answers: by_kind(answers, "unix"),
         )
+    _step_costs(bench, wanted)
+
+
+def _step_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
+    """Measure what steps of several replicas cost, with `step_costs.py`."""
+    quick = bench.quick
+
+    def kept(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
+        (measured,) = answers.values()
+        shown = (f"{how} {rates['ours']:.1f} steps/s, {_ratio(rates)}" for how, rates in measured.items())
+        return "; ".join(shown), list(measured.values())[-1]["ratio"] >= 0.8
+
+    for key, disturbance, by, option, value in (
+        ("backup", "always takes five times as long to compute", "slow", "backup", 1),
+        ("staleness", "pauses for the time of three steps in every twenty", "pauses", "staleness", 4),
+    ):
+        if wanted(f"cost-{key}"):
+            case = {"by": by, "option": option, "value": value, "replicas": 4}
+            bench.cost(
+                f"steps of four replicas, one of which {disturbance}; {option}={value}",
+                "0.8 x of the undisturbed rate",
+                "disturbed",
+                {"": {**case, "steps": 100 if quick else 200, "rounds": 3 if quick else 7}},
+                kept,
+                "step_costs.py",
+            )
+    if wanted("cost-steps"):
+
+        def fits(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+            shown = (
+                f"{replicas} replicas: {of['peak']:.0f} MiB in a server with {of['shards']:.0f} MiB of shards, "
+                f"{of['moved']:.0f} MiB a worker"
+                for replicas, of in answers.items()
+            )
+            return "; ".join(shown), all(of["peak"] <= 3 * of["shards"] + 64 for of in answers.values())
+
+        bench.cost(
+            "a synchronous step of a dense model of 40 MiB: a server's highest memory, and bytes moved by a worker",
+            "3 x its shards and 64 MiB with 8 replicas",
+            "step_memory",
+            {str(n): {"model": "dense", "replicas": n, "steps": 5} for n in ((2, 8) if quick else (2, 4, 8))},
+            fits,
+            "step_costs.py",
+        )
 
 
 MOVES = ("pull", "push")
@@ -658,6 +710,9 @@ COSTS = (
     "cost-telemetry",
     "cost-security",
     "cost-transport",
+    "cost-backup",
+    "cost-staleness",
+    "cost-steps",
 )
 
 
