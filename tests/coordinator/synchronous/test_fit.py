@@ -108,12 +108,19 @@ def test_it_is_the_training_of_one_process(strategy: SynchronousStrategy, at_onc
 def test_data_that_ends_too_early(strategy: SynchronousStrategy) -> None:
     coordinator = ClusterCoordinator(strategy)
     short = strategy.distribute_datasets_from_function(lambda: range(7))
-    with pytest.raises(errors.EndOfDatasetError, match="ended after 7 of 10 steps"):
+    with pytest.raises(errors.EndOfDatasetError, match="ended after 7 of 10 steps of epoch 1"):
         coordinator.fit(float, short, steps_per_epoch=10, steps_per_execution=4, verbose=0)
+    with pytest.raises(errors.EndOfDatasetError, match=r"ended after 2 of 5 steps of epoch 2\. Each epoch goes on"):
+        coordinator.fit(float, short, epochs=2, steps_per_epoch=5, verbose=0)
 
 
-def test_parts_of_a_dataset_are_refused(strategy: SynchronousStrategy) -> None:
+def test_what_fit_takes(strategy: SynchronousStrategy) -> None:
     coordinator = ClusterCoordinator(strategy)
+    endless = strategy.distribute_datasets_from_function(lambda: range(7))
+    with pytest.raises(ValueError, match="needs steps_per_epoch: how many global batches an epoch takes"):
+        coordinator.fit(float, endless, verbose=0)
+    with pytest.raises(TypeError, match=r"not a list: give what strategy\.distribute_dataset\(\) returns"):
+        coordinator.fit(float, [1, 2], steps_per_epoch=4, verbose=0)  # type: ignore[arg-type]
     with pytest.raises(errors.MisuseError, match=r"give fit what strategy\.distribute_dataset"):
         coordinator.fit(float, coordinator.distribute_dataset(np.arange(8)), verbose=0)
 

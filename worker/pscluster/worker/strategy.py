@@ -28,7 +28,11 @@ class ReduceOp(enum.Enum):
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
         """Return the operation, also of its name in any case. Raise ValueError for another name."""
-        return cls(op.lower()) if isinstance(op, str) else cls(op)
+        try:
+            return cls(op.lower()) if isinstance(op, str) else cls(op)
+        except ValueError:
+            names = ", ".join(repr(known.value) for known in cls)
+            raise ValueError(f"there is no operation {op!r}: give one of {names}") from None
 
 
 COMBINE: dict[ReduceOp, np.ufunc] = {

@@ -27,8 +27,8 @@ class PerWorkerIterator(Handle):
 
     def __next__(self) -> object:
         raise MisuseError(
-            "a per-worker iterator has its elements on the workers: pass it to schedule(), and call next() on it in "
-            "the step function"
+            "a per-worker iterator has its elements on the workers: pass it to schedule() or run(), and call next() on "
+            "it in the step function"
         )
 
     def __repr__(self) -> str:

@@ -51,6 +51,13 @@ POLL_SECONDS = 0.05  # how long to wait for the oldest function before checking 
 SAVE_SECONDS = 10.0  # how often the state is saved within an epoch
 
 
+_DATASETS = (
+    "coordinator.distribute_dataset(...).batch(64) or coordinator.create_per_worker_dataset(...)",
+    "what strategy.distribute_dataset() returns",
+)
+"""What `fit` takes: with steps of each worker, and with synchronous ones."""
+
+
 class _Interruption(Exception):  # noqa: N818  (it is none)
     """A signal has requested the end. `raised`: what its earlier handler raised, if it was called."""
 
@@ -98,12 +105,13 @@ class Fit:
             if steps_per_execution == "auto" and data.shape.elements_per_part > 1:
                 steps_per_execution = data.shape.elements_per_part
         elif isinstance(data, PerWorkerDataset):
+            if self._together and steps_per_epoch is None:
+                raise ValueError(
+                    "with a SynchronousStrategy fit needs steps_per_epoch: how many global batches an epoch takes"
+                )
             self._feed = PerWorkerFeed(data, steps_per_epoch)
         else:
-            raise TypeError(
-                f"fit takes a dataset, not {type_of(data)}: give coordinator.distribute_dataset(...).batch(64) "
-                "or coordinator.create_per_worker_dataset(...)"
-            )
+            raise TypeError(f"fit takes a dataset, not {type_of(data)}: give {_DATASETS[self._together]}")
         captured = coordinator.captured(step)
         # Logs and errors show the step's own name.
         self._name = captured.function.name
@@ -284,8 +292,9 @@ class Fit:
         done, of_replicas = self._coordinator.take_steps(self._run, (iterator, 1), None, work.units, collect)
         if done < work.units:
             raise EndOfDatasetError(
-                f"the data of a replica has ended after {self._batches + done} of {self._feed.per_epoch} steps: give "
-                "fewer steps_per_epoch, or make it endless"
+                f"the data of a replica has ended after {self._batches + done} of {self._feed.per_epoch} steps of "
+                f"epoch {self._state.epoch + 1}. Each epoch goes on in the data where the last one has ended: make it "
+                "endless, or give fewer steps_per_epoch or epochs"
             )
         self._add(self._name, logs_of_replicas(of_replicas), work, work.units)
         if time.monotonic() - self._saved > SAVE_SECONDS:

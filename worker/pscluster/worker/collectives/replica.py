@@ -303,9 +303,8 @@ def _prepared(op: ReduceOp, array: Array) -> Array:
 def _op(op: ReduceOp | str) -> ReduceOp:
     try:
         return ReduceOp.of(op)
-    except ValueError:
-        names = ", ".join(repr(known.value) for known in ReduceOp)
-        raise MisuseError(f"there is no operation {op!r}: give one of {names}") from None
+    except ValueError as error:
+        raise MisuseError(str(error)) from None
 
 
 def _axis(axis: int, array: Array, noun: str) -> int:
