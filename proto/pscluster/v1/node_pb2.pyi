@@ -140,8 +140,20 @@ class Recorded(_message.Message):
     served: Recorded.Served
     def __init__(self, run: _Optional[_Union[Recorded.Run, _Mapping]] = ..., asked: _Optional[_Union[Recorded.Asked, _Mapping]] = ..., served: _Optional[_Union[Recorded.Served, _Mapping]] = ...) -> None: ...
 
+class ReplicaStatus(_message.Message):
+    __slots__ = ("number", "staleness", "wait_seconds", "dropped")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    staleness: int
+    wait_seconds: float
+    dropped: int
+    def __init__(self, number: _Optional[int] = ..., staleness: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., dropped: _Optional[int] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "functions_waiting", "metrics_address", "clock", "recorded")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "replicas", "functions_waiting", "metrics_address", "clock", "recorded")
     class LostUpdatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +178,7 @@ class StatusReply(_message.Message):
     BUSIEST_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_WAITING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -187,11 +200,12 @@ class StatusReply(_message.Message):
     busiest: _containers.RepeatedCompositeFieldContainer[VariableLoad]
     function_seconds: float
     waited_seconds: float
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     functions_waiting: int
     metrics_address: str
     clock: float
     recorded: _containers.RepeatedCompositeFieldContainer[Recorded]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers")

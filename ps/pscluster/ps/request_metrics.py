@@ -60,6 +60,15 @@ class ServiceMetrics:
         self.recording = Recording()
 
 
+@dataclass(slots=True)
+class ReplicaMetrics:
+    """Metrics of the steps that one replica takes together with others, for any number of calls."""
+
+    staleness: int = 0  # how many steps it is ahead of the slowest replica, as far as it has heard
+    wait_seconds: float = 0.0  # from the end of its step functions until it could go on
+    dropped: int = 0  # contributions that came too late, and were dropped
+
+
 class ClientMetrics:
     """Metrics of a process's requests to the parameter servers, by server."""
 

@@ -136,8 +136,9 @@ def check_structure(driver: Any) -> None:
             charts: [...document.querySelectorAll("[role=img]")].map((each) => each.getAttribute("aria-label"))};
     """)
     assert structure["landmarks"] == [1, 1, 1]
-    assert (structure["language"], structure["status"], structure["tables"], structure["scopes"]) == ("en", 1, 4, 0)
-    assert structure["headings"] == ["H1", *["H2"] * 6]
+    assert not driver.execute_script("return document.querySelector('#replicas').offsetParent"), "there are none"
+    assert (structure["language"], structure["status"], structure["tables"], structure["scopes"]) == ("en", 1, 5, 0)
+    assert structure["headings"] == ["H1", *["H2"] * 7]
     assert all("over time: " in label for label in structure["charts"])
     order = driver.execute_script("return [...document.querySelectorAll('main section[id]')].map((each) => each.id)")
     assert order.index("errors") < order.index("variables"), "what is wrong comes first, on a narrow page, too"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import weakref
@@ -17,7 +18,7 @@ from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.observability.asker import Answer, Asker
 from pscluster.coordinator.observability.events import MAX_DETAIL, MAX_EVENTS, EventLog, Saved, Series, Training
-from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
+from pscluster.coordinator.observability.rates import RateMeter, Rates, TaskRates, VariableRates
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.v1 import node_pb2
@@ -71,6 +72,29 @@ def snapshot(*workers: WorkerStats, gone: float = 0.0, error: str = "", waiting:
         "series": Series(90.0),
     }
     return JobSnapshot(**{**usual, **other})
+
+
+def test_replicas_are_shown_with_their_workers() -> None:
+    """By number, with the share of the time since the last reply that each has waited."""
+    shown = snapshot(worker(0), worker(1))
+    for index, replicas in ((0, (2,)), (1, (0, 1))):
+        for number in replicas:
+            shown.replies[f"worker {index}"].replicas.add(number=number, staleness=number, wait_seconds=1, dropped=7)
+    meter = RateMeter()
+    meter.add(10.0, shown.replies)
+    later = {}
+    for task, reply in shown.replies.items():
+        later[task] = node_pb2.StatusReply()
+        later[task].CopyFrom(reply)
+        for replica in later[task].replicas:
+            replica.wait_seconds += 0.5 * replica.number
+    rows = page(dataclasses.replace(shown, replies=later, rates=meter.add(12.0, later)))["replicas"]
+    assert [(row["number"], row["task"], row["staleness"], row["waited"]) for row in rows] == [
+        (0, "worker 1", 0, 0.0),
+        (1, "worker 1", 1, 0.25),
+        (2, "worker 0", 2, 0.5),
+    ]
+    assert {row["dropped"] for row in rows} == {7}
 
 
 def health(shown: JobSnapshot) -> tuple[str, str, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.core.metrics.scraping import addresses, scrape
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -75,6 +76,8 @@ def test_a_late_contribution_is_dropped(cluster: LocalCluster, tmp_path: Path, r
         numbers = iter(strategy.distribute_datasets_from_function(lambda: range(1000)))
         each = strategy.run(counted.step, (numbers, 2), steps=30, collect="all", timeout=TIMEOUT)
         assert len(each) == 30
+        name = "pscluster_worker_replica_dropped_total"
+        assert scrape(addresses(strategy)[f"worker {SLOW}"]).value(name, replica=str(SLOW)) >= 1
         total = counted.total.numpy()
         taken = {replica: [of[replica] for of in each if of[replica] is not None] for replica in range(REPLICAS)}
         assert all(sum(number is not None for number in of) == REPLICAS - 1 for of in each), "each step counts with two"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.core.metrics.scraping import addresses, scrape
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -53,6 +54,11 @@ def begun_by(folder: Path, replica: int) -> int:
 def test_no_replica_is_too_far_ahead(strategy: SynchronousStrategy, tmp_path: Path, held: int) -> None:
     """One is held before each of its steps until the others have gone as far as they may."""
     steps, others = 6, [replica for replica in range(REPLICAS) if replica != held]
+    metrics = {task: address for task, address in addresses(strategy).items() if task.startswith("worker")}
+
+    def staleness() -> float:
+        """The sum over all replicas, as the workers' metrics say."""
+        return sum(scrape(of).total("pscluster_worker_replica_staleness_steps") for of in metrics.values())
 
     def step(numbers: Iterator[int]) -> None:
         number = next(numbers)
@@ -63,10 +69,18 @@ def test_no_replica_is_too_far_ahead(strategy: SynchronousStrategy, tmp_path: Pa
             most = min(number + STALENESS + 1, steps)
             until(lambda: all(begun_by(tmp_path, other) >= most for other in others), "the others go ahead")
             assert [begun_by(tmp_path, other) for other in others] == [most, most], "and no further"
+            ahead = min(most - 1 - number, STALENESS)
+            until(lambda: staleness() >= ahead * len(others), "their metrics say so", staleness)
 
     numbers = iter(strategy.distribute_datasets_from_function(lambda: range(100)))
     strategy.run(step, (numbers,), steps=steps, timeout=TIMEOUT)
     assert all(begun_by(tmp_path, replica) == steps for replica in range(REPLICAS))
+    assert staleness() == 0
+    for other in others:
+        waited = scrape(metrics[f"worker {other}"]).value(
+            "pscluster_worker_replica_wait_seconds_total", replica=str(other)
+        )
+        assert waited > 0
 
 
 def test_with_infinite_staleness_none_waits(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def run_bounded(
         replicas=gang.size,
         staleness=asked.staleness,
         seconds=gang.seconds,
+        metrics=job.metrics.of_replica(gang.rank),
     )
     iterators, results = StepIterators(), NumberedResults(asked.collect)
     replica: ReplicaContext = context.replica
@@ -96,6 +97,7 @@ def run_bounded(
             goes_on = (steps.all_complete if steps.completed == last else steps.may_begin)(context, report)
     finally:
         iterators.rewind()
+        steps.leave()
     return steps.completed, results.collected()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pscluster.core.metrics.registry import SECONDS, Histogram
+from pscluster.core.metrics.registry import MAX_LABELS, SECONDS, Histogram, Value
 from pscluster.core.metrics.trace import Recording
+from pscluster.ps.request_metrics import ReplicaMetrics
 
 SHORTEST_SECONDS = SECONDS[0]  # functions that take no longer have their own counter: see `WorkerMetrics`
 
@@ -23,6 +24,7 @@ class WorkerMetrics:
         self.attachments = 0  # of coordinators
         self.data_seconds = 0.0  # for which functions waited for data
         self.recording = recording
+        self.replicas: dict[int, ReplicaMetrics] = {}  # by number, of the replicas that ran here in this job
         self._idle_since = 0.0  # when it ran out of functions; 0 while it has some
         self._idle_seconds = 0.0
 
@@ -37,6 +39,26 @@ class WorkerMetrics:
     def waited_for_data(self, seconds: float) -> None:
         """Count time for which a function waited for data."""
         self.data_seconds += seconds
+
+    def of_replica(self, replica: int) -> ReplicaMetrics:
+        """Return the metrics of a replica, to be updated; they are not shown if there have been too many here."""
+        if replica not in self.replicas and len(self.replicas) == MAX_LABELS:
+            return ReplicaMetrics()
+        return self.replicas.setdefault(replica, ReplicaMetrics())
+
+    def plain_replicas(self) -> dict[str, Value]:
+        """Return their metrics for a snapshot, by the replica's number."""
+        known = sorted(self.replicas.copy().items())
+        return {
+            "replica_staleness_steps": {str(number): of.staleness for number, of in known},
+            "replica_wait_seconds_total": {str(number): of.wait_seconds for number, of in known},
+            "replica_dropped_total": {str(number): of.dropped for number, of in known},
+        }
+
+    def forget_job(self) -> None:
+        """Forget what belongs to an earlier job."""
+        self.recording.forget_functions()
+        self.replicas = {}
 
     def idle(self) -> float:
         """Note that a stream has nothing to run. Return the argument for `not_idle`."""

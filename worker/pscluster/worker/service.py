@@ -99,7 +99,7 @@ class WorkerRole(Role):
         self._replace(job)
         if request.job != self._recorded_job:
             self._recorded_job = request.job
-            self.metrics.recording.forget_functions()
+            self.metrics.forget_job()
 
     def job_ended(self) -> None:
         self._replace(None)
@@ -118,6 +118,8 @@ class WorkerRole(Role):
         reply.functions_done = metrics.done
         reply.functions_running, _ = self.functions()
         reply.function_seconds, reply.waited_seconds = metrics.all_runs().total, metrics.data_seconds
+        for number, of in sorted(metrics.replicas.copy().items()):
+            reply.replicas.add(number=number, staleness=of.staleness, wait_seconds=of.wait_seconds, dropped=of.dropped)
 
     def functions(self) -> tuple[int, int]:
         """Return how many functions run now, and how many wait here."""

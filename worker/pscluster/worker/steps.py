@@ -73,6 +73,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
         replicas=gang.size,
         seconds=gang.seconds,
         backup=asked.backup,
+        metrics=job.metrics.of_replica(gang.rank),
     )
     results = NumberedResults(asked.collect)
     if asked.backup:

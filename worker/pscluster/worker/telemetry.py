@@ -8,6 +8,8 @@ from pscluster.core.metrics.registry import Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.worker.service import WorkerRole
 
+_BY_REPLICA = ("replica",)
+
 OF_CLIENTS = (
     Metric("pull_seconds", "histogram", "time from sending a read to its reply", ("server",)),
     Metric("push_seconds", "histogram", "time from sending an update to its reply", ("server",)),
@@ -33,6 +35,14 @@ class WorkerTelemetry(Telemetry):
         Metric("idle_seconds_total", "counter", "time without a function to run, while a coordinator was attached"),
         Metric("data_wait_seconds_total", "counter", "time functions spent waiting for data"),
         Metric("attachments_total", "counter", "how often a coordinator attached"),
+        Metric("replica_staleness_steps", "gauge", "steps that the replica is ahead of the slowest", _BY_REPLICA),
+        Metric(
+            "replica_wait_seconds_total",
+            "counter",
+            "time from the end of the replica's step until it could go on",
+            _BY_REPLICA,
+        ),
+        Metric("replica_dropped_total", "counter", "contributions of the replica that came too late", _BY_REPLICA),
         *OF_CLIENTS,
     )
 
@@ -54,5 +64,6 @@ class WorkerTelemetry(Telemetry):
             "idle_seconds_total": metrics.idle_seconds,
             "data_wait_seconds_total": metrics.data_seconds,
             "attachments_total": metrics.attachments,
+            **metrics.plain_replicas(),
             **self._client_metrics.plain(),
         }

@@ -89,6 +89,7 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
             "loss_now": None if loss is None else _number(loss),
         },
         "workers": workers,
+        "replicas": _replicas(snapshot),
         "servers": servers,
         "variables": variables,
         "more_variables": max(len(snapshot.rates.variables) - MAX_VARIABLES, 0),
@@ -182,6 +183,26 @@ def _workers(snapshot: JobSnapshot, stories: Mapping[str, list[Json]]) -> list[J
             }
         )
     return rows
+
+
+def _replicas(snapshot: JobSnapshot) -> list[Json]:
+    """Return the replicas of synchronous strategies. One that has run on several workers has a row for each."""
+    rows = []
+    for peer in snapshot.workers:
+        reply = snapshot.replies.get(peer.task, node_pb2.StatusReply())
+        waited = snapshot.rates.tasks.get(peer.task, TaskRates()).replicas_waited
+        rows += [
+            {
+                "number": replica.number,
+                "task": peer.task,
+                "staleness": replica.staleness,
+                "waited": round(waited.get(replica.number, 0.0), 3),
+                "wait_seconds": round(replica.wait_seconds, 3),
+                "dropped": replica.dropped,
+            }
+            for replica in reply.replicas
+        ]
+    return sorted(rows, key=lambda row: row["number"])
 
 
 def _state_of_worker(

@@ -24,6 +24,7 @@ class TaskRates:
     functions: float = 0.0
     busy: float = 0.0
     waited: float = 0.0
+    replicas_waited: Mapping[int, float] = field(default_factory=dict)  # of a worker, likewise, by replica
 
 
 @dataclass(slots=True)
@@ -79,12 +80,22 @@ class RateMeter:
                 # A function counts when it ends: a long one may add more than the time since the last reply.
                 busy=min(max(reply.function_seconds - before.function_seconds, 0) / seconds, 1.0),
                 waited=min(max(reply.waited_seconds - before.waited_seconds, 0) / seconds, 1.0),
+                replicas_waited=_waited(before, reply, seconds),
             )
             _compare(before, reply, seconds, variables)
         self._before = {task: (now, reply) for task, reply in replies.items()}
         return Rates(
             tasks, sorted(variables.values(), key=lambda variable: (-variable.moved, -variable.nbytes, variable.name))
         )
+
+
+def _waited(before: node_pb2.StatusReply, reply: node_pb2.StatusReply, seconds: float) -> dict[int, float]:
+    """Return the share of time for which each replica waited for others. The time counts when it ends, as above."""
+    known = {replica.number: replica.wait_seconds for replica in before.replicas}
+    return {
+        replica.number: min(max(replica.wait_seconds - known.get(replica.number, 0.0), 0) / seconds, 1.0)
+        for replica in reply.replicas
+    }
 
 
 def _compare(

@@ -16,6 +16,7 @@ from pscluster.core.errors import MemberTimeoutError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import parts_of
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.request_metrics import ReplicaMetrics
 from pscluster.v1 import ps_pb2
 
 
@@ -34,6 +35,7 @@ class BoundedSteps:
         replicas: int,
         staleness: float,
         seconds: float,
+        metrics: ReplicaMetrics,
     ) -> None:
         """Begin with step number `first`.
 
@@ -49,11 +51,10 @@ class BoundedSteps:
         )
         self.run = run
         self._staleness = staleness
+        self._metrics = metrics
         self._seconds = seconds if math.isfinite(staleness) else math.inf  # then none is too slow
         self.completed = first
         """How many steps this replica has completed."""
-        self.waited = 0.0
-        """Seconds for which it has waited for others."""
         self._slowest = first
 
     def open(self) -> ps_pb2.StepState:
@@ -81,6 +82,10 @@ class BoundedSteps:
         """Do the same once all replicas have completed as many steps as this one."""
         return self._reach(function, report, self.completed)
 
+    def leave(self) -> None:
+        """End this attempt: the replica is ahead of none."""
+        self._metrics.staleness = 0
+
     def _reach(self, function: FunctionContext, report: ps_pb2.Contribution, steps: float) -> bool:
         until = int(max(steps, 0.0)) if self._slowest < steps else 0
         begin = since = time.monotonic()
@@ -101,7 +106,8 @@ class BoundedSteps:
             if self._slowest > slowest:
                 since = now
         if until or state.ending:
-            self.waited += time.monotonic() - begin
+            took = time.monotonic() - begin
+            self._metrics.wait_seconds += took
         return not state.ended
 
     def _tick(self, report: ps_pb2.Contribution, until: int = 0) -> ps_pb2.StepState:
@@ -115,4 +121,6 @@ class BoundedSteps:
         message = {0: parts_of(request)}
         self._exchanges.exchange("push", message, lambda _, reply, __: states.append(reply.update.state), None)
         self._slowest = max(self._slowest, states[0].committed)
+        # At the bound it has completed one step more, and waits.
+        self._metrics.staleness = int(min(max(self.completed - self._slowest, 0), self._staleness))
         return states[0]

@@ -32,6 +32,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.reduction import Reduction, is_large
+from pscluster.ps.request_metrics import ReplicaMetrics
 from pscluster.ps.spec import with_step
 from pscluster.v1 import ps_pb2
 
@@ -59,6 +60,7 @@ class ReplicaSteps:
         replicas: int,
         seconds: float,
         backup: int = 0,
+        metrics: ReplicaMetrics | None = None,
     ) -> None:
         """Begin with step number `step`.
 
@@ -72,6 +74,7 @@ class ReplicaSteps:
         self._run, self.step, self._epoch = run, step, epoch
         self._replica, self._replicas, self._seconds = replica, replicas, seconds
         self.backup = backup
+        self._metrics = metrics or ReplicaMetrics()
         self._reduces = replicas > 1 and not backup  # all must take part in each step
         self.dry = False
         self.dropped = False
@@ -155,6 +158,13 @@ class ReplicaSteps:
             return True
         if ended:
             self._clear()
+        begin = time.monotonic()
+        goes_on = self._commit(function, positions, ended)
+        took = time.monotonic() - begin
+        self._metrics.wait_seconds += took
+        return goes_on
+
+    def _commit(self, function: FunctionContext, positions: Mapping[int, int], ended: bool) -> bool:
         commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
         deadline = time.monotonic() + self._seconds
         sent = False
@@ -164,6 +174,7 @@ class ReplicaSteps:
                 self._clear()
                 self.dropped = not state.ended
                 if self.dropped:
+                    self._metrics.dropped += 1
                     self._follow(state.committed)
                 return self.dropped
         elif self._reduction and not self._reduce(commit, function):

@@ -165,6 +165,15 @@ const showWorkers = table("workers", [
   ["History", "story", story],
 ], "No workers.");
 
+const showReplicas = table("replicas", [
+  ["Replica", "", (row) => whole.format(row.number)],
+  ["Worker", "", (row) => row.task],
+  ["Steps ahead of the slowest", "number", (row) => whole.format(row.staleness)],
+  ["Waiting for others", "number", (row) => percent(row.waited)],
+  ["Waited in all", "number", (row) => duration(row.wait_seconds)],
+  ["Contributions dropped", "number", (row) => whole.format(row.dropped)],
+], "No replicas.");
+
 const showServers = table("servers", [
   ["Server", "", (row, cell) => { cell.title = row.name || row.address; tagged(cell, row.task, row.hot ? "hot" : ""); }],
   ["State", "state", (row, cell) => { cell.title = row.detail; return state(row, cell); }],
@@ -343,6 +352,8 @@ function show(page) {
   showTiles(page);
   showCharts(page);
   showWorkers(page.workers, (row) => row.task);
+  $("replicas").hidden = !page.replicas.length;
+  showReplicas(page.replicas, (row) => `${row.number} ${row.task}`);
   showServers(page.servers, (row) => row.task);
   showVariables(page.variables, (row) => row.name);
   set($("more-variables"), page.more_variables ? `and ${whole.format(page.more_variables)} more with less traffic` : "");
