@@ -16,7 +16,8 @@ from pscluster.v1 import ps_pb2
 
 ROWS = 4
 IN_FLIGHT = 16 << 20
-BOUND = IN_FLIGHT + (64 << 20)
+BOUND = IN_FLIGHT + (48 << 20)
+STREAM = 256 << 10  # of each: gRPC's window of 64 KiB, and the thread that reads it, while all are read at once
 SESSION = "/pscluster.v1.ParameterServer/Session"
 
 
@@ -55,7 +56,7 @@ def test_half_messages_stay_in_bounds(
         assert taken >= least, "they are let in, unless their messages are too large"
         assert ended, "who has no room is cut off"
         update(friend, sequence)
-        assert ps.resident_bytes() - before < BOUND
+        assert ps.resident_bytes() - before < BOUND + streams * STREAM
 
 
 def test_one_name_many_times(server: tuple[Process, str, Connection]) -> None:

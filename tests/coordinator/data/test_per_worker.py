@@ -293,7 +293,7 @@ def test_next_on_the_coordinator(coordinator: ClusterCoordinator) -> None:
     """A per-worker iterator has no elements here: a sentence says where to call next (row 54)."""
     iterator = iter(coordinator.create_per_worker_dataset([1]))
     with pytest.raises(
-        errors.MisuseError, match=r"pass it to schedule\(\), and call next\(\) on it in the step function"
+        errors.MisuseError, match=r"pass it to schedule\(\) or run\(\), and call next\(\) on it in the step"
     ):
         next(iterator)
     assert isinstance(iterator, PerWorkerIterator)
