@@ -43,6 +43,10 @@ class FunctionContext:
     """The ReplicaSteps of a synchronous run that this function is called for, once for each of them."""
     pipeline: int | None = None
     """The replica of a SynchronousStrategy that this is, which takes elements of its own. None: it is none."""
+    position: int = 0
+    """The place of its step on the stream of functions. It names this execution: a retry has the attempt's number."""
+    asking: Callable[[FunctionContext, Any], Any] | None = None
+    """Takes its questions to the coordinator; see `ask`. None: it is not a function that was scheduled."""
     turn: threading.Lock | None = None
     """Shared with the other replicas that run here; None: they may run at the same time, or there are none."""
     _in_turn: int = field(default=0, init=False)  # the thread that has the turn; 0: this function has not
@@ -92,6 +96,21 @@ class FunctionContext:
         self._on_cancel.append(callback)
         if self._cancelled:
             callback()
+
+    def ask(self, value: Any) -> Any:
+        """Ask the coordinator something, and wait for the answer. Others have their turn meanwhile. For internal use.
+
+        The coordinator must have been given what answers; it gets the value, which is plain data. It may fail the
+        question: that error is raised here. Any thread of the function may ask, several of them at once.
+
+        Raises:
+            MisuseError: this is not a function that runs on a worker, or it has ended.
+            FunctionCancelled: the function was told to stop.
+            TypeError: the value can't be sent, or is too large.
+        """
+        if self.asking is None:
+            raise MisuseError("only a function that was scheduled can ask its coordinator something, while it runs")
+        return self.asking(self, value)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

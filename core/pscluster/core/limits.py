@@ -41,6 +41,8 @@ MAX_PENDING = 1024  # sessions of one role that were opened and never used. A ne
 MAX_SESSIONS = 8192  # sessions of one role
 PENDING_SECONDS = 60.0  # after which an unused session is dropped
 IDLE_SECONDS = 300.0  # after which a session without an open call is dropped
+MAX_QUESTION_BYTES = 1 << 20  # of what a running function asks its coordinator, and of the answer
+MAX_QUESTIONS = 64  # of one function, without an answer
 MAX_WAITING_EXCHANGES = 256  # of members of gangs whose functions have not started on this worker
 MAX_UNAUTHENTICATED = 64  # connections to the data plane on which no call was accepted yet
 

@@ -215,11 +215,45 @@ class Skipped(_message.Message):
     part: int
     def __init__(self, examples: _Optional[int] = ..., why: _Optional[str] = ..., part: _Optional[int] = ...) -> None: ...
 
+class Question(_message.Message):
+    __slots__ = ("function", "position", "number", "value")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    function: int
+    position: int
+    number: int
+    value: _value_pb2.Value
+    def __init__(self, function: _Optional[int] = ..., position: _Optional[int] = ..., number: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+
 class StepsReply(_message.Message):
-    __slots__ = ("outcomes",)
+    __slots__ = ("outcomes", "questions")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+    questions: _containers.RepeatedCompositeFieldContainer[Question]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., questions: _Optional[_Iterable[_Union[Question, _Mapping]]] = ...) -> None: ...
+
+class AnswerRequest(_message.Message):
+    __slots__ = ("incarnation", "function", "position", "number", "value", "failure")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    function: int
+    position: int
+    number: int
+    value: _value_pb2.Value
+    failure: Failure
+    def __init__(self, incarnation: _Optional[int] = ..., function: _Optional[int] = ..., position: _Optional[int] = ..., number: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class AnswerReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RecallRequest(_message.Message):
     __slots__ = ("incarnation", "functions", "positions", "cancel_running", "end_process")

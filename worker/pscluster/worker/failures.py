@@ -1,4 +1,6 @@
-"""Exceptions of step functions: taken apart on the worker, rebuilt on the coordinator, without pickles.
+"""Exceptions: taken apart where they are raised, rebuilt on the other side, without pickles.
+
+Those of step functions go from a worker to the coordinator; those that it answers a question with, the other way.
 
 The coordinator raises a FunctionError that is also an instance of the class that the function raised, if that class is
 known there, so that `except ValueError` works. Rebuilding it does not run `__new__`, `__init__` or `__setattr__` of a
@@ -157,24 +159,53 @@ def rebuild_failure(
     args, attributes = _decoded(failure)
     traceback_text = _with_sources(failure.traceback)
     error = _instance(failure, args)
-    error.args = args
-    for attribute, value in attributes.items():
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # read-only, or of another type here
-            object.__setattr__(error, attribute, value)
+    _restore(error, args, attributes)
     error.function = function
     error.worker = worker
     error.attempts = attempts
     error.remote_traceback = shown(traceback_text, lines=True)
     error.partly_applied = partly_applied
     where = "" if worker is None else f" on worker {worker}"
-    hidden = failure.module in ("builtins", "__main__")
-    name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
-    raised = f"{name}: {failure.message}" if failure.message else name
-    head = f"{function} failed{where} (attempt {attempts}): {raised}"
+    head = f"{function} failed{where} (attempt {attempts}): {_raised(failure)}"
     if partly_applied:
         head += f"\n{PARTLY_APPLIED}"
     error.summary = shown(f"{head}\n\n{traceback_text}" if traceback_text else head, lines=True)
     return error
+
+
+def rebuild_error(failure: worker_pb2.Failure) -> Exception:
+    """Return the error that a coordinator has answered with, as an instance of its own class.
+
+    If that is not known here, or is not of an Exception, a PsClusterError says what was raised. A note has the
+    coordinator's traceback.
+    """
+    args, attributes = _decoded(failure)
+    try:
+        cls = imported_class("", failure.module, failure.qualname)
+        if not issubclass(cls, Exception) or issubclass(cls, BaseExceptionGroup):
+            raise TypeError(f"{cls.__qualname__} is no single Exception")
+        error: Exception = _made(cls, cls, args)
+        _restore(error, args, attributes)
+    except Exception:  # its metaclass may raise anything
+        error = PsClusterError(shown(_raised(failure), lines=True))
+    if failure.traceback:
+        error.add_note(shown(f"On the coordinator:\n{failure.traceback}", lines=True))
+    return error
+
+
+def _raised(failure: worker_pb2.Failure) -> str:
+    """Return the name and message of what was raised."""
+    hidden = failure.module in ("builtins", "__main__")
+    name = failure.qualname if hidden else f"{failure.module}.{failure.qualname}"
+    return f"{name}: {failure.message}" if failure.message else name
+
+
+def _restore(error: Exception, args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
+    """Give an error its arguments and attributes."""
+    error.args = args
+    for attribute, value in attributes.items():
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # read-only, or of another type here
+            object.__setattr__(error, attribute, value)
 
 
 def _with_sources(text: str) -> str:
@@ -210,20 +241,25 @@ def _decoded(failure: worker_pb2.Failure) -> tuple[tuple[Any, ...], dict[str, An
 def _instance(failure: worker_pb2.Failure, args: tuple[Any, ...]) -> FunctionError:
     try:
         original = imported_class("", failure.module, failure.qualname)
-        combined = _combined(original)
-        # That of the built-in base, so that the user's __new__ does not run.
-        base: Any = next(base for base in original.__mro__ if base.__module__ == "builtins")
-        if base is MemoryError:
-            base = Exception  # MemoryError's own __new__ adds nothing, and refuses other classes
-        error = base.__new__(combined, *args)
+        error = _made(_combined(original), original, args)
         assert isinstance(error, FunctionError), "every combined class is one"
-        # Built-in classes such as UnicodeDecodeError take attributes from the arguments. This fails if the user's
-        # __init__ passed others on.
-        with contextlib.suppress(TypeError, ValueError):
-            base.__init__(error, *args)
         return error
     except Exception:  # no such class, or it can't be combined: its metaclass may raise anything
         return FunctionError(*args)
+
+
+def _made(cls: type, original: type, args: tuple[Any, ...]) -> Any:
+    """Return a new error of a class that is, or inherits from, `original`, without running the user's code."""
+    # That of the built-in base, so that the user's __new__ does not run.
+    base: Any = next(base for base in original.__mro__ if base.__module__ == "builtins")
+    if base is MemoryError:
+        base = Exception  # MemoryError's own __new__ adds nothing, and refuses other classes
+    error = base.__new__(cls, *args)
+    # Built-in classes such as UnicodeDecodeError take attributes from the arguments. This fails if the user's __init__
+    # passed others on.
+    with contextlib.suppress(TypeError, ValueError):
+        base.__init__(error, *args)
+    return error
 
 
 @functools.cache

@@ -16,6 +16,8 @@ If this worker has several members of a gang they run at the same time, each in 
 that runs functions. They come in one message. If one of them was recalled before, the others run nonetheless: their
 generation is over, and they are told to stop.
 
+What a running function asks the coordinator is sent by the stream's own thread, before any outcome; see `questions`.
+
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that case the
 coordinator gives it to another worker.
 """
@@ -50,6 +52,7 @@ from pscluster.worker.data.prefetch import EndOfPart, Part
 from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import SHORTEST_SECONDS
 from pscluster.worker.job import Job
+from pscluster.worker.questions import Questions
 from pscluster.worker.steps import run_steps
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,8 @@ class Runner:
         self._read = 0  # position of the last step that was read
         self._recalled: set[int] = set()  # positions that were recalled before they were read
         self._running: dict[int, FunctionContext] = {}  # by function: one, or the members of a gang that run here
+        self._questions = Questions(self._lock, self._running, self._to_send.notify_all)
+        self._asking = self._questions.ask  # one object for all functions
         self._counting = threading.Lock()  # guards the metrics of functions that run at the same time
         self._outbox: deque[Outcome] = deque()
         self._send: Send | None = None
@@ -206,11 +211,11 @@ class Runner:
                 while self._waiting and self._waiting[0][1].gang.id == step.gang.id:
                     group.append(self._waiting.popleft())
             turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
-            for _, member, _ in group:
+            for position, member, _ in group:
                 self._running[member.function] = context = self._job.context(
                     function=member.function, attempt=member.attempt, key=member.key, term=member.term
                 )
-                context.turn = turn
+                context.position, context.asking, context.turn = position, self._asking, turn
                 if member.gang.HasField("steps"):
                     context.pipeline = member.gang.rank
             if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
@@ -242,10 +247,12 @@ class Runner:
     def _deliver(self, outcome: Outcome) -> None:
         with self._lock:
             self._running.pop(outcome.function, None)
+            if self._questions.asked:
+                self._questions.function_ended(outcome.function)
             self._seconds = outcome.seconds
             send_here = (
                 self._send is not None
-                and not (self._sending or self._outbox or self._ended)
+                and not (self._sending or self._outbox or self._questions.unsent or self._ended)
                 and (outcome.seconds > SEND_SECONDS or not self._waiting)
                 and outcome.ByteSize() <= _SEND_BYTES
             )
@@ -271,7 +278,7 @@ class Runner:
                 self._sending = False
                 if not sent:
                     self._outbox.appendleft(outcome)
-                if self._outbox or self._ended:
+                if self._outbox or self._questions.unsent or self._ended:
                     self._to_send.notify_all()
                 self._changed.notify_all()
 
@@ -376,21 +383,25 @@ class Runner:
     # The sending thread
 
     def outcomes(self) -> Iterator[worker_pb2.StepsReply]:
-        """Yield messages of all outcomes that are ready, until the stream ends."""
+        """Yield messages of all outcomes and questions that are ready, until the stream ends."""
+        unsent = self._questions.unsent
         while True:
             with self._lock:
                 self._sending = False
                 self._changed.notify_all()
-                self._to_send.wait_for(lambda: not self._sending and (self._outbox or self._ended))
-                batch, size = [], 0
-                while self._outbox and size < _REPLY_BYTES:
+                self._to_send.wait_for(lambda: not self._sending and (self._outbox or unsent or self._ended))
+                batch, questions, size = [], [], 0
+                while unsent and size < _REPLY_BYTES:
+                    size += unsent[0].ByteSize()
+                    questions.append(unsent.popleft())
+                while self._outbox and not unsent and size < _REPLY_BYTES:
                     size += self._outbox[0].ByteSize()
                     batch.append(self._outbox.popleft())
-                self._sending = bool(batch)
-            if not batch:
+                self._sending = bool(batch or questions)
+            if not (batch or questions):
                 return
             reach("worker.result.before")
-            yield worker_pb2.StepsReply(outcomes=batch)
+            yield worker_pb2.StepsReply(outcomes=batch, questions=questions)
             reach("worker.result.after")
 
     # Other threads
@@ -409,6 +420,10 @@ class Runner:
                     context.cancel()
             recalled = waiting.intersection(positions)
             self._waiting = deque(queued for queued in self._waiting if queued[0] not in recalled)
+
+    def answer(self, reply: worker_pb2.AnswerRequest) -> None:
+        """Give the coordinator's answer to the function that waits for it, if one does."""
+        self._questions.answer(reply)
 
     def end_process_of(self, functions: Sequence[int]) -> None:
         """Kill this process if it runs one of these functions, which was told to stop and does not."""

@@ -244,6 +244,14 @@ class WorkerService:
         reach("worker.recall.after")
         return worker_pb2.RecallReply()
 
+    def answer(self, request: worker_pb2.AnswerRequest, _context: grpc.ServicerContext) -> worker_pb2.AnswerReply:
+        if request.WhichOneof("answer") is None:
+            raise ProtocolError("an answer without a value or an error")
+        runner = self._role.runner(request.incarnation)
+        if runner is not None:
+            runner.answer(request)
+        return worker_pb2.AnswerReply()
+
     def download(self, request: worker_pb2.DownloadRequest, _context: grpc.ServicerContext) -> Iterator[bytes]:
         job = self._role.job(request.incarnation)
         if (buffers := job.results.get(request.function)) is None:
