@@ -255,7 +255,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCluster]
     def make(workers: int = 1, **more: int) -> FakeCluster:
         fake = FakeCluster(workers, **more)
         by_peer = {worker.peer: worker for worker in fake.workers}
-        monkeypatch.setattr(worker_link, "WorkerConnection", lambda peer, take, _d: FakeConnection(by_peer[peer], take))
+        monkeypatch.setattr(worker_link, "WorkerConnection", lambda peer, take, *_: FakeConnection(by_peer[peer], take))
         made.append(fake)
         return fake
 

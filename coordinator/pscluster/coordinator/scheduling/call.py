@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from pscluster.coordinator.data.dataset import DataPart
+from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.functions.definitions import CapturedFunction
@@ -47,6 +48,9 @@ class Call:
     deaths: Sequence[str] = ()  # of workers that were running it
     parts: Sequence[DataPart] = ()  # of distributed datasets, among the handles
     applied: bool = False  # some attempt may have applied updates
+    # Gets what it asks while it runs, on the thread of its worker's connection: it must not block. It may keep a
+    # question, and answer later.
+    answer: Callable[[Question], None] | None = None
 
     @property
     def data_retries(self) -> int:

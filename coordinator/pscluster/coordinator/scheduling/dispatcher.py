@@ -10,7 +10,7 @@ does not block. So a function that is scheduled alone reaches its worker without
     outcomes           hands tasks to idle workers, takes outcomes    worker_link   a worker's lifetime, and its writer
     definitions_cache  what each worker has                           server_watch  lost servers; what they may forget
     waits              join, cancel, barriers                         overtime      tasks that run too long
-    gang_runs          functions that run together on several workers
+    gang_runs          functions that run together                  answers       what running functions ask
     queue_stats        the state of all that, as metrics and in words
 
 Others rely on this order: a result's large arrays are fetched before its task counts as finished; a lost worker's
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pscluster.coordinator.scheduling.answers import Answers
 from pscluster.coordinator.scheduling.call import Call
 from pscluster.coordinator.scheduling.connections import end_job
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
@@ -63,6 +64,7 @@ class Dispatcher:
         self.servers = ServerWatch(state)
         self.definitions = DefinitionsCache(state, self.servers)
         self._outcomes = Outcomes(state, self.servers, self.definitions)
+        self._answers = Answers(state)
         self._gangs = GangRuns(state, self._overtime, self._outcomes.hand_over)
 
     def atomically(self, query: Callable[[], T]) -> T:
@@ -152,7 +154,8 @@ class Dispatcher:
     async def start(self) -> None:
         """Begin to dial the workers and to watch the servers."""
         workers = range(len(self.state.workers))
-        links = [WorkerLink(self.state, self.servers, self.definitions, self._outcomes, index) for index in workers]
+        parts = self.state, self.servers, self.definitions, self._outcomes, self._answers
+        links = [WorkerLink(*parts, index) for index in workers]
         jobs = [link.serve() for link in links]
         jobs += [*self.servers.jobs(), self.status.warn_when_quiet(), self._overtime.watch()]
         self.state.jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]

@@ -22,6 +22,7 @@ from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placehol
 from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.gangs import Gang
+from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
 from pscluster.coordinator.scheduling.tasks import NO_LIMITS, RunLimits, Task
@@ -146,6 +147,40 @@ class FunctionQueue(StaysHere):
             raise
         return result
 
+    def schedule_with(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        answer: Callable[[Question], None],
+        timeout: float | None = None,
+        retries: int = 0,
+        isolated: bool = False,
+    ) -> RemoteValue:
+        """Schedule a function that asks something while it runs (`FunctionContext.ask`); for internal use.
+
+        Args:
+            answer: called with each question, on the thread of the worker's connection: it must not block. It may keep
+                the question, and reply later from any thread. Each attempt asks again. See `Question`.
+            isolated: an error of the function cancels nothing else.
+        """
+        if not callable(fn):
+            raise TypeError(f"schedule_with takes a function, not {type_of(fn)}")
+        check_arguments(args, kwargs)
+        timeout, retries = _checked_limits(timeout, retries, None)
+        function = self._functions.get(fn)
+        _check_no_part(function)
+        result = RemoteValue(function.name, self._resolve_handle, self)
+        call = Call(function, weakref.ref(result), answer=answer)
+        if args or kwargs:
+            self._encode(call, args or (), dict(kwargs or {}))
+        if call.parts:
+            raise MisuseError(f"{function.name} is scheduled for internal use: it can't take a part of a dataset")
+        limits = RunLimits(timeout, retries) if timeout is not None or retries else NO_LIMITS
+        self._dispatcher.submit(Task(call, limits=limits, isolated=isolated))
+        return result
+
     def schedule_together(
         self,
         fn: Callable[..., Any],
@@ -191,8 +226,12 @@ class FunctionQueue(StaysHere):
         *,
         min_workers: int = 0,
         steps: worker_pb2.SynchronousSteps | None = None,
+        answer: Callable[[Question], None] | None = None,
     ) -> list[RemoteValue]:
-        """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use."""
+        """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use.
+
+        `answer` is as in `schedule_with`; it gets the questions of all members.
+        """
         timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
         _check_no_part(function)
@@ -200,7 +239,7 @@ class FunctionQueue(StaysHere):
         calls: list[Call] = []
         for rank in range(size):
             value = RemoteValue(function.name, self._resolve_handle, self)
-            call = Call(function, weakref.ref(value))
+            call = Call(function, weakref.ref(value), answer=answer)
             own_args, own_kwargs = own_values((list(args or ()), dict(kwargs or {})), rank, size)
             if own_args or own_kwargs:
                 self._encode(call, own_args, own_kwargs)

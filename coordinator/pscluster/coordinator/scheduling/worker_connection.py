@@ -52,10 +52,12 @@ class WorkerConnection:
         peer: PeerAddress,
         take: Callable[[WorkerConnection, Sequence[worker_pb2.Outcome]], None],
         transport: Transport,
+        take_questions: Callable[[WorkerConnection, Sequence[worker_pb2.Question]], None],
     ) -> None:
-        """Call `take` with outcomes as they come, on the stream's thread; its errors end the stream."""
+        """Call these with outcomes, and questions, as they come, on the stream's thread; errors end the stream."""
         self.peer = peer
         self._take = take
+        self._take_questions = take_questions
         self._transport = transport
         self._channel = open_aio_channel(peer)
         self._node = Stub(self._channel, NODE_SERVICE)
@@ -115,7 +117,10 @@ class WorkerConnection:
             stream.receive()  # an empty message: the stream is up
             loop.call_soon_threadsafe(self._opened.set_result, None)
             while True:
-                self._take(self, worker_pb2.StepsReply.FromString(stream.receive()).outcomes)
+                reply = worker_pb2.StepsReply.FromString(stream.receive())
+                if reply.questions:  # before the outcomes, which may be those of functions that have asked
+                    self._take_questions(self, reply.questions)
+                self._take(self, reply.outcomes)
         except grpc.RpcError as error:
             why = None if error.code() is grpc.StatusCode.OK else error.with_traceback(None)
             error.__context__ = None  # its frames would hold this connection, which holds the error
@@ -217,6 +222,11 @@ class WorkerConnection:
         )
         # Until the connection is lost: a cancelled function that is not told may run forever.
         await repeat(lambda: self._worker.recall(request, timeout=CALL_SECONDS), over=lambda: self._closed)
+
+    async def answer(self, answer: worker_pb2.AnswerRequest) -> None:
+        """Bring an answer to the function that has asked, until the worker has it or the connection is lost."""
+        answer.incarnation = self.incarnation
+        await repeat(lambda: self._worker.answer(answer, timeout=CALL_SECONDS), over=lambda: self._closed)
 
     async def report_seen(self, servers: Sequence[int]) -> None:
         """Have the worker tell these servers which updates were acknowledged to it."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import grpc
 import tenacity
 
+from pscluster.coordinator.scheduling.answers import Answers
 from pscluster.coordinator.scheduling.call import Call, fill_arguments, step_of
 from pscluster.coordinator.scheduling.connections import LOST_CONNECTION, TlsDiagnosis, seconds_to_redial, why_lost
 from pscluster.coordinator.scheduling.definitions_cache import DefinitionsCache
@@ -52,12 +53,13 @@ class WorkerLink:
         server_watch: ServerWatch,
         definitions: DefinitionsCache,
         outcomes: Outcomes,
+        answers: Answers,
         index: int,
     ) -> None:
         self._state, self._scheduler = state, state.scheduler
         self._server_watch = server_watch
         self._definitions = definitions
-        self._outcomes = outcomes
+        self._outcomes, self._answers = outcomes, answers
         self._index, self._handle, self._worker = index, state.workers[index], state.scheduler.workers[index]
 
     async def serve(self) -> None:
@@ -116,7 +118,8 @@ class WorkerLink:
         """Dial once. Raise UnavailableError for any failure, from a frame that holds nothing but this attempt."""
         handle = self._handle
         take = functools.partial(self._outcomes.take, self._index)
-        connection = WorkerConnection(handle.peer, take, handle.transport)
+        take_questions = functools.partial(self._answers.take, self._index)
+        connection = WorkerConnection(handle.peer, take, handle.transport, take_questions)
         handle.connection, handle.known, handle.built = connection, {}, set()
         handle.sent = 0
         handle.doomed.clear()
