@@ -30,7 +30,9 @@ from pscluster.coordinator.api import (
     Variable,
     replica_context,
 )
+from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.synchronous_run import SynchronousRun
+from pscluster.core.context import current_function
 from pscluster.core.errors import UnavailableError
 from pscluster.ps.client.reduction import REDUCED_BYTES
 from pscluster.ps.spec import SESSION_BYTES
@@ -172,6 +174,8 @@ class Round:
             self.directory()
         if "recall" in parts:
             count += self.recall()
+        if "questions" in parts:
+            self.questions()
         if "steps" in parts:
             self.steps()
         if "bounded" in parts:
@@ -276,6 +280,21 @@ class Round:
 
         self.insist(write)
         return path
+
+    def questions(self) -> None:
+        """Have functions ask several things: each of them gets its own answers."""
+
+        def asks(base: int) -> list[int]:
+            context = current_function()
+            assert context is not None
+            return [context.ask(base + number) for number in range(3)]
+
+        def answer(question: Question) -> None:
+            question.reply(10 * question.value)
+
+        values = [self.coordinator.schedule_with(asks, (100 * index,), answer=answer) for index in range(4)]
+        for index, results in enumerate(self.coordinator.fetch(values, TIMEOUT)):
+            assert results == [10 * (100 * index + number) for number in range(3)]
 
     def steps(self) -> None:
         """Take synchronous steps on all workers: each counts once, on both servers, and is seen whole."""

@@ -48,6 +48,7 @@ PARTS = {
     "Checkpoint": ("checkpoint",),
     "Restore": ("checkpoint",),
     "Recall": ("recall", "checkpoint"),
+    "Answer": ("questions",),
     "Delete": ("directory",),
     "Push": ("directory", "beside"),
     "Pull": ("beside",),

@@ -195,6 +195,7 @@ DEATHS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "worker.result.after": ("worker/worker.result.after=kill@3", (), ()),
     "worker.download.after": ("worker/worker.download.after=kill@1", ("beside",), ()),
     "worker.recall.after": ("worker/worker.recall.after=kill@1", ("recall", "checkpoint"), ()),
+    "worker.answer.after": ("worker/worker.answer.after=kill@2", ("questions",), ()),
     "worker.stop.before": ("worker/worker.stop.before=kill@1", ("stop",), ()),
     "worker.stop.after": ("worker/worker.stop.after=kill@1", ("stop",), ()),
 }

@@ -78,7 +78,7 @@ from pscluster.worker.collectives.mailbox import Mailbox
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
-from pscluster.worker.failures import failure_of, rebuild_failure
+from pscluster.worker.failures import failure_of, rebuild_error, rebuild_failure
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 
@@ -171,7 +171,9 @@ def _call_example() -> list[bytes]:
 
 
 def _failure(data: bytes) -> None:
-    str(rebuild_failure(worker_pb2.Failure.FromString(data), function="f", worker=1, attempts=1))
+    failure = worker_pb2.Failure.FromString(data)
+    str(rebuild_failure(failure, function="f", worker=1, attempts=1))
+    str(rebuild_error(failure))
 
 
 def _failures() -> list[bytes]:
@@ -501,8 +503,8 @@ class _Worker:
         self._service = WorkerService(self._role)
 
     def call(self, data: bytes) -> None:
-        """Make an upload without code, a recall, a release, a download, or a question for what was seen."""
-        which, rest = (data[0] % 5, data[1:]) if data else (0, b"")
+        """Make an upload without code, a recall, a release, a download, a question for what was seen, or an answer."""
+        which, rest = (data[0] % 6, data[1:]) if data else (0, b"")
         if which == 0:
             frames = rest.split(b"\xa5\x5a\xa5")[:3]
             if unpack(frames[0], worker_pb2.UploadRequest)[0].WhichOneof("body") != "definition":
@@ -513,6 +515,8 @@ class _Worker:
             self._service.release(worker_pb2.ReleaseRequest.FromString(rest), _context())
         elif which == 4:
             self._service.report_seen(worker_pb2.ReportSeenRequest.FromString(rest), _context())
+        elif which == 5:
+            self._service.answer(worker_pb2.AnswerRequest.FromString(rest), _context())
         else:
             list(self._service.download(worker_pb2.DownloadRequest.FromString(rest), _context()))
 
@@ -533,9 +537,11 @@ class _Worker:
             incarnation=incarnation, functions=[1, 2], positions=[1, 2], cancel_running=True
         )
         release = worker_pb2.ReleaseRequest(incarnation=incarnation, resources=[4], definitions=["abc"])
+        answer = worker_pb2.AnswerRequest(incarnation=incarnation, function=1, position=1, number=1, value=encode(3))
         return [
             b"\0" + pack(upload, [bytes(24)]),
             b"\0" + pack(resource),
+            b"\5" + answer.SerializeToString(),
             b"\1" + recall.SerializeToString(),
             b"\2" + release.SerializeToString(),
             b"\3" + worker_pb2.DownloadRequest(incarnation=incarnation, function=1).SerializeToString(),

@@ -78,6 +78,7 @@ POINTS: dict[str, str] = {
     "worker.result.after": "outcomes were given to the stream",
     "worker.download.after": "a large result was sent completely, and is not dropped",
     "worker.recall.after": "functions were given back, and the coordinator has no answer",
+    "worker.answer.after": "an answer was taken, and the coordinator does not know",
     "worker.stop.before": "the worker was told to stop, and has not announced it",
     "worker.stop.after": "nothing runs and no result is left to be fetched; its streams are open",
     # The coordinator

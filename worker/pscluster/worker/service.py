@@ -250,6 +250,7 @@ class WorkerService:
         runner = self._role.runner(request.incarnation)
         if runner is not None:
             runner.answer(request)
+        reach("worker.answer.after")
         return worker_pb2.AnswerReply()
 
     def download(self, request: worker_pb2.DownloadRequest, _context: grpc.ServicerContext) -> Iterator[bytes]:
