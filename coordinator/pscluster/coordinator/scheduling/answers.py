@@ -15,7 +15,8 @@ answered with an error. What is kept of a question is a number: whoever answers 
 What may be lost: a question with its connection, together with the attempt that asked; an answer likewise. An answer
 may arrive twice, and is then taken once: see `pscluster.worker.questions`. An answer that was given but not received
 when a worker is lost had no effect there, so the next attempt asks again: what answers must expect the same question
-from a higher attempt.
+from a higher attempt. A function that waits for an answer is running, and barriers wait for it: what answers must not
+wait for a barrier.
 """
 
 from __future__ import annotations
