@@ -14,6 +14,7 @@ COPY core core
 COPY ps ps
 COPY worker worker
 COPY coordinator coordinator
+COPY launch launch
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 COPY examples examples
 # Readable for the user below whatever the umask of the checkout was.

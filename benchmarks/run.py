@@ -648,6 +648,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             lambda answers: by_kind(answers, "unix"),
         )
     _step_costs(bench, wanted)
+    _trainer_costs(bench, wanted)
 
 
 def _step_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
@@ -693,6 +694,26 @@ def _step_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         )
 
 
+def _trainer_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
+    """Measure what a trainer costs, with `trainer_costs.py`."""
+    n = 3 if bench.quick else 9
+
+    def within(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+        shown = (f"{how}: median {of['median']:.2f} s, at most {of['most']:.2f} s" for how, of in answers.items())
+        return "; ".join(shown), max(of["median"] for of in answers.values()) <= 2.0
+
+    for key, title, do, more in (
+        ("trainer-fit", "Trainer.fit() of a trivial function, two workers", "fit", {"workers": 2}),
+        ("trainer-restart", "from a worker's death to its function's next beginning", "restart", {}),
+    ):
+        if wanted(f"cost-{key}"):
+            cases = {
+                name: {"backend": backend, "n": n, **more}
+                for name, backend in (("in the workers", "numpy"), ("in processes of their own", "torch"))
+            }
+            bench.cost(title, "2 s", do, cases, within, "trainer_costs.py")
+
+
 MOVES = ("pull", "push")
 COSTS = (
     "cost-workers",
@@ -713,6 +734,8 @@ COSTS = (
     "cost-backup",
     "cost-staleness",
     "cost-steps",
+    "cost-trainer-fit",
+    "cost-trainer-restart",
 )
 
 

@@ -40,8 +40,19 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
 
 
+class RelayedFailure(Exception):  # noqa: N818  (a description of an error, not one of its own)
+    """What a function raised in another process that it ran in."""
+
+    def __init__(self, failure: worker_pb2.Failure) -> None:
+        """Pass a failure on as it is."""
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def failure_of(error: BaseException) -> worker_pb2.Failure:
     """Return a description of an exception. Never raises, however badly the exception behaves."""
+    if isinstance(error, RelayedFailure):
+        return error.failure
     cls, args = type(error), error.args
     return worker_pb2.Failure(
         module=_text(module_of(cls)),

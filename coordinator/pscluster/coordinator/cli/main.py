@@ -97,6 +97,7 @@ for _name, _module, _attribute, _summary in (
     ("worker", "pscluster.worker.main", "command", "Run a worker: the task that TF_CONFIG names."),
     ("coordinator", _SCRIPT, "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", _SCRIPT, "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),
+    ("runs", "pscluster.launch.cli", "runs", "List the runs of a Trainer."),
 ):
     cli.add_command(_LazyCommand(_name, _module, _attribute, _summary))
 

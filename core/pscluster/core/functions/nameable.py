@@ -46,6 +46,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
 """By module: functions and classes."""
 
 ON_WORKERS: dict[str, tuple[str, ...]] = {
+    "pscluster.launch.running": ("run_here",),  # not what starts a process, which would choose by itself what to load
     "pscluster.worker.data.per_replica": ("made_in_sync", "sliced"),
     "pscluster.worker.data.per_worker": ("given",),
     "pscluster.worker.evaluation": ("states_of",),

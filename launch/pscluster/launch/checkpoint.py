@@ -1,0 +1,102 @@
+"""Checkpoint: a directory that a training function saved, wherever it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from pscluster.core.checks import type_of
+from pscluster.core.errors import CheckpointError
+
+_METADATA = ".metadata.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory with what a training function saved. What is in it is the function's own business.
+
+    Args:
+        path: of the directory: a path, or a URL of fsspec.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise TypeError(f"the path of a checkpoint is {type_of(self.path)}; give a path or a URL")
+        object.__setattr__(self, "path", str(os.fspath(self.path)).rstrip("/"))
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Return a checkpoint of a directory on this machine. CheckpointError if there is none."""
+        if not Path(path).is_dir():
+            raise CheckpointError(f"{os.fspath(path)} is no directory: write the checkpoint's files into one first")
+        return cls(os.path.abspath(path))
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Yield a directory on this machine with its files: its own, or a copy that is deleted afterwards."""
+        fs, path = fsspec.core.url_to_fs(self.path)
+        if is_local(fs):
+            if not Path(path).is_dir():
+                raise CheckpointError(f"the checkpoint {self.path} is gone, or is not on this machine")
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="pscluster-checkpoint-") as folder:
+            yield self.to_directory(folder)
+
+    def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Copy its files into a directory on this machine, a new one by default; return its path.
+
+        CheckpointError if they can't be read, or written there.
+        """
+        target = tempfile.mkdtemp(prefix="pscluster-checkpoint-") if path is None else os.fspath(path)
+        try:
+            fs, source = fsspec.core.url_to_fs(self.path)
+            if is_local(fs):
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            else:
+                for name in fs.find(source):
+                    inner = Path(target, os.path.relpath(name, source))
+                    inner.parent.mkdir(parents=True, exist_ok=True)
+                    fs.get_file(name, str(inner))
+        except (OSError, shutil.Error, ValueError, ImportError) as error:
+            raise CheckpointError(f"the checkpoint {self.path} can't be copied to {target}: {error}") from error
+        return target
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what `set_metadata` has stored with it; nothing if that is so."""
+        fs, path = fsspec.core.url_to_fs(self.path)
+        try:
+            metadata: dict[str, Any] = json.loads(fs.cat_file(f"{path}/{_METADATA}"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}/{_METADATA} is damaged: {error}") from error
+        return metadata
+
+    metadata = property(get_metadata, doc="What `set_metadata` has stored with it.")
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Store data beside its files, as JSON, in place of what there was. TypeError if it is no JSON."""
+        text = json.dumps(dict(metadata))
+        fs, path = fsspec.core.url_to_fs(self.path)
+        fs.pipe_file(f"{path}/{_METADATA}", text.encode())
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Store more data beside its files."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+
+def is_local(fs: Any) -> bool:
+    """Return whether a file system of fsspec is this machine's own."""
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,))

@@ -1,0 +1,161 @@
+"""The configuration of a run: how large, where, and what happens when something fails."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal
+
+from pscluster.core import checks
+from pscluster.core.checks import type_of
+
+DEFAULT_STORAGE = "~/pscluster_runs"
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """How many workers and parameter servers a run has.
+
+    Args:
+        workers: how many members; 0: one, in this process.
+        ps: how many parameter servers.
+        env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
+            unless it is set here or in this process.
+        num_workers: the same as `workers`.
+        use_gpu: only False. Which devices a framework sees, its own variables say, such as `CUDA_VISIBLE_DEVICES`.
+
+    Raises:
+        ValueError, TypeError: a number is out of range.
+    """
+
+    workers: int = 2
+    ps: int = 1
+    env: Mapping[str, str] | None = None
+    num_workers: InitVar[int | None] = None
+    use_gpu: InitVar[bool] = False
+
+    def __post_init__(self, num_workers: int | None, use_gpu: bool) -> None:
+        if num_workers is not None:
+            object.__setattr__(self, "workers", num_workers)
+        object.__setattr__(self, "workers", checks.whole("workers", self.workers, at_least=0, at_most=1000))
+        object.__setattr__(self, "ps", checks.whole("ps", self.ps, at_least=1, at_most=1000))
+        if use_gpu:
+            raise ValueError(
+                "use_gpu: workers get no devices here; each process sees those of its environment, so give "
+                'env={"CUDA_VISIBLE_DEVICES": "0"}'
+            )
+        env = dict(self.env or {})
+        if wrong := [name for name, value in env.items() if not (isinstance(name, str) and isinstance(value, str))]:
+            raise TypeError(f"env has {wrong[0]!r}, which is not a string with a string as its value")
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """What happens when a worker dies.
+
+    Args:
+        max_failures: how often a member is begun again.
+        restart: "worker": the one that died begins again, alone, and the others go on until they need it. "group": all
+            begin again together; functions in torch, JAX or TensorFlow always do.
+    """
+
+    max_failures: int = 3
+    restart: Literal["worker", "group"] = "worker"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_failures", checks.whole("max_failures", self.max_failures, at_least=0))
+        if self.restart not in ("worker", "group"):
+            raise ValueError(f"restart is {self.restart!r}; give 'worker' or 'group'")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints of a run are kept.
+
+    Args:
+        num_to_keep: how many; None: all. The newest is always kept.
+        score: the name of the metric of rank 0 by which the best are kept; None: the newest are.
+        order: whether a "max" or "min" score is best.
+    """
+
+    num_to_keep: int | None = None
+    score: str | None = None
+    order: Literal["max", "min"] = "max"
+    checkpoint_score_attribute: InitVar[str | None] = None
+    checkpoint_score_order: InitVar[str | None] = None
+
+    def __post_init__(self, checkpoint_score_attribute: str | None, checkpoint_score_order: str | None) -> None:
+        if checkpoint_score_attribute is not None:
+            object.__setattr__(self, "score", checkpoint_score_attribute)
+        if checkpoint_score_order is not None:
+            object.__setattr__(self, "order", checkpoint_score_order)
+        if self.num_to_keep is not None:
+            object.__setattr__(self, "num_to_keep", checks.whole("num_to_keep", self.num_to_keep, at_least=1))
+        if self.order not in ("max", "min"):
+            raise ValueError(f"order is {self.order!r}; give 'max' or 'min'")
+
+
+def _new_name() -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    return f"run-{now:%Y-%m-%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The name of a run, where its files are, and how it fails and ends.
+
+    Args:
+        name: of the run, and of its folder. Default: the time, and something random. `fit` under a name that there is
+            already goes on with that run.
+        storage: the folder of all runs: a path, or a URL of fsspec that all workers can write to.
+        failure, checkpoint: see `FailureConfig` and `CheckpointConfig`.
+        report_timeout: seconds that a member waits for the others in a report, barrier or broadcast.
+        storage_path, failure_config, checkpoint_config: the same as `storage`, `failure`, `checkpoint`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+    """
+
+    name: str = ""
+    storage: str = DEFAULT_STORAGE
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report_timeout: float = 600.0
+    storage_path: InitVar[str | None] = None
+    failure_config: InitVar[FailureConfig | None] = None
+    checkpoint_config: InitVar[CheckpointConfig | None] = None
+
+    def __post_init__(
+        self,
+        storage_path: str | None,
+        failure_config: FailureConfig | None,
+        checkpoint_config: CheckpointConfig | None,
+    ) -> None:
+        aliases: dict[str, Any] = {
+            "storage": storage_path,
+            "failure": failure_config,
+            "checkpoint": checkpoint_config,
+            "name": None if self.name else _new_name(),
+        }
+        for name, value in aliases.items():
+            if value is not None:
+                object.__setattr__(self, name, value)
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name is {self.name!r:.120}: the name of a run is that of its folder; give up to 100 letters, digits, "
+                "'.', '_' and '-', and no '.' at the beginning"
+            )
+        if not isinstance(self.storage, str | os.PathLike) or not os.fspath(self.storage):
+            raise TypeError(f"storage is {type_of(self.storage)}; give a path or a URL")
+        object.__setattr__(self, "storage", os.fspath(self.storage))
+        for name, kind in (("failure", FailureConfig), ("checkpoint", CheckpointConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} is {type_of(getattr(self, name))}, not a {kind.__name__}")
+        seconds = checks.real("report_timeout", self.report_timeout, kind="number of seconds", above=0)
+        object.__setattr__(self, "report_timeout", seconds)

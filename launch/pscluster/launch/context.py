@@ -1,0 +1,272 @@
+"""What a training function knows of its run, and how it reports. On the workers, or wherever the function runs.
+
+A member is in one process, with one `Member` at a time, which all its threads share. It asks the trainer by `ask`; see
+`session` for what becomes of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.checks import type_of
+from pscluster.core.errors import MisuseError
+from pscluster.core.values import encode
+from pscluster.launch.checkpoint import Checkpoint
+from pscluster.launch.run_folder import upload
+from pscluster.launch.shards import DatasetShard, Position
+
+Ask = Callable[[dict[str, Any]], Any]
+"""Asks the trainer; returns its answer, or raises the error that it answers with."""
+
+_MAX_METRICS_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TrainContext:
+    """Where a member stands among the others."""
+
+    world_size: int
+    world_rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    experiment_name: str
+    run_path: str
+    """The run's folder: a path, or a URL."""
+    attempt: int
+    variables: Any = None
+    """What `Trainer(variables=)` made: variables and optimizers on the parameter servers."""
+
+    def get_world_size(self) -> int:
+        """Return the number of members."""
+        return self.world_size
+
+    def get_world_rank(self) -> int:
+        """Return the number of this member, from 0."""
+        return self.world_rank
+
+    def get_local_rank(self) -> int:
+        """Return its number among the members on its machine."""
+        return self.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Return the number of members on its machine."""
+        return self.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Return the number of its machine."""
+        return self.node_rank
+
+    def get_experiment_name(self) -> str:
+        """Return the name of the run."""
+        return self.experiment_name
+
+
+@dataclass(slots=True)
+class Member:
+    """One member's part in the run, in this attempt."""
+
+    context: TrainContext
+    ask: Ask
+    datasets: Mapping[str, Any]  # the sources, by name
+    split: str
+    seed: int
+    committed: int = 0  # reports, of all members, when this attempt began
+    latest: tuple[int, str] | None = None  # the number of the report with the newest checkpoint, and its path
+    resume_from: str | None = None
+    restored: Mapping[str, Position] = field(default_factory=dict)  # positions that were reported with it
+    furthest: Mapping[str, Position] = field(default_factory=dict)  # those of the last report
+    reports: int = 0  # the number of the last report
+    _meetings: int = 0  # since then
+    _is_restored: bool = False
+    _shards: dict[str, DatasetShard] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> None:
+        plain = _plain_metrics(metrics)
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"checkpoint is {type_of(checkpoint)}; give Checkpoint.from_directory(path)")
+        with self._lock:
+            number = self.reports + 1
+            files = None
+            if checkpoint is not None and number > self.committed:
+                files = upload(
+                    self.context.run_path,
+                    number,
+                    self.context.world_rank,
+                    self.context.attempt,
+                    Path(checkpoint.path),
+                )
+            positions = {dataset: list(dataclasses.astuple(shard.position)) for dataset, shard in self._shards.items()}
+            path = self.ask(
+                {
+                    "do": "report",
+                    "number": number,
+                    "metrics": plain,
+                    "files": files,
+                    "name": name,
+                    "positions": positions,
+                }
+            )
+            self.reports, self._meetings = number, 0
+            if path:
+                self.latest = number, path
+
+    def checkpoint(self) -> Checkpoint | None:
+        with self._lock:
+            if self.latest is None:
+                return None if self.resume_from is None else Checkpoint(self.resume_from)
+            number, path = self.latest
+            if not self.reports and not self._is_restored:
+                if self._shards:
+                    raise MisuseError("call get_checkpoint() before get_dataset_shard(), whose position it restores")
+                self.reports, self._is_restored = number, True
+            return Checkpoint(path)
+
+    def meet(self, do: str, **sent: Any) -> Any:
+        with self._lock:
+            place = [self.reports + 1, self._meetings]
+            self._meetings += 1
+        return self.ask({"do": do, "place": place, **sent})
+
+    def shard(self, name: str) -> DatasetShard:
+        with self._lock:
+            if (known := self._shards.get(name)) is not None:
+                return known
+            if name not in self.datasets:
+                there = ", ".join(map(repr, self.datasets)) or "none"
+                raise MisuseError(f"there is no dataset {name!r}: Trainer(datasets=) has {there}")
+            context = self.context
+            shard = DatasetShard(
+                self.datasets[name], context.world_rank, context.world_size, split=self.split, seed=self.seed
+            )
+            shard.restore(
+                self.restored.get(name, Position()) if self._is_restored else Position(),
+                self.furthest.get(name, Position()),
+            )
+            self._shards[name] = shard
+            return shard
+
+
+_current: Member | None = None
+
+
+@contextmanager
+def membership(member: Member) -> Iterator[None]:
+    """Make this the process's member within the block."""
+    global _current
+    if _current is not None:
+        raise MisuseError("a training function already runs in this process: train in one at a time")
+    _current = member
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def _member(name: str) -> Member:
+    if _current is None:
+        raise MisuseError(f"{name}() is for the function that Trainer.fit() runs: there is none in this process")
+    return _current
+
+
+def get_context() -> TrainContext:
+    """Return where this member stands among the others. MisuseError outside a training function."""
+    return _member("get_context").context
+
+
+def report(
+    metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, checkpoint_name: str | None = None
+) -> None:
+    """Report metrics, and perhaps a checkpoint. Return once those of all members are committed.
+
+    Every member has to report as often as the others. When this returns, the report and the checkpoint are in the run's
+    folder for good, whatever dies, and the checkpoint's own directory may be deleted. A member that was restarted, and
+    has not loaded a checkpoint, repeats the reports it had made: those return at once.
+
+    Args:
+        metrics: numbers, strings, bools and None by name; also arrays of one number.
+        checkpoint: of this member: a directory. Its files are copied.
+        checkpoint_name: for people; the run lists it with the checkpoint.
+
+    Raises:
+        MisuseError: no training function runs here.
+        TypeError: the metrics are no mapping of names to such values.
+        MemberTimeoutError: others have not reported in time; the message names them.
+        CheckpointError: the checkpoint could not be written: the message says what failed, and where.
+    """
+    _member("report").report(metrics, checkpoint, checkpoint_name or "")
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the newest checkpoint of this run, else the one it was told to resume from; None if there is neither.
+
+    Call it where the function begins, before it reports and before `get_dataset_shard`: the next report then follows
+    the one that the checkpoint came with, and datasets go on where they were.
+    """
+    return _member("get_checkpoint").checkpoint()
+
+
+def get_dataset_shard(name: str = "train") -> DatasetShard:
+    """Return this member's part of a dataset of `Trainer(datasets=)`. MisuseError if there is none of that name."""
+    return _member("get_dataset_shard").shard(name)
+
+
+def barrier() -> None:
+    """Wait until all members have come here. MemberTimeoutError names those that have not in time."""
+    _member("barrier").meet("barrier")
+
+
+def broadcast(value: Any = None) -> Any:
+    """Return what rank 0 gives, on all members. Waits for all of them, as `barrier` does.
+
+    TypeError if the value can't be sent: it is data, as the results of functions are.
+    """
+    member = _member("broadcast")
+    if member.context.world_rank:
+        return member.meet("broadcast", nbytes=0)
+    return member.meet("broadcast", value=value, nbytes=encode(value, path="the value").ByteSize())
+
+
+broadcast_from_rank_zero = broadcast
+
+
+def _plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as JSON can represent them, but for NaN and infinity."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"report takes metrics by name, such as {{'loss': 0.5}}, not {type_of(metrics)}")
+    plain: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a metric is {name!r}, not a string")
+        plain[name] = _plain(name, value)
+    if (size := len(repr(plain))) > _MAX_METRICS_BYTES:
+        raise ValueError(
+            f"the metrics of one report take {size:,} characters; the limit is {_MAX_METRICS_BYTES:,}: write large "
+            "results into a file of the checkpoint"
+        )
+    return plain
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    item = getattr(value, "item", None)  # of NumPy, torch and JAX
+    if callable(item) and np.size(value) == 1:
+        return item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}[{at}]", each) for at, each in enumerate(value)]
+    raise TypeError(
+        f"metric {name!r} is {type_of(value)}: give a number, a string, or lists and dicts of those; float(x) makes "
+        "a number of an array with one element"
+    )

@@ -1,0 +1,252 @@
+"""Runs a training function on a worker: there, or in a process of its own.
+
+Functions whose parameters are on the servers run in the worker's process (backend "numpy"). Those of frameworks that
+keep state in their process, such as torch's process groups, get a new process in every attempt: it has the environment
+that they expect from its start, runs in its main thread, and is killed if the function is told to stop.
+
+    STARTING (the child loads the function) -> RUNNING (each question is passed on) -> returned or raised
+    any   --told to stop----------> the child is killed; FunctionCancelled
+    any   --the child dies--------> RuntimeError, which says how
+    any   --this process dies-----> the child reads the end of its connection, and exits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from pscluster.core.context import FunctionContext, current_function
+from pscluster.core.errors import FunctionCancelled, MisuseError
+from pscluster.core.functions.definitions import CapturedFunction
+from pscluster.core.values import decode, encode
+from pscluster.launch.context import Ask, Member, TrainContext, membership
+from pscluster.launch.shards import Position, made
+from pscluster.v1 import value_pb2, worker_pb2
+from pscluster.worker.failures import RelayedFailure, failure_of
+
+Backend: TypeAlias = Literal["numpy", "torch", "jax", "tensorflow"]
+
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all members of a run are told. Plain data."""
+
+    name: str  # of the run
+    path: str  # of its folder
+    size: int
+    backend: str
+    split: str
+    seed: int
+    resume_from: str | None
+
+
+def run_here(
+    train_fn: Callable[..., Any],
+    config: Any,
+    setup: dict[str, Any],
+    datasets: Mapping[str, Any],
+    variables: Any,
+    rank: int,
+) -> Any:
+    """Run a training function in this worker's process, as one member; return what it returns."""
+    context = _function()
+    return run_member(train_fn, config, Setup(**setup), datasets, rank, context.ask, variables=variables)
+
+
+def run_in_process(
+    name: str,
+    forms: Sequence[bytes],
+    config: Any,
+    setup: dict[str, Any],
+    datasets: Mapping[str, Any],
+    rank: int,
+) -> Any:
+    """Run a training function in a new process, as one member; return what it returns.
+
+    Args:
+        forms: its definitions, to be tried in turn; see `CapturedFunction.forms`.
+    """
+    context = _function()
+    info = context.ask({"do": "address"})
+    env = {**os.environ, **environment(Setup(**setup), rank, info["ports"])}
+    sources = {name: made(source) for name, source in datasets.items()}
+    start = {"forms": list(forms), "config": config, "setup": setup, "datasets": sources, "rank": rank}
+    with _child(env) as (process, connection):
+        context.on_cancel(process.kill)
+        with contextlib.suppress(OSError):  # it has ended: see below
+            connection.send_bytes(_packed(start))
+        outcome = _relay(connection, context.ask)
+        code = process.wait()
+    context.check()
+    if outcome is None:
+        raise RuntimeError(f"the process of {name}, rank {rank}, {_ending(code)} before the function returned")
+    if "failure" in outcome:
+        raise RelayedFailure(worker_pb2.Failure.FromString(outcome["failure"]))
+    return outcome["value"]
+
+
+def run_member(
+    train_fn: Callable[..., Any],
+    config: Any,
+    setup: Setup,
+    datasets: Mapping[str, Any],
+    rank: int,
+    ask: Ask,
+    *,
+    variables: Any = None,
+) -> Any:
+    """Run a training function as one member, in this process; return what it returns."""
+    info = ask({"do": "begin"})
+    context = TrainContext(
+        world_size=setup.size,
+        world_rank=rank,
+        local_rank=rank,
+        local_world_size=setup.size,
+        node_rank=0,
+        experiment_name=setup.name,
+        run_path=setup.path,
+        attempt=info["attempt"],
+        variables=variables,
+    )
+    member = Member(
+        context,
+        ask,
+        datasets,
+        setup.split,
+        setup.seed,
+        committed=info["committed"],
+        latest=None if info["latest"] is None else (info["latest"][0], info["latest"][1]),
+        resume_from=setup.resume_from,
+        restored=_positions(info["restored"]),
+        furthest=_positions(info["furthest"]),
+    )
+    with membership(member):
+        return train_fn() if config is None else train_fn(config)
+
+
+def environment(setup: Setup, rank: int, ports: Sequence[int]) -> dict[str, str]:
+    """Return the variables that a framework's launcher sets for a member."""
+    size, address = str(setup.size), f"{_HOST}:{ports[0]}"
+    env = {"PSCLUSTER_RANK": str(rank), "PSCLUSTER_WORLD_SIZE": size}
+    if setup.backend == "torch":
+        env |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(ports[0]),
+        }
+    elif setup.backend == "jax":
+        env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": str(rank)}
+    elif setup.backend == "tensorflow":
+        workers = ", ".join(f'"{_HOST}:{port}"' for port in ports)
+        task = f'{{"type": "worker", "index": {rank}}}'
+        env["TF_CONFIG"] = f'{{"cluster": {{"worker": [{workers}]}}, "task": {task}}}'
+    return env
+
+
+def forms_of(function: CapturedFunction) -> list[bytes]:
+    """Return the definitions of a function for `run_in_process`, with what they carry."""
+    if function.handles:
+        raise MisuseError(
+            f"{function.name} captures variables of the cluster, and runs in a process of its own, which does not know "
+            'them: use backend="numpy", or keep its parameters in the process'
+        )
+    return [form.SerializeToString() for form in function.forms()]
+
+
+def _function() -> FunctionContext:
+    context = current_function()
+    if context is None:
+        raise MisuseError("this runs on a worker")
+    return context
+
+
+def _positions(plain: Mapping[str, Sequence[int]]) -> dict[str, Position]:
+    return {name: Position(*numbers) for name, numbers in plain.items()}
+
+
+# The connection to the child
+
+
+def _packed(message: Mapping[str, Any]) -> bytes:
+    return encode(dict(message)).SerializeToString()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return a message between a worker and its child."""
+    message: dict[str, Any] = decode(value_pb2.Value.FromString(data))
+    return message
+
+
+@contextmanager
+def _child(env: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], multiprocessing.connection.Connection]]:
+    """Start a child; it is gone at the end of the block."""
+    mine, its = multiprocessing.connection.Pipe()
+    with mine:
+        with its:
+            process = subprocess.Popen(  # noqa: S603  (our own command line)
+                [sys.executable, "-m", "pscluster.launch.child", str(its.fileno())],
+                env=dict(env),
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            yield process, mine
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _relay(connection: multiprocessing.connection.Connection, ask: Ask) -> dict[str, Any] | None:
+    """Pass the child's questions on until it has an outcome. None if it ends without one."""
+    sending = threading.Lock()
+
+    def answer(number: int, question: dict[str, Any]) -> None:
+        try:
+            message = {"number": number, "value": ask(question)}
+        except FunctionCancelled:
+            return  # the child is killed
+        except Exception as error:
+            message = {"number": number, "failure": failure_of(error).SerializeToString()}
+        with sending, contextlib.suppress(OSError):
+            connection.send_bytes(_packed(message))
+
+    # The child's threads may ask at the same time, and each waits for its own answer.
+    context = current_function()
+    while True:
+        try:
+            message = unpacked(connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        if "question" not in message:
+            return message
+        arguments = message["number"], message["question"]
+        threading.Thread(target=answer, args=arguments, name=f"question-of-{id(context)}", daemon=True).start()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def plain_setup(setup: Setup) -> dict[str, Any]:
+    """Return it as data that can be sent."""
+    return dataclasses.asdict(setup)

@@ -1,0 +1,57 @@
+"""An unchanged script of DistributedDataParallel under the trainer: beside torchrun, and with a rank that is killed."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.frameworks.test_from_ddp import EXAMPLES, TORCHRUN, losses_and_accuracy
+from tests.roles.processes import run
+
+SCRIPT = """
+    import os, runpy, signal, sys, threading, time
+    from pathlib import Path
+    from pscluster.launch import RunConfig, ScalingConfig, Trainer, get_context
+
+    script, folder, dies = sys.argv[1:]
+
+    def train():
+        if dies == "dies" and get_context().world_rank == 2:
+            try:
+                os.close(os.open(Path(folder, "died"), os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:  # in the middle of the training, which all have begun together
+                import torch.distributed as dist
+                def die():
+                    while not dist.is_initialized():
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                threading.Thread(target=die, daemon=True).start()
+        runpy.run_path(script, run_name="__main__")
+
+    if __name__ == "__main__":
+        result = Trainer(
+            train, scaling=ScalingConfig(workers=4), run=RunConfig("ddp", folder), backend="torch"
+        ).fit()
+        print("state", result.state)
+"""
+
+
+def test_a_script_of_ddp_runs_unchanged(tmp_path: Path) -> None:
+    """It prints what it prints under torchrun; also if all had to begin again."""
+    script = str(EXAMPLES / "digits_ddp.py")
+    code, output = run(script, command=TORCHRUN, GLOO_SOCKET_IFNAME="lo")
+    assert code == 0, output
+    expected = losses_and_accuracy(output)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    for how in ("lives", "dies"):
+        folder = tmp_path / how
+        folder.mkdir()
+        command = (sys.executable, str(tmp_path / "train.py"))
+        code, output = run(script, str(folder), how, command=command, GLOO_SOCKET_IFNAME="lo")
+        assert code == 0, output
+        assert "state finished" in output
+        assert losses_and_accuracy(output) == expected
+        assert (folder / "died").exists() == (how == "dies")

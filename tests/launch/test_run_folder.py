@@ -1,0 +1,205 @@
+"""The files of a run: all of a report, or none, whatever dies; one writer; what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from pscluster.core.errors import CheckpointError, MisuseError
+from pscluster.launch import Checkpoint, Result
+from pscluster.launch.run_folder import RunFolder, runs, upload
+from pscluster.launch.session import Report
+
+
+def directory(folder: Path, text: str) -> Path:
+    """A directory with a file, and one in a folder below."""
+    (folder / "below").mkdir(parents=True, exist_ok=True)
+    (folder / "model.txt").write_text(text)
+    (folder / "below" / "more.txt").write_text(text * 2)
+    return folder
+
+
+@pytest.fixture(params=["path", "url"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "runs") if request.param == "path" else f"memory://{tmp_path.name}/runs"
+
+
+def report_of(folder: RunFolder, number: int, source: Path, **metrics: Any) -> str | None:
+    """Commit a report of two members, of which the first has a checkpoint."""
+    files = upload(folder.path, number, 0, 1, directory(source, str(number)))
+    positions = {"train": [number, 0, 0]}
+    first = Report({"number": number, **metrics}, files, f"epoch {number}", positions)
+    return folder.commit(number, {0: first, 1: Report({"number": -number})})
+
+
+def test_what_is_committed_is_there(storage: str, tmp_path: Path) -> None:
+    with RunFolder(storage, "one").writing(workers=2) as folder:
+        assert (folder.committed, folder.latest()) == (0, None)
+        for number in (1, 2):
+            path = report_of(folder, number, tmp_path / "source")
+            assert path is not None
+            with Checkpoint(path).as_directory() as here:
+                assert Path(here, "below", "more.txt").read_text() == 2 * str(number)
+        assert folder.commit(3, {0: Report({"number": 3}), 1: Report({"number": -3})}) is None
+        folder.finish("finished", return_values=[1, {"a": 2}])
+    read = RunFolder(storage, "one").read()
+    assert read.committed == 3
+    assert [metrics["number"] for metrics in read.history()] == [1, 2, 3]
+    assert read.latest() == read.checkpoints()[-1]
+    assert [(saved.number, saved.name) for saved in read.checkpoints()] == [(1, "epoch 1"), (2, "epoch 2")]
+    assert read.positions(2, 0) == {"train": [2, 0, 0]}
+    assert read.positions(2, 1) == {}
+    result = Result.load(f"{read.storage}/one")
+    assert (result.state, result.return_values) == ("finished", [1, {"a": 2}])
+    assert [folder.name for folder in runs(storage)] == ["one"]
+
+
+@pytest.mark.parametrize(("order", "kept"), [("max", [2, 4, 5]), ("min", [1, 3, 5])])
+def test_the_best_and_the_newest_are_kept(storage: str, tmp_path: Path, order: str, kept: list[int]) -> None:
+    with RunFolder(storage, "kept").writing() as folder:
+        for number, loss in enumerate((0.1, 0.9, 0.2, 0.8, 0.5), 1):
+            report_of(folder, number, tmp_path / "source", loss=loss)
+            folder.retain(2, "loss", order)
+        assert [saved.number for saved in folder.checkpoints()] == kept
+        assert len(folder.best("loss", order)) == 3
+        fs, root = fsspec.core.url_to_fs(folder.path)
+        there = {name.rstrip("/").rpartition("/")[2] for name in fs.ls(f"{root}/checkpoints", detail=False)}
+        assert there == {f"{number:06d}" for number in kept}
+    assert RunFolder(storage, "kept").read().committed == 5, "reports stay"
+
+
+SCRIPT = """
+    import os, signal, sys
+    from pathlib import Path
+    from pscluster.core import fault_points
+    from pscluster.launch import run_folder
+    from pscluster.launch.run_folder import RunFolder
+    from tests.launch.test_run_folder import report_of
+
+    storage, source, name, when = sys.argv[1:]
+
+    def dies(module, function):
+        real = getattr(module, function)
+        def stand_in(*args, **kwargs):
+            if when == f"before {function}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*args, **kwargs)
+            if when == f"after {function}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        setattr(module, function, stand_in)
+
+    with RunFolder(storage, name).writing() as folder:
+        report_of(folder, 1, Path(source))
+        dies(os, "replace")
+        dies(run_folder, "_sync_folder")
+        report_of(folder, 2, Path(source))
+        if when == "after all":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "committed"),
+    [
+        ("before _sync_folder", 1),
+        ("before replace", 1),
+        ("after replace", 2),
+        ("after all", 2),
+    ],
+)
+def test_a_report_is_there_as_a_whole_or_not_at_all(tmp_path: Path, when: str, committed: int) -> None:
+    """The writer is killed somewhere in its second report; the next one goes on behind what is there."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    storage = str(tmp_path / "runs")
+    command = [sys.executable, str(tmp_path / "script.py"), storage, str(tmp_path / "source"), "run", when]
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."}, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    read = RunFolder(storage, "run").read()
+    assert (read.committed, read.run["state"]) == (committed, "interrupted")
+    with RunFolder(storage, "run").writing() as folder:
+        assert folder.committed == committed
+        there = sorted(path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir())
+        assert there == [f"{number:06d}" for number in range(1, committed + 1)], "half a checkpoint is removed"
+        report_of(folder, committed + 1, tmp_path / "source")
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["report"] for line in lines] == sorted(2 * list(range(1, committed + 2)))
+
+
+def test_one_process_writes_a_run(tmp_path: Path) -> None:
+    with (
+        RunFolder(str(tmp_path), "run").writing(),
+        pytest.raises(MisuseError, match=rf"is being written by process {os.getpid()} on .*give this run another name"),
+        RunFolder(str(tmp_path), "run").writing(),
+    ):
+        pass
+    with RunFolder(str(tmp_path), "run").writing():
+        assert RunFolder(str(tmp_path), "run").read().run["state"] == "running"
+    assert RunFolder(str(tmp_path), "run").read().run["state"] == "interrupted"
+
+
+def test_storages_that_can_not_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/run can't be written: Not a directory"):
+        RunFolder(str(tmp_path / "file"), "run").writing().__enter__()
+    with pytest.raises(CheckpointError, match=r"can't be used: .*nosuch"):
+        RunFolder("nosuch://bucket", "run")
+    with pytest.raises(CheckpointError, match=f"there is no run in {tmp_path}/none"):
+        Result.load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="is no directory: give report"):
+        upload(str(tmp_path), 1, 0, 1, tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="is no directory: write the checkpoint's files into one first"):
+        Checkpoint.from_directory(tmp_path / "gone")
+
+
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that can't be written is not committed, and can be written later."""
+    with RunFolder(str(tmp_path), "run").writing() as folder:
+        full = Path("/dev/full")
+        if not full.exists():
+            pytest.skip("there is no /dev/full")
+        (tmp_path / "run" / "reports" / "000001.json.new").symlink_to(full)
+        with pytest.raises(CheckpointError, match=r"No space left on device; make room there, or give RunConfig"):
+            folder.commit(1, {0: Report({"loss": 1.0})})
+        assert folder.committed == 0
+        (tmp_path / "run" / "reports" / "000001.json.new").unlink()
+        folder.commit(1, {0: Report({"loss": 1.0})})
+    assert RunFolder(str(tmp_path), "run").read().history() == [{"loss": 1.0}]
+
+
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    with RunFolder(str(tmp_path), "run").writing() as folder:
+        report_of(folder, 1, tmp_path / "source")
+        files = upload(folder.path, 2, 0, 1, tmp_path / "source")
+        (tmp_path / "run" / files[0]["path"]).unlink()
+        with pytest.raises(CheckpointError, match="a worker has written, is not there: all machines need"):
+            folder.commit(2, {0: Report({}, files)})
+        assert folder.committed == 1
+    report = tmp_path / "run" / "reports" / "000001.json"
+    report.write_text(report.read_text()[:-20])
+    with pytest.raises(CheckpointError, match=r"reports/000001.json is damaged .*: restore it, or move it away"):
+        RunFolder(str(tmp_path), "run").read()
+    with pytest.raises(CheckpointError, match=r"reports/000001.json is damaged"):
+        RunFolder(str(tmp_path), "run").writing().__enter__()
+
+
+def test_metadata_and_copies(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_directory(directory(tmp_path / "source", "x"))
+    assert checkpoint.metadata == {}
+    checkpoint.set_metadata({"epoch": 1})
+    checkpoint.update_metadata({"loss": 0.5})
+    assert checkpoint.metadata == {"epoch": 1, "loss": 0.5}
+    copied = checkpoint.to_directory(tmp_path / "copy")
+    assert Path(copied, "below", "more.txt").read_text() == "xx"
+    assert Checkpoint(copied).metadata == checkpoint.metadata
+    with pytest.raises(CheckpointError, match="is gone, or is not on this machine"):
+        Checkpoint(str(tmp_path / "other")).as_directory().__enter__()

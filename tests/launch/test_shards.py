@@ -1,0 +1,102 @@
+"""A member's part of a dataset: each row once an epoch, and where it goes on after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscluster.core.errors import MisuseError
+from pscluster.launch.shards import DatasetShard, Position, bounds
+
+
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_all_rows_are_cut_like_array_split(rows: int, size: int) -> None:
+    parts = [range(*bounds(rows, rank, size, "all")) for rank in range(size)]
+    assert [list(part) for part in parts] == [part.tolist() for part in np.array_split(np.arange(rows), size)]
+
+
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_drop_and_pad_give_each_as_many(rows: int, size: int) -> None:
+    assert {after - first for first, after in (bounds(rows, rank, size, "drop") for rank in range(size))} == {
+        rows // size
+    }
+    assert {after - first for first, after in (bounds(rows, rank, size, "pad") for rank in range(size))} == {
+        -(-rows // size)
+    }
+
+
+def test_201_rows_for_two() -> None:
+    """No row is lost, and none comes twice."""
+    shards = [DatasetShard(np.arange(201), rank, 2) for rank in range(2)]
+    batches = [[len(batch) for batch in shard.iter_batches(32)] for shard in shards]
+    assert batches == [[32, 32, 32, 5], [32, 32, 32, 4]]
+    rows = [row for shard in shards for row in shard]
+    assert sorted(int(row) for row in rows) == list(range(201))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_row_comes_once_an_epoch(shuffle: bool) -> None:
+    source = {"x": np.arange(50).reshape(25, 2), "y": np.arange(25)}
+    shards = [DatasetShard(source, rank, 3, seed=7) for rank in range(3)]
+    orders = []
+    for _ in range(3):
+        ids = []
+        for shard in shards:
+            for batch in shard.iter_batches(4, shuffle=shuffle):
+                assert (batch["x"][:, 0] == 2 * batch["y"]).all()
+                ids += batch["y"].tolist()
+        assert sorted(ids) == list(range(25))
+        orders.append(ids)
+    assert (orders[0] != orders[1]) == shuffle
+
+
+@given(st.data())
+def test_a_restart_goes_on_where_it_was(data: Any) -> None:
+    """What was given before the restored position and after it is each row once; the rest is counted."""
+    rows, batch = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 7))
+    before = DatasetShard(np.arange(rows), 0, 2, seed=1)
+    given_out: list[list[int]] = []
+    positions = [before.position]
+    for _ in range(2):
+        for taken in before.iter_batches(batch, shuffle=True):
+            given_out.append(taken.tolist())
+            positions.append(before.position)
+    at = data.draw(st.integers(0, len(positions) - 1))
+    after = DatasetShard(np.arange(rows), 0, 2, seed=1)
+    after.restore(positions[at], positions[-1])
+    again = []
+    while after.position < Position(2) and len(after):
+        again += [taken.tolist() for taken in after.iter_batches(batch, shuffle=True)]
+    assert given_out[:at] + again == given_out
+    assert after.position.again == sum(map(len, given_out[at:]))
+
+
+def test_sequences_iterables_and_functions() -> None:
+    examples = [{"a": number} for number in range(5)]
+    assert list(DatasetShard(examples, 0, 2)) == examples[:3]
+    assert list(DatasetShard(iter(examples), 1, 2)) == examples[3:]
+    assert list(DatasetShard(lambda: examples, 0, 1)) == examples
+    assert next(DatasetShard(examples, 0, 1).iter_batches(2)) == examples[:2]
+    first = next(iter(DatasetShard((np.arange(4), np.arange(8).reshape(4, 2)), 1, 2)))
+    assert first[0] == 2
+    assert first[1].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (3, TypeError, "a dataset is arrays, a sequence, an iterable, or a function that returns one, not an int"),
+        ("rows.csv", MisuseError, "a dataset is a text: give a function that reads the file"),
+        ({"x": np.arange(3), "y": np.arange(4)}, ValueError, r"have \[3, 4\] rows: all need the same number"),
+        (np.float64(3), TypeError, "arrays with rows in it"),
+    ],
+)
+def test_what_is_no_dataset(source: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DatasetShard(source, 0, 1)
+    with pytest.raises(ValueError, match="split is 'some'; give one of 'all', 'drop', 'pad'"):
+        DatasetShard(np.arange(3), 0, 1, split="some")

@@ -1,0 +1,245 @@
+"""Training functions on real workers: what they report, what is kept, and what dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.waiting import TIMEOUT
+
+from pscluster.coordinator import Variable, errors, optimizers
+from pscluster.launch import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    Trainer,
+    TrainingFailedError,
+    barrier,
+    broadcast,
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    report,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def first_time(folder: str, name: str) -> bool:
+    """Whether nobody has asked this under the name before."""
+    try:
+        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def save(folder: Path, epoch: int) -> Checkpoint:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "epoch.txt").write_text(str(epoch))
+    return Checkpoint.from_directory(folder)
+
+
+def epoch_of(checkpoint: Checkpoint | None) -> int:
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        return int(Path(folder, "epoch.txt").read_text())
+
+
+def epochs(config: dict[str, Any]) -> list[int]:
+    """Report once an epoch, rank 0 with a checkpoint; die where the configuration says, once."""
+    context, seen = get_context(), []
+    for epoch in range(epoch_of(get_checkpoint()) + 1, config["epochs"] + 1):
+        if epoch == config.get("dies_before") and context.world_rank == 1 and first_time(config["folder"], "died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(epoch)
+        checkpoint = None
+        if context.world_rank == 0:
+            checkpoint = save(Path(config["folder"], f"rank-{context.world_rank}"), epoch)
+        report({"epoch": epoch, "loss": np.float32(1 / epoch), "rank": context.world_rank}, checkpoint)
+        if epoch == config.get("dies_after") and context.world_rank == 1 and first_time(config["folder"], "died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reports_checkpoints_and_results(tmp_path: Path, workers: int) -> None:
+    trainer = Trainer(
+        epochs,
+        {"epochs": 5, "folder": str(tmp_path)},
+        ScalingConfig(workers=workers),
+        RunConfig("five", str(tmp_path / "runs"), checkpoint=CheckpointConfig(2, "loss", "max")),
+    )
+    result = trainer.fit()
+    assert result.state == "finished"
+    assert result.return_values == [[1, 2, 3, 4, 5]] * max(workers, 1)
+    assert [metrics["epoch"] for metrics in result.metrics_history] == [1, 2, 3, 4, 5]
+    assert result.metrics == {"epoch": 5, "loss": pytest.approx(0.2), "rank": 0}
+    assert epoch_of(result.checkpoint) == 5
+    kept = [epoch_of(checkpoint) for checkpoint, _ in result.best_checkpoints]
+    assert kept == [1, 2, 5], "the best two, and the newest"
+    assert Result.load(result.path) == result
+    lines = (Path(result.path) / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5 * max(workers, 1)
+
+
+@pytest.mark.parametrize("restart", ["worker", "group"])
+@pytest.mark.parametrize("dies", ["dies_before", "dies_after"])
+def test_a_worker_that_dies(tmp_path: Path, restart: Any, dies: str) -> None:
+    """What was reported stays; the member goes on behind its last checkpoint, alone or with the others."""
+    result = Trainer(
+        epochs,
+        {"epochs": 4, "folder": str(tmp_path), dies: 2},
+        run=RunConfig("dies", str(tmp_path / "runs"), failure=FailureConfig(restart=restart)),
+    ).fit()
+    assert [metrics["epoch"] for metrics in result.metrics_history] == [1, 2, 3, 4]
+    assert result.return_values is not None
+    again = [2, 3, 4] if dies == "dies_before" else [3, 4]
+    assert result.return_values[1] == again
+    assert result.return_values[0] == (again if restart == "group" else [1, 2, 3, 4])
+
+
+def test_a_run_goes_on_and_another_begins_from_its_checkpoint(tmp_path: Path) -> None:
+    run, one = RunConfig("goes-on", str(tmp_path / "runs")), ScalingConfig(workers=0)
+    config = {"epochs": 2, "folder": str(tmp_path)}
+    first = Trainer(epochs, config, one, run).fit()
+    second = Trainer(epochs, {**config, "epochs": 4}, one, run).fit()
+    assert second.return_values == [[3, 4]]
+    assert [metrics["epoch"] for metrics in second.metrics_history] == [1, 2, 3, 4]
+    other = RunConfig("other", str(tmp_path / "runs"))
+    third = Trainer(epochs, {**config, "epochs": 6}, one, other, resume_from_checkpoint=second.checkpoint).fit()
+    assert [metrics["epoch"] for metrics in third.metrics_history] == [5, 6]
+    assert first.path == second.path != third.path
+
+
+def rows(config: dict[str, Any]) -> list[int]:
+    """Take two epochs of batches, with a report and a checkpoint of nothing after each; die in the middle, once."""
+    get_checkpoint()
+    shard, taken = get_dataset_shard("train"), []
+    while shard.position.epoch < 2:
+        for nth, batch in enumerate(shard.iter_batches(32, shuffle=True)):
+            taken += batch["id"].tolist()
+            in_the_middle = nth == 1 and shard.position.epoch == 1 and get_context().world_rank == 0
+            if in_the_middle and first_time(config["folder"], "died"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        folder = Path(config["folder"], f"{get_context().world_rank}-{shard.position.epoch}")
+        report({"rows": len(taken)}, save(folder, shard.position.epoch))
+    return taken
+
+
+def test_each_row_is_given_out_once_an_epoch(tmp_path: Path) -> None:
+    """201 rows for two members; one dies in the second epoch, and begins it again."""
+    result = Trainer(
+        rows,
+        {"folder": str(tmp_path)},
+        run=RunConfig("rows", str(tmp_path / "runs")),
+        datasets={"train": {"id": np.arange(201), "x": np.zeros((201, 3))}},
+        seed=3,
+    ).fit()
+    assert result.return_values is not None
+    restarted, other = result.return_values
+    assert (len(other), len(restarted)) == (200, 101)
+    assert sorted([*other[100:], *restarted]) == list(range(201))
+    assert result.rows_again == 0, "it had reported none of the rows that it was given again"
+
+
+def test_barriers_and_broadcasts(tmp_path: Path) -> None:
+    def meets() -> Any:
+        barrier()
+        value = broadcast({"seed": 7} if get_context().world_rank == 0 else None)
+        report({"x": 1.0})
+        return value, broadcast(get_context().world_rank)
+
+    result = Trainer(meets, run=RunConfig("meets", str(tmp_path))).fit()
+    assert result.return_values == [({"seed": 7}, 0)] * 2
+
+
+def test_parameters_on_the_servers(tmp_path: Path) -> None:
+    """The function finds the variables that were made for it; the servers keep them while a worker is restarted."""
+
+    def variables(config: dict[str, Any]) -> dict[str, Any]:
+        return {"w": Variable(np.zeros(3), name="w"), "sgd": optimizers.SGD(config["lr"])}
+
+    def train(config: dict[str, Any]) -> list[float]:
+        made = get_context().variables
+        for step in range(10):
+            made["sgd"].apply_gradients([(np.ones(3), made["w"])])
+            report({"step": step})
+            if step == 4 and get_context().world_rank == 1 and first_time(config["folder"], "died"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        barrier()
+        values: list[float] = made["w"].numpy().tolist()
+        return values
+
+    config = {"lr": 1.0, "folder": str(tmp_path)}
+    result = Trainer(train, config, run=RunConfig("ps", str(tmp_path / "runs")), variables=variables).fit()
+    assert len(result.metrics_history) == 10
+    assert result.return_values == [[-20.0] * 3] * 2, "updates of the first attempt count once"
+
+
+def test_a_function_that_raises(tmp_path: Path) -> None:
+    def raises() -> None:
+        report({"x": 1.0})
+        if get_context().world_rank == 1:
+            raise ValueError("this is wrong")
+        report({"x": 2.0})
+
+    run = RunConfig("raises", str(tmp_path))
+    with pytest.raises(
+        TrainingFailedError, match=r"failed on rank 1: raises failed on worker . .*this is wrong"
+    ) as raised:
+        Trainer(raises, run=run).fit()
+    assert isinstance(raised.value.errors[1], ValueError)
+    assert raised.value.result.metrics == {"x": 1.0}
+    assert Result.load(str(tmp_path / "raises")).state == "failed"
+
+
+def test_a_member_that_never_reports(tmp_path: Path) -> None:
+    def silent() -> None:
+        if get_context().world_rank == 0:
+            report({"x": 1.0})
+        time.sleep(TIMEOUT)
+
+    run = RunConfig("silent", str(tmp_path), report_timeout=1.0)
+    with pytest.raises(TrainingFailedError, match="report 1 has waited 1 s for rank 1: every rank has to call report"):
+        Trainer(silent, run=run).fit()
+
+
+def test_a_member_that_returns_is_not_awaited(tmp_path: Path) -> None:
+    def uneven() -> None:
+        for _ in range(3 if get_context().world_rank == 0 else 1):
+            report({"rank": get_context().world_rank})
+
+    result = Trainer(uneven, run=RunConfig("uneven", str(tmp_path))).fit()
+    assert len(result.metrics_history) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"train_fn": 3}, TypeError, "Trainer takes a function, not an int"),
+        ({"backend": "mxnet"}, ValueError, "backend is 'mxnet'; give one of 'numpy', 'torch', 'jax', 'tensorflow'"),
+        ({"scaling": 2}, TypeError, "scaling is an int, not a ScalingConfig"),
+        ({"run": "name"}, TypeError, "run is a str, not a RunConfig"),
+        ({"resume_from": "path"}, TypeError, "resume_from is a str, not a Checkpoint"),
+        ({"config": {}, "train_loop_config": {}}, TypeError, "config and train_loop_config are the same argument"),
+        ({"variables": dict, "backend": "torch"}, ValueError, "variables are on parameter servers"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Trainer(**{"train_fn": print, **arguments})
+
+
+def test_outside_a_training_function() -> None:
+    with pytest.raises(errors.MisuseError, match=r"report\(\) is for the function that Trainer.fit\(\) runs"):
+        report({"x": 1})
