@@ -116,6 +116,28 @@ def test_barriers_and_broadcasts_are_passed_again_at_once() -> None:
     assert session.meet(1, 2, (1, 0), "again", 0.0, nbytes=0) == [Answer("again", {"x": 1})]
 
 
+def test_a_restarted_member_may_come_to_a_barrier_that_the_others_never_had() -> None:
+    """It has loaded the checkpoint of report 1; the others wait in report 2, which comes after the barrier."""
+    session = begun(2)
+    session.report(0, 1, 1, of(0.0), "a", 0.0)
+    session.report(1, 1, 1, of(0.0), "b", 0.0)
+    session.committed_now(1, "path")
+    session.begin(1, 2)
+    assert session.meet(1, 2, (2, 0), "barrier", 0.0) == []
+    assert session.report(0, 1, 2, of(0.0), "a", 0.0) == [Answer("barrier")]
+    (answer,) = session.meet(1, 2, (2, 1), "broadcast", 0.0, nbytes=0)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.error, MisuseError)
+    assert session.report(1, 2, 2, of(0.0), "b", 0.0) == [Commit(2, {0: of(0.0), 1: of(0.0)})]
+
+
+def test_a_barrier_that_one_leaves_out_is_no_restart() -> None:
+    session = begun(2, seconds=10.0)
+    session.report(0, 1, 1, of(0.0), "a", 0.0)
+    assert session.meet(1, 1, (1, 0), "barrier", 0.0) == []
+    assert len(session.expire(11.0)) == 2
+
+
 def test_what_was_broadcast_is_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_BYTES", 100)
     session = begun(2)
@@ -126,7 +148,7 @@ def test_what_was_broadcast_is_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
     (answer,) = session.meet(1, 2, (1, 0), "lost", 0.0, nbytes=0)
     assert isinstance(answer, Answer)
     assert isinstance(answer.error, MisuseError)
-    assert "what was broadcast before report 1 is not kept any more" in str(answer.error)
+    assert "rank 0 is behind this broadcast, and has given no value here" in str(answer.error)
     assert session.meet(1, 2, (1, 1), "kept", 0.0, nbytes=0) == [Answer("kept", 1)]
 
 

@@ -1,21 +1,51 @@
-"""Trainer: one function and one configuration, on one process or many."""
+"""Trainer: one function and one configuration, on one process or many.
+
+A name's module is imported when it is first asked for: workers, and the processes that they start, need few of them.
+"""
 
 from __future__ import annotations
 
-from pscluster.launch.checkpoint import Checkpoint as Checkpoint
-from pscluster.launch.config import CheckpointConfig as CheckpointConfig
-from pscluster.launch.config import FailureConfig as FailureConfig
-from pscluster.launch.config import RunConfig as RunConfig
-from pscluster.launch.config import ScalingConfig as ScalingConfig
-from pscluster.launch.context import TrainContext as TrainContext
-from pscluster.launch.context import barrier as barrier
-from pscluster.launch.context import broadcast as broadcast
-from pscluster.launch.context import broadcast_from_rank_zero as broadcast_from_rank_zero
-from pscluster.launch.context import get_checkpoint as get_checkpoint
-from pscluster.launch.context import get_context as get_context
-from pscluster.launch.context import get_dataset_shard as get_dataset_shard
-from pscluster.launch.context import report as report
-from pscluster.launch.result import Result as Result
-from pscluster.launch.shards import DatasetShard as DatasetShard
-from pscluster.launch.trainer import Trainer as Trainer
-from pscluster.launch.trainer import TrainingFailedError as TrainingFailedError
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pscluster.launch.checkpoint import Checkpoint as Checkpoint
+    from pscluster.launch.config import CheckpointConfig as CheckpointConfig
+    from pscluster.launch.config import FailureConfig as FailureConfig
+    from pscluster.launch.config import RunConfig as RunConfig
+    from pscluster.launch.config import ScalingConfig as ScalingConfig
+    from pscluster.launch.context import TrainContext as TrainContext
+    from pscluster.launch.context import barrier as barrier
+    from pscluster.launch.context import broadcast as broadcast
+    from pscluster.launch.context import broadcast_from_rank_zero as broadcast_from_rank_zero
+    from pscluster.launch.context import get_checkpoint as get_checkpoint
+    from pscluster.launch.context import get_context as get_context
+    from pscluster.launch.context import get_dataset_shard as get_dataset_shard
+    from pscluster.launch.context import report as report
+    from pscluster.launch.result import Result as Result
+    from pscluster.launch.shards import DatasetShard as DatasetShard
+    from pscluster.launch.trainer import Trainer as Trainer
+    from pscluster.launch.trainer import TrainingFailedError as TrainingFailedError
+else:
+    _OF = {
+        "checkpoint": ("Checkpoint",),
+        "config": ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"),
+        "context": (
+            *("TrainContext", "barrier", "broadcast", "broadcast_from_rank_zero"),
+            *("get_checkpoint", "get_context", "get_dataset_shard", "report"),
+        ),
+        "result": ("Result",),
+        "shards": ("DatasetShard",),
+        "trainer": ("Trainer", "TrainingFailedError"),
+    }
+    __all__ = sorted(name for names in _OF.values() for name in names)
+
+    def __getattr__(name):
+        for module, names in _OF.items():
+            if name in names:
+                globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from pscluster.core.checks import type_of
 from pscluster.core.errors import CheckpointError
 
@@ -42,10 +40,17 @@ class Checkpoint:
             raise CheckpointError(f"{os.fspath(path)} is no directory: write the checkpoint's files into one first")
         return cls(os.path.abspath(path))
 
+    def _located(self) -> tuple[Any, str]:
+        """Return the file system and the path in it."""
+        import fsspec  # in a tenth of a second: not every function has a checkpoint
+
+        located: tuple[Any, str] = fsspec.core.url_to_fs(self.path)
+        return located
+
     @contextmanager
     def as_directory(self) -> Iterator[str]:
         """Yield a directory on this machine with its files: its own, or a copy that is deleted afterwards."""
-        fs, path = fsspec.core.url_to_fs(self.path)
+        fs, path = self._located()
         if is_local(fs):
             if not Path(path).is_dir():
                 raise CheckpointError(f"the checkpoint {self.path} is gone, or is not on this machine")
@@ -61,7 +66,7 @@ class Checkpoint:
         """
         target = tempfile.mkdtemp(prefix="pscluster-checkpoint-") if path is None else os.fspath(path)
         try:
-            fs, source = fsspec.core.url_to_fs(self.path)
+            fs, source = self._located()
             if is_local(fs):
                 shutil.copytree(source, target, dirs_exist_ok=True)
             else:
@@ -75,7 +80,7 @@ class Checkpoint:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return what `set_metadata` has stored with it; nothing if that is so."""
-        fs, path = fsspec.core.url_to_fs(self.path)
+        fs, path = self._located()
         try:
             metadata: dict[str, Any] = json.loads(fs.cat_file(f"{path}/{_METADATA}"))
         except FileNotFoundError:
@@ -89,7 +94,7 @@ class Checkpoint:
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Store data beside its files, as JSON, in place of what there was. TypeError if it is no JSON."""
         text = json.dumps(dict(metadata))
-        fs, path = fsspec.core.url_to_fs(self.path)
+        fs, path = self._located()
         fs.pipe_file(f"{path}/{_METADATA}", text.encode())
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import encode
 from pscluster.launch.checkpoint import Checkpoint
-from pscluster.launch.run_folder import upload
 from pscluster.launch.shards import DatasetShard, Position
 
 Ask = Callable[[dict[str, Any]], Any]
@@ -98,6 +97,8 @@ class Member:
             number = self.reports + 1
             files = None
             if checkpoint is not None and number > self.committed:
+                from pscluster.launch.run_folder import upload  # with fsspec, which takes a tenth of a second
+
                 files = upload(
                     self.context.run_path,
                     number,

@@ -13,7 +13,8 @@ together:
 
 Barriers and broadcasts have a place: the number of the member's next report, and how many there were since the last
 one. So a restarted member finds those that all others have passed, and passes them at once. What was broadcast is kept
-for it, up to `KEPT_BYTES`.
+for it, up to `KEPT_BYTES`. One that has loaded a checkpoint counts its reports from there, and may come to a barrier
+that the others never had: then they wait for it in the report that follows, and so it passes.
 
 What may be lost: all that is not committed, if this process ends.
 """
@@ -154,14 +155,8 @@ class Session:
             while sum(size for _, size in self._broadcasts.values()) > KEPT_BYTES and len(self._broadcasts) > 1:
                 self._broadcasts.popitem(last=False)
         if place in self._passed:
-            if nbytes >= 0 and place not in self._broadcasts:
-                error = MisuseError(
-                    f"what was broadcast before report {place[0]} is not kept any more: {KEPT_BYTES >> 20} MiB are. "
-                    "Load a checkpoint where the function begins, so that it goes on behind that"
-                )
-                return [Answer(question, error=error)]
-            return [Answer(question, self._broadcasts.get(place, (None, 0))[0])]
-        self._meetings.setdefault(place, {})[rank] = _Waiting(attempt, now, question)
+            return [self._passes(place, _Waiting(attempt, now, question, nbytes >= 0))]
+        self._meetings.setdefault(place, {})[rank] = _Waiting(attempt, now, question, nbytes >= 0)
         return self._settle()
 
     def end(self, rank: int, attempt: int) -> list[Action]:
@@ -193,15 +188,29 @@ class Session:
         """Return what can be done now that a member has come, or ended."""
         actions: list[Action] = []
         for place, meeting in list(self._meetings.items()):
-            if meeting and not self._missing(meeting):
-                value = self._broadcasts.get(place, (None, 0))[0]
-                actions += [Answer(known.question, value) for known in meeting.values()]
+            missing = self._missing(meeting)
+            if any(known.attempt > 1 for known in meeting.values()) and place[0] <= self.committed + 1:
+                missing = [rank for rank in missing if rank not in self._reports]
+            if meeting and not missing:
+                actions += [self._passes(place, known) for known in meeting.values()]
                 self._passed.add(place)
                 del self._meetings[place]
         if self._reports and self._committing is None and not self._missing(self._reports):
             self._committing = self.committed + 1
             actions.append(Commit(self._committing, {rank: self._reports[rank].sent for rank in sorted(self._reports)}))
         return actions
+
+    def _passes(self, place: Place, known: _Waiting) -> Answer:
+        """Return the answer to a member at a barrier or broadcast that all have passed."""
+        if not known.sent:
+            return Answer(known.question)
+        if place not in self._broadcasts:
+            error = MisuseError(
+                "rank 0 is behind this broadcast, and has given no value here: after a restart, broadcast before "
+                f"get_checkpoint(), or give FailureConfig(restart='group'). The last {KEPT_BYTES >> 20} MiB are kept"
+            )
+            return Answer(known.question, error=error)
+        return Answer(known.question, self._broadcasts[place][0])
 
     def _missing(self, there: Iterable[int]) -> list[int]:
         there = set(there)
