@@ -151,7 +151,16 @@ def environment(setup: Setup, rank: int, ports: Sequence[int]) -> dict[str, str]
             "MASTER_PORT": str(ports[0]),
         }
     elif setup.backend == "jax":
-        env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": str(rank)}
+        env |= {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": size,
+            "JAX_PROCESS_ID": str(rank),
+            # Of these three JAX reads only the first. It finds the others if it believes to be under Open MPI.
+            "OMPI_MCA_orte_hnp_uri": "pscluster",
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        }
     elif setup.backend == "tensorflow":
         workers = ", ".join(f'"{_HOST}:{port}"' for port in ports)
         task = f'{{"type": "worker", "index": {rank}}}'
