@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.coordinator.training.test_callbacks import scalars_of
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import Variable, errors, optimizers
@@ -90,6 +91,8 @@ def test_reports_checkpoints_and_results(tmp_path: Path, workers: int) -> None:
     assert Result.load(result.path) == result
     lines = (Path(result.path) / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5 * max(workers, 1)
+    (events,) = scalars_of(Path(result.path) / "tensorboard").values()
+    assert events["epoch"] == [(epoch, epoch) for epoch in range(1, 6)]
 
 
 @pytest.mark.parametrize("restart", ["worker", "group"])

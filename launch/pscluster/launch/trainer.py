@@ -31,9 +31,10 @@ from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
+from pscluster.coordinator.training.events import EventWriter
 from pscluster.core import checks
 from pscluster.core.checks import type_of
-from pscluster.core.errors import CancelledError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.errors import CancelledError, ConfigurationError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.definitions import capture, partial_of
 from pscluster.core.sanitize import shown
 from pscluster.launch.checkpoint import Checkpoint
@@ -159,6 +160,8 @@ class Trainer:
             except BaseException as error:
                 folder.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
                 raise
+            finally:
+                running.close()
             folder.finish("finished", return_values=values)
             return Result.of(folder, return_values=values)
 
@@ -185,6 +188,7 @@ class _Fit:
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ports: dict[int, list[int]] = {}  # by attempt
         self._workers: dict[int, int] = {}  # by rank: where it ran last
+        self._events: EventWriter | None = None
         self._setup = Setup(
             name=folder.name,
             path=folder.path,
@@ -360,12 +364,31 @@ class _Fit:
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
         self._show(number, reports)
+        self._write_events(number, reports)
         keep = self._run.checkpoint
         try:
             self._folder.retain(keep.num_to_keep, keep.score, keep.order)
         except PsClusterError as error:  # tried again after the next report
             logger.warning("old checkpoints can't be deleted: %s", error)
         return self._session.committed_now(number, path)
+
+    def _write_events(self, number: int, reports: Mapping[int, Report]) -> None:
+        """Write the numbers of the lowest rank for TensorBoard, if what that needs is installed."""
+        if not EventWriter.available():
+            return
+        metrics = reports[min(reports)].metrics
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        try:
+            self._events = self._events or EventWriter(f"{self._folder.path}/tensorboard")
+            self._events.scalars(number, numbers)
+        except (ConfigurationError, OSError) as error:
+            logger.warning("report %d is committed, but not in the files for TensorBoard: %s", number, error)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.close()
 
     def _show(self, number: int, reports: Mapping[int, Report]) -> None:
         metrics = reports[min(reports)].metrics
