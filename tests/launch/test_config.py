@@ -29,7 +29,7 @@ def test_aliases() -> None:
         (ScalingConfig, {"ps": 0}, ValueError, "ps is 0"),
         (ScalingConfig, {"use_gpu": True}, ValueError, "CUDA_VISIBLE_DEVICES"),
         (ScalingConfig, {"env": {"A": 1}}, TypeError, "env has 'A'"),
-        (FailureConfig, {"max_failures": -1}, ValueError, "max_failures is -1"),
+        (FailureConfig, {"max_failures": -2}, ValueError, "max_failures is -2"),
         (FailureConfig, {"restart": "all"}, ValueError, "restart is 'all'; give 'worker' or 'group'"),
         (CheckpointConfig, {"num_to_keep": 0}, ValueError, "num_to_keep is 0"),
         (CheckpointConfig, {"order": "best"}, ValueError, "order is 'best'; give 'max' or 'min'"),

@@ -21,6 +21,7 @@ from pscluster.launch import (
     Result,
     RunConfig,
     ScalingConfig,
+    TensorflowTrainer,
     Trainer,
     TrainingFailedError,
     barrier,
@@ -241,6 +242,26 @@ def test_a_member_that_returns_is_not_awaited(tmp_path: Path) -> None:
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Trainer(**{"train_fn": print, **arguments})
+
+
+def test_the_names_of_the_guide(tmp_path: Path) -> None:
+    """Its quick start's arguments, each under the guide's name."""
+
+    def train_func(config: dict[str, Any]) -> int:
+        assert config.get("batch_size", 64) == 32
+        context = get_context()
+        assert (context.get_world_size(), context.get_local_world_size(), context.get_node_rank()) == (2, 2, 0)
+        report({"rank": context.get_world_rank()})
+        return int(os.environ["TF_CONFIG"].count("127.0.0.1"))
+
+    result = TensorflowTrainer(
+        train_loop_per_worker=train_func,
+        train_loop_config={"batch_size": 32, "epochs": 4},
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
+        run_config=RunConfig(name="guide", storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=-1)),
+    ).fit()
+    assert result.metrics == {"rank": 0}
+    assert result.return_values == [2, 2]
 
 
 def test_outside_a_training_function() -> None:

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from pscluster.launch.context import get_context as get_context
     from pscluster.launch.context import get_dataset_shard as get_dataset_shard
     from pscluster.launch.context import report as report
+    from pscluster.launch.errors import TrainingFailedError as TrainingFailedError
     from pscluster.launch.result import Result as Result
     from pscluster.launch.shards import DatasetShard as DatasetShard
+    from pscluster.launch.trainer import TensorflowTrainer as TensorflowTrainer
+    from pscluster.launch.trainer import TorchTrainer as TorchTrainer
     from pscluster.launch.trainer import Trainer as Trainer
-    from pscluster.launch.trainer import TrainingFailedError as TrainingFailedError
 else:
     _OF = {
         "checkpoint": ("Checkpoint",),
@@ -34,9 +36,10 @@ else:
             *("TrainContext", "barrier", "broadcast", "broadcast_from_rank_zero"),
             *("get_checkpoint", "get_context", "get_dataset_shard", "report"),
         ),
+        "errors": ("TrainingFailedError",),
         "result": ("Result",),
         "shards": ("DatasetShard",),
-        "trainer": ("Trainer", "TrainingFailedError"),
+        "trainer": ("TensorflowTrainer", "TorchTrainer", "Trainer"),
     }
     __all__ = sorted(name for names in _OF.values() for name in names)
 

@@ -60,7 +60,7 @@ class FailureConfig:
     """What happens when a worker dies.
 
     Args:
-        max_failures: how often a member is begun again.
+        max_failures: how often a member is begun again; -1: without a limit.
         restart: "worker": the one that died begins again, alone, and the others go on until they need it. "group": all
             begin again together; functions in torch, JAX or TensorFlow always do.
     """
@@ -68,8 +68,13 @@ class FailureConfig:
     max_failures: int = 3
     restart: Literal["worker", "group"] = "worker"
 
+    @property
+    def limit(self) -> int:
+        """The number of failures after which a run fails: a large one in place of -1."""
+        return self.max_failures if self.max_failures >= 0 else 1 << 30
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_failures", checks.whole("max_failures", self.max_failures, at_least=0))
+        object.__setattr__(self, "max_failures", checks.whole("max_failures", self.max_failures, at_least=-1))
         if self.restart not in ("worker", "group"):
             raise ValueError(f"restart is {self.restart!r}; give 'worker' or 'group'")
 

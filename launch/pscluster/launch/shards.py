@@ -116,6 +116,49 @@ class DatasetShard:
             if whole:
                 yield batch
 
+    def to_tf(
+        self,
+        feature_columns: str | Sequence[str],
+        label_columns: str | Sequence[str],
+        *,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> Any:
+        """Return the batches of the next epoch as a `tf.data.Dataset` of (features, labels).
+
+        Each iteration over it is an epoch. TensorFlow's strategies must not cut it once more: its automatic sharding is
+        turned off.
+
+        Args:
+            feature_columns, label_columns: a name gives an array, several names a dict of them.
+
+        Raises:
+            TypeError: the dataset is no dict of arrays.
+            KeyError: it has no such column.
+        """
+        import tensorflow as tf
+
+        first = self._take(np.arange(0, 1)) if self._rows else None
+        if not isinstance(first, Mapping):
+            raise TypeError("to_tf needs a dataset that is a dict of arrays, with rows in it")
+
+        def columns(batch: Any, names: str | Sequence[str]) -> Any:
+            return batch[names] if isinstance(names, str) else {name: batch[name] for name in names}
+
+        def batches() -> Iterator[Any]:
+            for batch in self.iter_batches(batch_size, shuffle=shuffle, drop_last=drop_last):
+                yield columns(batch, feature_columns), columns(batch, label_columns)
+
+        def signature(names: str | Sequence[str]) -> Any:
+            return map_structure(lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), columns(first, names))
+
+        both = signature(feature_columns), signature(label_columns)
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=both)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        return dataset.with_options(options)
+
     def _give(self, epoch: int, begin: int, end: int) -> None:
         """Count rows as given out."""
         before = self._furthest

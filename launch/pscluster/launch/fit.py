@@ -1,0 +1,345 @@
+"""One call of `Trainer.fit`: the run's folder, the cluster, and the answers to its members.
+
+`fit` starts the cluster and schedules the function once for each member. Members ask (`context`) and this process
+answers: their questions come into one queue, which the caller's thread empties. `session` decides; here files are
+written, and answers sent.
+
+    STARTING (the run's folder is locked, the cluster started) -> RUNNING -> FINISHED
+    RUNNING --a member's function raises, or too many deaths---> the others are stopped; FAILED
+            --Ctrl-C-----------------------------------------> the others are stopped; INTERRUPTED
+            --this process dies------------------------------> what is committed stays; the next fit() goes on after it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.observability.progress_line import choose_console
+from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.scheduling.questions import Question
+from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.synchronous.per_replica import PerReplica
+from pscluster.coordinator.training.events import EventWriter
+from pscluster.core.errors import CancelledError, ConfigurationError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.functions.definitions import capture, partial_of
+from pscluster.core.sanitize import shown
+from pscluster.launch.checkpoint import Checkpoint
+from pscluster.launch.config import RunConfig, ScalingConfig
+from pscluster.launch.errors import TrainingFailedError
+from pscluster.launch.result import Result
+from pscluster.launch.run_folder import RunFolder
+from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
+from pscluster.launch.session import Action, Answer, Commit, Report, Session
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a trainer was made with; see `Trainer`."""
+
+    train_fn: Callable[..., Any]
+    config: Any
+    scaling: ScalingConfig
+    run: RunConfig
+    datasets: Mapping[str, Any]
+    backend: str
+    variables: Callable[[Any], Any] | None
+    split: str
+    seed: int
+    resume_from: Checkpoint | None
+
+
+def fit(job: Job) -> Result:
+    """Do what `Trainer.fit` does."""
+    with RunFolder(job.run.storage, job.run.name).writing(
+        config=job.config,
+        workers=job.scaling.workers,
+        backend=job.backend,
+        checkpoint_config=dataclasses.asdict(job.run.checkpoint),
+    ) as folder:
+        running = _Fit(job, folder)
+        try:
+            values = running.in_this_process() if not job.scaling.workers else running.on_workers()
+        except _MembersFailed as failed:
+            folder.finish("failed", error=failed.summary)
+            result = Result.of(folder, error=failed.first)
+            raise TrainingFailedError(failed.summary, failed.errors, result) from failed.first
+        except BaseException as error:
+            folder.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+            raise
+        finally:
+            running.close()
+        folder.finish("finished", return_values=values)
+        return Result.of(folder, return_values=values)
+
+
+class _MembersFailed(Exception):  # noqa: N818  (it becomes a TrainingFailedError)
+    def __init__(self, errors: Mapping[int, BaseException]) -> None:
+        super().__init__()
+        self.errors = errors
+        rank, self.first = next(iter(errors.items()))
+        self.summary = f"the training function failed on rank {rank}: {self.first}"
+
+
+class _Fit:
+    """The members of a run while they run."""
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._job, self._folder = job, folder
+        self._scaling, self._run = job.scaling, job.run
+        self._size = max(self._scaling.workers, 1)
+        self._together = job.backend != "numpy" or self._run.failure.restart == "group"
+        self._session = Session(
+            self._size, committed=folder.committed, together=self._together, seconds=self._run.report_timeout
+        )
+        self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
+        self._ports: dict[int, list[int]] = {}  # by attempt
+        self._workers: dict[int, int] = {}  # by rank: where it ran last
+        self._events: EventWriter | None = None
+        self._setup = Setup(
+            name=folder.name,
+            path=folder.path,
+            size=self._size,
+            backend=job.backend,
+            split=job.split,
+            seed=job.seed,
+            resume_from=None if job.resume_from is None else job.resume_from.path,
+        )
+
+    # Without workers
+
+    def in_this_process(self) -> list[Any]:
+        """Run the function here, as the only member."""
+        job = self._job
+
+        def ask(question: dict[str, Any]) -> Any:
+            asked = _Asked(question)
+            self._handle(asked)
+            return asked.result()
+
+        try:
+            value = run_member(job.train_fn, job.config, self._setup, job.datasets, 0, ask)
+        except Exception as error:
+            raise _MembersFailed({0: error}) from None
+        return [value]
+
+    # On workers
+
+    def on_workers(self) -> list[Any]:
+        """Start a cluster, and run the function on each of its workers."""
+        scaling, job = self._scaling, self._job
+        threads = max((os.cpu_count() or 1) // scaling.workers, 1)
+        env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
+        with (
+            LocalCluster(scaling.ps, scaling.workers, env=env, log_level="ERROR") as cluster,
+            ParameterServerStrategy(cluster) as strategy,
+        ):
+            variables = None
+            if job.variables is not None:
+                with strategy.scope():
+                    variables = job.variables(job.config)
+            coordinator = ClusterCoordinator(strategy, max_attempts=self._run.failure.limit + 1)
+            values = self._schedule(coordinator, variables)
+            try:
+                self._answer_until_ended(values)
+            except BaseException:
+                coordinator.cancel(values)
+                raise
+            return [value.fetch() for value in values]
+
+    def _schedule(self, coordinator: ClusterCoordinator, variables: Any) -> list[RemoteValue]:
+        job, setup = self._job, plain_setup(self._setup)
+        if job.backend == "numpy":
+            captured = coordinator.captured(job.train_fn)
+            name = captured.function.name
+            member = partial_of(name, run_here, captured, job.config, setup, job.datasets, variables)
+        else:
+            function = capture(job.train_fn)
+            name = function.name
+            member = partial_of(name, run_in_process, name, forms_of(function), job.config, setup, job.datasets)
+        if self._together:
+            ranks, failures = PerReplica(range(self._size)), self._run.failure.limit
+            return coordinator.schedule_gang(
+                member, (ranks,), None, None, self._size, None, failures, None, answer=self._questions.put
+            )
+        return [
+            coordinator.schedule_with(member, (rank,), answer=functools.partial(self._ask, rank))
+            for rank in range(self._size)
+        ]
+
+    def _ask(self, rank: int, question: Question) -> None:
+        """Take a question of a member that runs alone."""
+        question.rank = rank
+        self._questions.put(question)
+
+    def _answer_until_ended(self, values: Sequence[RemoteValue]) -> None:
+        """Answer members until the functions of all have ended. Raise `_MembersFailed` if one has failed."""
+        running = dict(enumerate(values))
+        while running:
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._questions.get(timeout=_POLL_SECONDS))
+            for rank, value in list(running.items()):
+                if value.status is RemoteValueStatus.NOT_READY:
+                    continue
+                del running[rank]
+                if value.status is not RemoteValueStatus.READY:
+                    raise _MembersFailed(self._errors(values))
+                self._do(self._session.end(rank, self._session.members[rank].attempt))
+            self._do(self._session.expire(time.monotonic()))
+
+    def _errors(self, values: Sequence[RemoteValue]) -> dict[int, BaseException]:
+        """Return the errors of those that have failed, those that others made fail last."""
+        errors: dict[int, BaseException] = {}
+        for rank, value in enumerate(values):
+            if value.status in (RemoteValueStatus.NOT_READY, RemoteValueStatus.READY):
+                continue
+            try:
+                value.fetch()
+            except Exception as error:
+                errors[rank] = error
+        first = next(iter(errors.values()))
+        if len(errors) > 1 and all(error is first for error in errors.values()):  # that of one, for all
+            there = getattr(first, "worker", None)
+            errors = {rank: first for rank in errors if self._workers.get(rank) == there} or errors
+        return dict(sorted(errors.items(), key=lambda item: isinstance(item[1], CancelledError)))
+
+    # What members ask
+
+    def _handle(self, question: Question | _Asked) -> None:
+        try:
+            actions = self._decide(question)
+        except PsClusterError as error:
+            question.fail(error)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            question.fail(ProtocolError(f"a question of rank {question.rank} makes no sense: {error!r}"))
+        else:
+            self._do(actions)
+
+    def _decide(self, question: Question | _Asked) -> list[Action]:
+        asked, rank, attempt, now = question.value, question.rank, question.attempt, time.monotonic()
+        self._workers[rank] = question.worker
+        match asked["do"]:
+            case "address":
+                question.reply({"ports": self._ports_of(attempt)})
+                return []
+            case "begin":
+                actions = self._session.begin(rank, attempt)
+                question.reply(self._standing(rank, attempt))
+                return actions
+            case "report":
+                report = Report(asked["metrics"], asked["files"], asked["name"], asked["positions"])
+                return self._session.report(rank, attempt, int(asked["number"]), report, question, now)
+            case "barrier" | "broadcast":
+                number, nth = asked["place"]
+                sent = {"sent": asked.get("value"), "nbytes": asked["nbytes"]} if "nbytes" in asked else {}
+                return self._session.meet(rank, attempt, (number, nth), question, now, **sent)
+            case other:
+                raise ProtocolError(f"a question about {other!r:.40}")
+
+    def _standing(self, rank: int, attempt: int) -> dict[str, Any]:
+        """Return where a member is to begin."""
+        folder, latest = self._folder, self._folder.latest()
+        return {
+            "attempt": attempt,
+            "committed": self._session.committed,
+            "latest": None if latest is None else [latest.number, latest.path],
+            "restored": {} if latest is None else folder.positions(latest.number, rank),
+            "furthest": folder.positions(self._session.committed, rank) if self._session.committed else {},
+        }
+
+    def _ports_of(self, attempt: int) -> list[int]:
+        """Return free ports for the members' own connections, the same for all in an attempt."""
+        if attempt not in self._ports:
+            with contextlib.ExitStack() as stack:
+                sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(self._size)]
+                self._ports[attempt] = [listening.getsockname()[1] for listening in sockets]
+        return self._ports[attempt]
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Answer(question, value, error):
+                    question.reply(value) if error is None else question.fail(error)
+                case Commit(number, reports):
+                    self._do(self._commit(number, reports))
+
+    def _commit(self, number: int, reports: Mapping[int, Report]) -> list[Action]:
+        try:
+            path = self._folder.commit(number, reports)
+        except PsClusterError as error:
+            return self._session.committed_now(number, None, error)
+        self._show(number, reports)
+        self._write_events(number, reports)
+        keep = self._run.checkpoint
+        try:
+            self._folder.retain(keep.num_to_keep, keep.score, keep.order)
+        except PsClusterError as error:  # tried again after the next report
+            logger.warning("old checkpoints can't be deleted: %s", error)
+        return self._session.committed_now(number, path)
+
+    def _write_events(self, number: int, reports: Mapping[int, Report]) -> None:
+        """Write the numbers of the lowest rank for TensorBoard, if what that needs is installed."""
+        if not EventWriter.available():
+            return
+        metrics = reports[min(reports)].metrics
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        try:
+            self._events = self._events or EventWriter(f"{self._folder.path}/tensorboard")
+            self._events.scalars(number, numbers)
+        except (ConfigurationError, OSError) as error:
+            logger.warning("report %d is committed, but not in the files for TensorBoard: %s", number, error)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.close()
+
+    def _show(self, number: int, reports: Mapping[int, Report]) -> None:
+        metrics = reports[min(reports)].metrics
+        numbers = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if isinstance(value, int | float))
+        text = f"{self._folder.name}  report {number}{numbers}"
+        choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+
+
+class _Asked:
+    """A question of a function that runs in this process: see `Question`."""
+
+    rank, worker, attempt = 0, 0, 1
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+        self._answer: Any = None
+        self._error: Exception | None = None
+        self._answered = threading.Event()
+
+    def reply(self, value: Any) -> None:
+        self._answer = value
+        self._answered.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._answered.set()
+
+    def result(self) -> Any:
+        if not self._answered.is_set():
+            raise MisuseError("there is no other member to wait for")
+        if self._error is not None:
+            raise self._error
+        return self._answer
