@@ -176,6 +176,18 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunFolder(str(tmp_path), "run").read().history() == [{"loss": 1.0}]
 
 
+def test_a_report_that_failed_is_made_again(storage: str, tmp_path: Path) -> None:
+    """Of the directory that it gave first nothing is left."""
+    with RunFolder(storage, "again").writing() as folder:
+        upload(folder.path, 1, 0, 1, directory(tmp_path / "first", "x"))
+        (tmp_path / "second").mkdir()
+        (tmp_path / "second" / "other.txt").write_text("y")
+        path = folder.commit(1, {0: Report({}, upload(folder.path, 1, 0, 1, tmp_path / "second"))})
+        assert path is not None
+        with Checkpoint(path).as_directory() as here:
+            assert [file.name for file in Path(here).rglob("*")] == ["other.txt"]
+
+
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
     with RunFolder(str(tmp_path), "run").writing() as folder:
         report_of(folder, 1, tmp_path / "source")

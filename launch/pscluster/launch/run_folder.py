@@ -328,6 +328,8 @@ def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path)
     with _explained(run_path, "can't be written"):
         fs, root = fsspec.core.url_to_fs(run_path)
         target = f"{root}/{folder}"
+        if fs.exists(target):  # of a report that failed, and is made again
+            fs.rm(target, recursive=True)
         fs.makedirs(target, exist_ok=True)
         folders = {target}
         for source in sorted(path for path in directory.rglob("*") if path.is_file()):
@@ -342,13 +344,16 @@ def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path)
                     written.write(data)
                     digest.update(data)
                     size += len(data)
-                written.flush()
-                with contextlib.suppress(AttributeError, OSError, ValueError):  # it is no file of this machine
+                if is_local(fs):
+                    written.flush()
                     os.fsync(written.fileno())
             files.append({"path": f"{folder}/{name}", "size": size, "sha256": digest.hexdigest()})
-        for parent in folders:
-            if os.path.isdir(parent):
-                _sync_folder(Path(parent))
+        if is_local(fs):
+            above = {
+                ancestor for parent in folders for ancestor in Path(parent).parents if ancestor.is_relative_to(root)
+            }
+            for written_to in sorted({*map(Path, folders), *above}, reverse=True):
+                _sync_folder(written_to)
     return files or [{"path": f"{folder}/", "size": 0, "sha256": ""}]
 
 
