@@ -233,6 +233,7 @@ def test_folders_for_sockets_are_short_whatever_tmpdir_is(monkeypatch: pytest.Mo
     assert all(len(candidate) < MAX_PATH_BYTES // 2 for candidate in folders)
     mine = folder / "run"
     mine.mkdir()
+    (mine / "x").touch()  # another user's file of any name is in nobody's way
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(mine))
     assert list(candidate_folders())[1] == str(mine)
     mine.chmod(0o777)

@@ -28,6 +28,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import socket
 import stat
 import struct
@@ -135,7 +136,8 @@ def candidate_folders() -> Iterator[str]:
     for folder in ("/tmp", own, f"/run/user/{os.geteuid()}", "/var/tmp", "/dev/shm", tempfile.gettempdir()):  # noqa: S108  # nosec B108
         if folder.startswith("/") and folder not in seen and len(folder) < MAX_PATH_BYTES // 2:
             seen.add(folder)
-            if os.path.isdir(folder) and not why_unsafe(f"{folder}/x") and os.access(folder, os.W_OK | os.X_OK):
+            unused = f"{folder}/{secrets.token_hex(16)}"  # a name that others can't have taken
+            if os.path.isdir(folder) and not why_unsafe(unused) and os.access(folder, os.W_OK | os.X_OK):
                 yield folder
 
 
