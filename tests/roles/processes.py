@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,24 +103,32 @@ OURS = (
 
 Cluster = Mapping[str, Sequence[str] | Mapping[str, str]]
 
+_PROCESSES = 8
+"""The most processes of tests that have ports of their own."""
+
+_given: deque[int] = deque(maxlen=500)
+"""The ports that were given last, which may not be bound yet."""
+
 
 def free_addresses(count: int) -> list[str]:
     """Loopback addresses at which nothing listens.
 
     Their ports are below those from which connections are made: among those, a connection to a port at which nothing
-    listens yet may connect to itself.
+    listens yet may connect to itself. No two processes of the tests are given the same one: what was given is bound
+    only a while later.
     """
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES
     addresses: list[str] = []
     while len(addresses) < count:
-        address = f"127.0.0.1:{random.randrange(12_000, 32_000)}"
-        host, port = address.split(":")
+        port = random.randrange(12_000 + own, 32_000, _PROCESSES)
         with socket.socket() as probe:
             try:
-                probe.bind((host, int(port)))
+                probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        if address not in addresses:
-            addresses.append(address)
+        if port not in _given:
+            _given.append(port)
+            addresses.append(f"127.0.0.1:{port}")
     return addresses
 
 
