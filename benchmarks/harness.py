@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from driver import THREADS
+from driver import THREADS, loopback_bytes
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
@@ -92,13 +92,8 @@ class Side:
 
     def loopback_bytes(self) -> int:
         """Bytes received over loopback in this side's network; 0 if that is unknown."""
-        with contextlib.suppress(OSError):
-            assert self._process is not None
-            for line in Path(f"/proc/{self._process.pid}/net/dev").read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name.strip() == "lo":
-                    return int(value.split()[0])
-        return 0
+        assert self._process is not None
+        return loopback_bytes(self._process.pid)
 
     def cpu_seconds(self) -> float:
         """The CPU time of all processes of this side so far."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,42 @@ from pscluster.coordinator import (
 )
 
 
+def cluster_of(num_ps: int, num_workers: int) -> LocalCluster:
+    """A cluster over TCP whose clients cache nothing."""
+    env = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0"}
+    return LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR")
+
+
+def partitioner(num_ps: int) -> MinSizePartitioner:
+    """How the models' variables are cut."""
+    return MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=num_ps)
+
+
+def step_of(strategy: SynchronousStrategy, model: str, rule: Callable[[float], Any]) -> Callable[[], None]:
+    """A step of a model, with new variables and an optimizer by this rule."""
+    rng = np.random.default_rng(0)
+    with strategy.scope():
+        variables = [
+            Variable(rng.normal(0, 0.05, shape).astype(np.float32), name=f"{model}-{at}")
+            for at, shape in enumerate(shapes(model))
+        ]
+        optimizer = rule(1e-3)
+    of_replicas, examples = [batch(model, rank) for rank in range(strategy.num_replicas_in_sync)], BATCH[model]
+
+    def step() -> None:
+        x, y = of_replicas[replica_context().replica_id]
+        values = strategy.read(variables)
+        optimizer.apply_gradients(zip(gradients(x, y, *values), variables, strict=True), examples=examples)
+
+    return step
+
+
 class Bench:
     """The handlers, and the models they share."""
 
     def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
-        env = {**THREADS, "PSCLUSTER_READ_CACHE_MIB": "0"}
-        cluster = stack.enter_context(
-            LocalCluster(num_ps, num_workers, transport="tcp", env=env, log_level="ERROR"),
-        )
-        self.strategy = SynchronousStrategy(
-            cluster, variable_partitioner=MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=num_ps)
-        )
+        cluster = stack.enter_context(cluster_of(num_ps, num_workers))
+        self.strategy = SynchronousStrategy(cluster, partitioner(num_ps))
         stack.callback(self.strategy.close)
         self.workers = num_workers
         self._made: dict[str, Any] = {}
@@ -43,22 +69,8 @@ class Bench:
     def _step(self, model: str) -> Any:
         """A step function, which is the same at each call."""
         if model not in self._made:
-            rng = np.random.default_rng(0)
-            with self.strategy.scope():
-                variables = [
-                    Variable(rng.normal(0, 0.05, shape).astype(np.float32), name=f"{model}-{at}")
-                    for at, shape in enumerate(shapes(model))
-                ]
-                optimizer = optimizers.Adam(1e-3) if model == "digits" else optimizers.SGD(1e-3)
-            strategy, examples = self.strategy, BATCH[model]
-            of_replicas = [batch(model, rank) for rank in range(self.workers)]
-
-            def step() -> None:
-                x, y = of_replicas[replica_context().replica_id]
-                values = strategy.read(variables)
-                optimizer.apply_gradients(zip(gradients(x, y, *values), variables, strict=True), examples=examples)
-
-            self._made[model] = step
+            rule = optimizers.Adam if model == "digits" else optimizers.SGD
+            self._made[model] = step_of(self.strategy, model, rule)
         return self._made[model]
 
     def steps(self, n: int, model: str, at_once: int) -> float:

@@ -239,9 +239,9 @@ class _Fit:
                 question.reply({"ports": self._ports_of(attempt)})
                 return []
             case "begin":
-                actions = self._session.begin(rank, attempt)
+                self._session.begin(rank, attempt)
                 question.reply(self._standing(rank, attempt))
-                return actions
+                return []
             case "report":
                 report = Report(asked["metrics"], asked["files"], asked["name"], asked["positions"])
                 return self._session.report(rank, attempt, int(asked["number"]), report, question, now)
@@ -284,8 +284,10 @@ class _Fit:
             path = self._folder.commit(number, reports)
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
-        self._show(number, reports)
-        self._write_events(number, reports)
+        metrics = reports[min(reports)].metrics
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self._show(number, numbers)
+        self._write_events(number, numbers)
         keep = self._run.checkpoint
         try:
             self._folder.retain(keep.num_to_keep, keep.score, keep.order)
@@ -293,12 +295,10 @@ class _Fit:
             logger.warning("old checkpoints can't be deleted: %s", error)
         return self._session.committed_now(number, path)
 
-    def _write_events(self, number: int, reports: Mapping[int, Report]) -> None:
+    def _write_events(self, number: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of the lowest rank for TensorBoard, if what that needs is installed."""
         if not EventWriter.available():
             return
-        metrics = reports[min(reports)].metrics
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         try:
             self._events = self._events or EventWriter(f"{self._folder.path}/tensorboard")
             self._events.scalars(number, numbers)
@@ -311,10 +311,9 @@ class _Fit:
             with contextlib.suppress(OSError):
                 self._events.close()
 
-    def _show(self, number: int, reports: Mapping[int, Report]) -> None:
-        metrics = reports[min(reports)].metrics
-        numbers = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if isinstance(value, int | float))
-        text = f"{self._folder.name}  report {number}{numbers}"
+    def _show(self, number: int, numbers: Mapping[str, float]) -> None:
+        listed = "".join(f"  {name} {value:.4g}" for name, value in numbers.items())
+        text = f"{self._folder.name}  report {number}{listed}"
         choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -216,14 +216,17 @@ class RunFolder:
 
     def _remove_strays(self) -> None:
         """Remove what no report names: parts of checkpoints that were not committed, or are not kept any more."""
+        self._keep_only("checkpoints", {f"{saved.number:06d}" for saved in self.checkpoints()})
+
+    def _keep_only(self, folder: str, names: Set[str]) -> None:
+        """Remove what a folder has under other names; do nothing if there is no such folder."""
         try:
-            folders = self._fs.ls(f"{self._root}/checkpoints", detail=False)
+            paths = self._fs.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return
-        known = {saved.path.removeprefix(f"{self.path}/").split("/")[1] for saved in self.checkpoints()}
-        for folder in folders:
-            if folder.rstrip("/").rpartition("/")[2] not in known:
-                self._fs.rm(folder, recursive=True)
+        for path in paths:
+            if path.rstrip("/").rpartition("/")[2] not in names:
+                self._fs.rm(path, recursive=True)
 
     def commit(self, number: int, reports: Mapping[int, Report]) -> str | None:
         """Commit a report of all members; return the path of its checkpoint, if it has one.
@@ -258,15 +261,9 @@ class RunFolder:
         self._reports[number] = record
         with contextlib.suppress(OSError):  # both are done anew when the run goes on
             self._add_line(record)
-            self._remove_dead_attempts(number, files)
+            # What attempts at this report have left that did not come to it.
+            self._keep_only(f"checkpoints/{number:06d}", {_folder_of(of) for of in files.values()})
         return None if folder is None else f"{self.path}/{folder}"
-
-    def _remove_dead_attempts(self, number: int, files: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-        """Remove what attempts at a report have left that did not come to it."""
-        named = {_folder_of(of) for of in files.values()}
-        for folder in self._fs.ls(f"{self._root}/checkpoints/{number:06d}", detail=False) if files else ():
-            if folder.rstrip("/").rpartition("/")[2] not in named:
-                self._fs.rm(folder, recursive=True)
 
     def retain(self, num_to_keep: int | None, score: str | None, order: str) -> None:
         """Delete all checkpoints but the best, and the newest."""

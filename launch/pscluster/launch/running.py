@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing.connection
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from pscluster.coordinator.local.supervisor import describe_exit
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
@@ -33,8 +34,6 @@ from pscluster.launch.context import Ask, Member, TrainContext, membership
 from pscluster.launch.shards import Position, made
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.failures import RelayedFailure, failure_of
-
-Backend: TypeAlias = Literal["numpy", "torch", "jax", "tensorflow"]
 
 _HOST = "127.0.0.1"
 
@@ -91,7 +90,7 @@ def run_in_process(
         code = process.wait()
     context.check()
     if outcome is None:
-        raise RuntimeError(f"the process of {name}, rank {rank}, {_ending(code)} before the function returned")
+        raise RuntimeError(f"the process of {name}, rank {rank}, {describe_exit(code)} before the function returned")
     if "failure" in outcome:
         raise RelayedFailure(worker_pb2.Failure.FromString(outcome["failure"]))
     return outcome["value"]
@@ -162,9 +161,8 @@ def environment(setup: Setup, rank: int, ports: Sequence[int]) -> dict[str, str]
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
         }
     elif setup.backend == "tensorflow":
-        workers = ", ".join(f'"{_HOST}:{port}"' for port in ports)
-        task = f'{{"type": "worker", "index": {rank}}}'
-        env["TF_CONFIG"] = f'{{"cluster": {{"worker": [{workers}]}}, "task": {task}}}'
+        workers = [f"{_HOST}:{port}" for port in ports]
+        env["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     return env
 
 
@@ -236,7 +234,6 @@ def _relay(connection: multiprocessing.connection.Connection, ask: Ask) -> dict[
             connection.send_bytes(_packed(message))
 
     # The child's threads may ask at the same time, and each waits for its own answer.
-    context = current_function()
     while True:
         try:
             message = unpacked(connection.recv_bytes())
@@ -245,15 +242,7 @@ def _relay(connection: multiprocessing.connection.Connection, ask: Ask) -> dict[
         if "question" not in message:
             return message
         arguments = message["number"], message["question"]
-        threading.Thread(target=answer, args=arguments, name=f"question-of-{id(context)}", daemon=True).start()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+        threading.Thread(target=answer, args=arguments, name="question", daemon=True).start()
 
 
 def plain_setup(setup: Setup) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Session:
 
     # Events
 
-    def begin(self, rank: int, attempt: int) -> list[Action]:
+    def begin(self, rank: int, attempt: int) -> None:
         """Begin an attempt of a member: what its earlier ones have sent is dropped."""
         member = self.members[rank]
         if attempt < member.attempt:
@@ -116,7 +116,6 @@ class Session:
             self._drop(self._reports, rank, attempt)
         for meeting in self._meetings.values():
             self._drop(meeting, rank, attempt)
-        return []
 
     def _drop(self, waiting: dict[int, _Waiting], rank: int, attempt: int) -> None:
         for other, known in list(waiting.items()):

@@ -10,7 +10,7 @@ A question comes on the stream of outcomes. Whether its function answers at all,
          --its function ends, or its worker is lost----------> OVER      an answer does nothing
 
 Questions without anything that answers, beyond MAX_QUESTIONS without an answer, or with a value that can't be read are
-answered with an error. What is kept of a question is a number: whoever answers has the rest.
+answered with an error. What is kept of a question here is a number: the one who answers has the rest.
 
 What may be lost: a question with its connection, together with the attempt that asked; an answer likewise. An answer
 may arrive twice, and is then taken once: see `pscluster.worker.questions`. An answer that was given but not received
