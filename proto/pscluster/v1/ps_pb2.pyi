@@ -96,18 +96,20 @@ class OptimizerSpec(_message.Message):
     def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("all", "slices", "ids", "version", "leading")
+    __slots__ = ("all", "slices", "ids", "version", "gradients", "leading")
     ALL_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     all: bool
     slices: Slices
     ids: int
     version: bool
+    gradients: bool
     leading: int
-    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., leading: _Optional[int] = ...) -> None: ...
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., leading: _Optional[int] = ...) -> None: ...
 
 class AxisSlice(_message.Message):
     __slots__ = ("start", "step", "count")
@@ -218,7 +220,7 @@ class StepCount(_message.Message):
     def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "backup", "begins", "reduced", "wait")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "backup", "begins", "reduced", "wait", "together")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -268,6 +270,7 @@ class Contribution(_message.Message):
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     REDUCED_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     epoch: int
@@ -285,7 +288,8 @@ class Contribution(_message.Message):
     begins: bool
     reduced: int
     wait: bool
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., backup: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ...) -> None: ...
+    together: int
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., backup: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ..., together: _Optional[int] = ...) -> None: ...
 
 class StepState(_message.Message):
     __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "place", "before", "after", "own")

@@ -21,11 +21,15 @@ and in the `MEAN`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pscluster.core.context import MAX_STEPS, FunctionContext
-from pscluster.core.errors import ProtocolError
+from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.copies import Copies
+from pscluster.ps.client.joint_steps import JointSteps, StepAlone
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.bounded_steps import run_bounded
@@ -48,9 +52,87 @@ class WorkerSteps(ReplicaSteps):
         super().__init__(*args, **member)
         self.iterators: dict[int, WorkerIterator] = {}
 
+        self._calls = 0  # of collectives, before the step
+        self._after: dict[int, int] = {}  # positions after the last step that is taken and not committed
+        self._before: dict[int, int] = {}  # and before it
+
     def take_from(self, iterator: WorkerIterator) -> None:
         """Note that a step takes elements from an iterator."""
-        self.iterators.setdefault(int(iterator.handle_key), iterator)
+        key = int(iterator.handle_key)
+        if key not in self.iterators:
+            self.iterators[key] = iterator
+            self._after.setdefault(key, iterator.given - 1)
+
+    def positions(self) -> dict[int, int]:
+        """Return, by iterator, how many elements it has given."""
+        return {key: iterator.given for key, iterator in self.iterators.items()}
+
+    def begin_step(self, function: FunctionContext, number: int) -> None:
+        """Prepare for a step, of this number in the call."""
+        function.begin_step(number)
+        function.steps = self
+        self._calls = function.replica.calls
+
+    # Steps that are taken together
+
+    def begin_joint(self, function: FunctionContext, client: PsClient) -> bool:
+        """Take the next steps together, if the last one is such that this works for all replicas; return whether it is.
+
+        Errors as of reads and collectives.
+        """
+        copies = None
+        if self.forms is not None and function.replica.calls == self._calls:
+            copies = Copies(self.forms)
+            if not self._fetch(copies, function, client):
+                copies = None
+        if not function.replica.all_reduce("min", int(copies is not None)) or copies is None or self.forms is None:
+            return False
+        self._client = client
+        self._after = self.positions()
+        self.joint = JointSteps(function.replica, self.forms, copies)
+        return True
+
+    def take_one(self, function: FunctionContext, *, ended: bool, last: bool) -> bool:
+        """Take a step together with others, and commit what is taken if it is time, or if the step is not taken.
+
+        Return whether it is. If not, that was the end of taking steps together.
+        """
+        joint = self.joint
+        assert joint is not None
+        if function.replica.calls != self._calls:
+            self.note_other()
+        taken = self.take(function, ended=ended)
+        if taken:
+            self._before, self._after = self._after, self.positions()
+            if not joint.due and not last:
+                return True
+        self.commit_taken(function, self._after, self._before)
+        for key, iterator in self.iterators.items():
+            iterator.confirm(self._after[key])
+        if not taken or last:
+            self.joint = None
+        else:
+            self._fetch(joint.copies, function, self._client)
+        if ended:
+            for iterator in self.iterators.values():
+                iterator.rewind()
+        return taken
+
+    def commit_before_error(self, function: FunctionContext) -> None:
+        """Commit what is taken before a function's error is raised, as if each step had been committed by itself."""
+        if self.taken and function.replica.calls == self._calls:
+            function.steps = None
+            with suppress(PsClusterError):  # then the function's own error says more
+                self.take_one(function, ended=True, last=False)
+
+    def _fetch(self, copies: Copies, function: FunctionContext, client: PsClient) -> bool:
+        """Fetch the copies, as they are after the last step that is committed."""
+        joint, self.joint, function.steps = self.joint, None, self
+        try:
+            return copies.fetch(client.read, client.optimizer_on)
+        finally:
+            self.joint, function.steps = joint, None
+            self.forget_reads()
 
 
 def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call: Callable[[], Any]) -> tuple[int, Any]:
@@ -85,20 +167,37 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
             _go_on(steps, last, job, gang.rank)
         elif asked.backup:
             steps.open()
+        together = asked.count > 1 and not asked.backup and not steps.dry
         while steps.step < last:
-            number = steps.step - asked.first
-            context.begin_step(number)
-            context.steps = steps
+            number = steps.step + steps.taken - asked.first
+            ended = again = False
+            steps.begin_step(context, number)
             try:
                 with context.in_turn():
                     result = call()
             except EndOfIterator:
+                ended = True
+            except StepAlone:
+                again = True
+            except Exception:
+                steps.commit_before_error(context)
+                raise
+            finally:
+                context.steps = None
+            if steps.joint is not None:
+                if steps.take_one(context, ended=ended or again, last=number + 1 == asked.count):
+                    results.add(number, result)
+                    job.steps_taken[gang.rank] = asked.run, steps.step
+                    continue
+                together = False
+                job.steps_taken[gang.rank] = asked.run, steps.step
+                if again:
+                    continue
+            if ended:
                 if not steps.end(context, {}, ended=True):
                     break
                 continue  # dropped: the data has ended for a later step
-            finally:
-                context.steps = None
-            if not steps.end(context, {key: iterator.given for key, iterator in steps.iterators.items()}):
+            if not steps.end(context, steps.positions()):
                 break
             for iterator in steps.iterators.values():
                 if steps.dropped and asked.requeue_dropped:
@@ -109,6 +208,8 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
             if steps.dry:
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
+            if together and steps.step < last:
+                together = steps.begin_joint(context, client)
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
     except BaseException:
         context.drop_step(updated=steps.updated_at_once)

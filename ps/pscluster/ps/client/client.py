@@ -18,6 +18,7 @@ import grpc
 import numpy.typing as npt
 import tenacity
 
+from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableError, from_rpc
 from pscluster.core.functions.definitions import split_off_bulk
@@ -38,6 +39,13 @@ _Form = tuple[ps_pb2.CreateRequest, bytes]
 """One form of a request to create something, with its bulk; a server may not be able to load every form."""
 
 _SLOWEST_FUNCTION = 600.0  # seconds for a user's function that makes an initial value of any size
+
+
+def _need_servers() -> None:
+    """Have a synchronous step be taken by itself: it changes, or asks for, what only the servers have."""
+    function = current_function()
+    if function is not None and function.steps is not None:
+        function.steps.need_servers()
 
 
 def _seconds_for(nbytes: int) -> float:
@@ -71,6 +79,8 @@ class PsClient:
         self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
         self._declared: dict[int, tuple[str, list[_Form]]] = {}  # optimizers
+        self.optimizers: dict[int, str] = {}
+        """The names of the optimizers that this client has handles of, by number."""
 
     def give_up(self, server: int, error: PSUnavailableError) -> None:
         """Mark a server as lost: raise this error at once from all that needs it, on any thread."""
@@ -241,6 +251,7 @@ class PsClient:
         A custom rule comes in several forms of its class; each server takes the first that it can load.
         """
         self.exchanges.check_open()
+        _need_servers()
         forms: list[_Form] = []
         for rule in rules:
             create = ps_pb2.CreateRequest(job=self.job, optimizer=spec, rule=rule)
@@ -317,9 +328,18 @@ class PsClient:
 
     def describe_optimizer(self, name: str) -> ps_pb2.OptimizerSpec:
         """Look up an optimizer; its iterations are the highest count of any server."""
+        _need_servers()
         request = ps_pb2.DescribeRequest(job=self.job, optimizers=[name])
         specs = [self._describe(server, request).optimizers[0] for server in self._servers]
         return max(specs, key=lambda spec: spec.iterations)
+
+    def optimizer_on(self, number: int, server: int) -> ps_pb2.OptimizerSpec | None:
+        """Return an optimizer as one server knows it; None if this client has no handle of it."""
+        if (name := self.optimizers.get(number)) is None:
+            return None
+        return self._describe(
+            self._servers[server], ps_pb2.DescribeRequest(job=self.job, optimizers=[name])
+        ).optimizers[0]
 
     def _describe(
         self, server: Server, request: ps_pb2.DescribeRequest, stub: Stub | None = None, timeout: float | None = None

@@ -53,7 +53,7 @@ class Reader:
         """Perform every read into its target: one request per server, all servers at once."""
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
-            function.steps.check_reads(read.item.variable for read in reads)
+            function.steps.note_reads([read.item.variable for read in reads], whole=False)
         to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
             reads, to_store = self._without_copies(reads)
@@ -67,6 +67,20 @@ class Reader:
 
         Their plan is made only once, from what `describe` returns.
         """
+        function = self._exchanges.begin()
+        own = {} if function is None or function.steps is None else function.steps.copies_of(variables, describe)
+        if own:
+            others = [at for at, variable in enumerate(variables) if variable not in own]
+
+            def describe_others() -> list[WholeVariable]:
+                wholes = describe()
+                return [wholes[at] for at in others]
+
+            read = self.read_planned([variables[at] for at in others], describe_others) if others else []
+            if read is None:
+                return None
+            values = iter(read)
+            return [own[variable] if variable in own else next(values) for variable in variables]
         key = tuple(variables)
         plan = self._plans.get(key)
         if plan is None:
@@ -77,9 +91,8 @@ class Reader:
                 self._plans[key] = plan
         if plan.large:
             return None
-        function = self._exchanges.begin()
         if function is not None and function.steps is not None:
-            function.steps.check_reads(variables)
+            function.steps.note_reads(variables, whole=True)
         results = plan.new_results()
         self._transfer(plan, functools.partial(plan.deliver_to, results), function)
         return results

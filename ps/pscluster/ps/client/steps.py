@@ -17,20 +17,26 @@ The next read, on any server, then names the step that it follows; so a server t
 first. What is repeated after a lost connection changes nothing.
 
 A step can also be repeated for its result only (`dry`): its updates are dropped.
+
+Short steps can be taken without the servers, and several of them committed as if they were one: see `joint_steps`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError
+from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
+from pscluster.ps.client.copies import Array, GradientForm
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.client.joint_steps import JointSteps, Kept, Reads, StepAlone, fits
+from pscluster.ps.client.read_plans import WholeVariable
 from pscluster.ps.client.reduction import Reduction, is_large
 from pscluster.ps.request_metrics import ReplicaMetrics
 from pscluster.ps.spec import with_step
@@ -85,7 +91,13 @@ class ReplicaSteps:
         self._updated: dict[int, str] = {}  # names of variables
         self._used: list[bytearray] = []  # copies of this step's values
         self._spare: defaultdict[int, list[bytearray]] = defaultdict(list)  # those of the last one, by size
-        self._items: defaultdict[int, list[tuple[ps_pb2.UpdateItem, list[Buffer]]]] = defaultdict(list)
+        self._items: Mapping[int, list[Kept]] = defaultdict(list)
+        self._reads = Reads()
+        self._together = 1  # steps that are committed
+        self.joint: JointSteps | None = None
+        """The steps that are taken together, from when they are."""
+        self.forms: tuple[GradientForm, ...] | None = None
+        """Of the gradients of the last step that was ended by itself, if such steps can be taken together."""
         self._reduction = Reduction()
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
@@ -112,10 +124,9 @@ class ReplicaSteps:
             if self._reduces and update.dtype is not None and is_large(update.item):
                 self._reduction.add(update.server, update.item, update.values, update.dtype)
                 continue
-            segments = [self._copy(update.values)]
-            if update.ids is not None:
-                segments.insert(0, self._copy(view(update.ids)))
-            self._items[update.server].append((update.item, padded(segments)))
+            values = self._copy(update.values)
+            segments = [values] if update.ids is None else [self._copy(view(update.ids)), values]
+            self._items[update.server].append(Kept(update.item, padded(segments), values, update.dtype))
 
     def _copy(self, values: memoryview) -> memoryview:
         """Return a copy, since the caller may change its arrays; in memory of the last step, which is there already."""
@@ -125,7 +136,38 @@ class ReplicaSteps:
         copy[:] = values
         return memoryview(copy)
 
-    def check_reads(self, variables: Iterable[int]) -> None:
+    def note_reads(self, variables: Collection[int], *, whole: bool) -> None:
+        """Take note of what is read of the servers, or of the copies if it is `whole`.
+
+        MisuseError if this step has updated a variable: what it would read is still the value before.
+        """
+        (self._reads.whole if whole else self._reads.in_part).update(variables)
+        if self.joint is not None and any(map(self.joint.knows, variables)):
+            self.need_servers()
+        self._check_reads(variables)
+
+    def need_servers(self) -> None:
+        """Take note that the step asks for what only the servers have. StepAlone if they do not have it yet."""
+        self.note_other()
+        if self.taken:
+            raise StepAlone
+
+    def note_other(self) -> None:
+        """Take note that the step does what steps that are taken together must not do."""
+        self._reads.other = True
+
+    def copies_of(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> dict[int, Array]:
+        """Return the values of those of these variables that the replica has copies of, by number."""
+        if self.joint is None:
+            return {}
+        copies = self.joint.copies
+        own = [(at, variable) for at, variable in enumerate(variables) if variable in copies.variables]
+        self._check_reads([variable for _, variable in own])
+        self._reads.whole.update(variable for _, variable in own)
+        wholes = describe() if own else []
+        return {variable: copies.read(variable, wholes[at]) for at, variable in own}
+
+    def _check_reads(self, variables: Iterable[int]) -> None:
         """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""
         for variable in variables if self._updated else ():
             if variable in self._updated:
@@ -158,27 +200,85 @@ class ReplicaSteps:
             return True
         if ended:
             self._clear()
-        begin = time.monotonic()
-        goes_on = self._commit(function, positions, ended)
-        took = time.monotonic() - begin
-        self._metrics.wait_seconds += took
+        self.forms = None if ended or self._reduction or self.backup else fits(self._items, self._reads)
+        commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
+        with self._waiting():
+            goes_on = self._commit(function, commit)
+        self._clear()
         return goes_on
 
-    def _commit(self, function: FunctionContext, positions: Mapping[int, int], ended: bool) -> bool:
-        commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
+    @property
+    def taken(self) -> int:
+        """How many steps are taken together, and not committed."""
+        return 0 if self.joint is None else self.joint.taken
+
+    def forget_reads(self) -> None:
+        """Forget what was read since the last step has ended."""
+        self._reads.clear()
+
+    def take(self, function: FunctionContext, *, ended: bool) -> bool:
+        """End a step as one of several, if it is like those of all replicas; return whether it is.
+
+        If not, it has yet to be ended by itself, or called again, after those that are taken were committed.
+
+        Args:
+            ended: it is not, since its function has ended too early.
+
+        Raises:
+            MisuseError, MemberUnavailableError: as of collectives.
+        """
+        assert self.joint is not None
+        alone = ended or self._reads.other or bool(self._reduction)
+        try:
+            with self._waiting():
+                taken = self.joint.take(None if alone else self._items)
+        except (MemberUnavailableError, MisuseError):
+            function.check()
+            raise
+        reach("client.step.reduced")
+        if taken or ended:
+            self._clear()
+        return taken
+
+    def commit_taken(self, function: FunctionContext, positions: Mapping[int, int], before: Mapping[int, int]) -> None:
+        """Commit the steps that are taken, and go on after them; the step that has been called stays as it is.
+
+        Errors as of `end`. `positions` are those of the iterators after the last one, and `before` it.
+        """
+        joint, items = self.joint, self._items
+        if joint is None or not joint.taken:
+            return
+        self._items, self._together = joint.contribution(), joint.taken
+        commit = _Kind(updated=joint.variables, reduced=joint.digest, positions=positions, before=before)
+        try:
+            with self._waiting():
+                if not self._commit(function, commit):
+                    raise ProtocolError("the data of a replica has ended before steps that it has taken")
+        finally:
+            self._items, self._together = items, 1
+        joint.clear()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            took = time.monotonic() - begin
+            self._metrics.wait_seconds += took
+
+    def _commit(self, function: FunctionContext, commit: ps_pb2.Contribution) -> bool:
         deadline = time.monotonic() + self._seconds
         sent = False
         if self.backup:
             state, sent = self._find_place(function, commit, deadline)
             if state.ended or state.place == ps_pb2.StepState.LATE:
-                self._clear()
                 self.dropped = not state.ended
                 if self.dropped:
                     self._metrics.dropped += 1
                     self._follow(state.committed)
                 return self.dropped
-        elif self._reduction and not self._reduce(commit, function):
-            self._clear()
+        elif self._reduction and self._together == 1 and not self._reduce(commit, function):
             return False
         if not sent:
             self._stage(function)
@@ -188,9 +288,8 @@ class ReplicaSteps:
             self._check(function, state, deadline)
             kind, updates = (_Kind.COMMIT, commit) if state.unknown else (_Kind.WAIT, None)
             state = self._ask(kind, updates, function)
-        self._clear()
         if not state.ended:
-            self._follow(self.step + 1)
+            self._follow(self.step + self._together)
         return not state.ended
 
     def _find_place(
@@ -244,8 +343,9 @@ class ReplicaSteps:
     def _clear(self) -> None:
         self._contributed.clear()
         self._updated.clear()
-        self._items.clear()
+        self._items = defaultdict(list)
         self._reduction.clear()
+        self._reads.clear()
         self._spare.clear()
         for copy in self._used:
             self._spare[len(copy)].append(copy)
@@ -258,7 +358,7 @@ class ReplicaSteps:
             return False
         try:
             for server, piece, values in self._reduction.reduced(function.replica):
-                self._items[server].append((piece, padded([values])))
+                self._items[server].append(Kept(piece, padded([values]), values))
         except (MemberUnavailableError, MisuseError):
             function.check()
             if self._ask(_Kind.REDUCE, told, function).ended:  # raises what others have been told
@@ -295,5 +395,7 @@ class ReplicaSteps:
         of = request.update.contribution
         of.run, of.step, of.epoch, of.kind = self._run, self.step, self._epoch, kind
         of.replica, of.replicas, of.after, of.backup = self._replica, self._replicas, self._committed_in, self.backup
-        request.update.items.extend(item for item, _ in items)
-        return request, [buffer for _, segments in items for buffer in segments]
+        if self._together > 1:
+            of.together = self._together
+        request.update.items.extend(kept.item for kept in items)
+        return request, [buffer for kept in items for buffer in kept.buffers]

@@ -181,6 +181,7 @@ class Optimizer(Handle):
 
     def _bind(self, spec: ps_pb2.OptimizerSpec, client: PsClient) -> None:
         self.name, self._spec, self._client = spec.name, spec, client
+        client.optimizers[spec.id] = spec.name
         self._preprocessing = _Preprocessing(**json.loads(spec.options)) if spec.options else _Preprocessing()
         self._nonfinite = None
 

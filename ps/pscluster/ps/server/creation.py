@@ -13,7 +13,7 @@ from pscluster.core.functions.definitions import resolve
 from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.rules import RULES, UpdateRule
-from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
+from pscluster.ps.optim.specs import rule_of
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.initialization import Array, Fill, initial_values, initializer_of, no_handles
 from pscluster.ps.server.payload import Payload
@@ -115,14 +115,7 @@ def _create_optimizer(store: Store, request: ps_pb2.CreateRequest, payload: Payl
         rule_class = resolve(request.rule, payload.joined(), no_handles)
     if not (isinstance(rule_class, type) and issubclass(rule_class, UpdateRule)):
         raise InvalidUpdateError(f"{spec.rule!r} is not an update rule; choose one of {', '.join(sorted(RULES))}")
-    try:
-        rule = rule_class.from_spec(spec.numbers, spec.flags)
-        if spec.schedule:
-            schedule = schedule_from_spec(json.loads(spec.schedule))
-            # The rule is frozen; the schedule, which counts steps from 0, replaces its constant rate.
-            object.__setattr__(rule, "learning_rate_at", lambda step: schedule(step - 1))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidUpdateError(f"optimizer {spec.name!r}: {error}") from None
+    rule = rule_of(spec, rule_class)
     definition = request.rule if request.HasField("rule") else None
     by_value = bool(len(payload.joined())) or (definition is not None and bool(definition.pickle))
     store.put_optimizer(HeldOptimizer(spec, rule, definition, by_value))

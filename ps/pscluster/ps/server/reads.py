@@ -127,7 +127,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         if padding(size):
             yield bytes(padding(size))
         at = next_at
-        if which != "version" and (held := store.directory.variables.get(item.variable)) is not None:
+        if which not in ("version", "gradients") and (held := store.directory.variables.get(item.variable)) is not None:
             end = time.monotonic()
             held.metrics.read(size, end - begin, item.rows.ids)
             begin = end
@@ -174,8 +174,8 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
                 f"{MAX_ROWS_BYTES:,}: divide it"
             )
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
-    elif which == "version":
-        array = np.array([shard.version], "<u8")
+    elif which == "version" or which == "gradients":
+        array = np.array([shard.version if which == "version" else shard.steps.get(item.optimizer, 0)], "<u8")
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")

@@ -250,7 +250,7 @@ class Replay:
             runs.found_epoch(of.run, of.step, of.epoch, unusable=True)
             return
         staged = Contribution(update, changes, Payload([data]), len(data))
-        runs.found(of.run, of.step, of.epoch, of.replica, of.replicas, staged)
+        runs.found(of, staged)
 
     def _declare(self, record: state_pb2.LogRecord) -> None:
         """Declare the optimizers as they were when the update was applied."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.runs import Runs
+from pscluster.v1 import ps_pb2
 
 REPLICAS = 3
 RUN = 7
@@ -142,7 +143,8 @@ class Steps(RuleBasedStateMachine):
         runs: Runs[Contributed] = Runs(1, lambda _: max(self.applied, default=-1) + 1)
         for contributed in self.logged:
             replica, step, epoch = contributed
-            runs.found(RUN, step, epoch, replica, REPLICAS, contributed)
+            of = ps_pb2.Contribution(run=RUN, step=step, epoch=epoch, replica=replica, replicas=REPLICAS)
+            runs.found(of, contributed)
         runs.end_of_log()
         self.other = runs.idle(RUN)
         self.refuse_late_ones()

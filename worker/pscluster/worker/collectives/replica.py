@@ -68,6 +68,8 @@ class ReplicaContext:
         self._links: Links = links or _NoLinks(rank, size)
         self._gang = links
         self._refusal = ""
+        self.calls = 0
+        """Of collectives, so far."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -102,6 +104,14 @@ class ReplicaContext:
         with self._collective(f"all_reduce({op.value})", leaves.layout):
             finish = self._finish(op)
             return leaves.mapped(lambda flat: algorithms.all_reduce(self._links, COMBINE[op], flat, finish))
+
+    def summed(self, array: Array, what: str) -> Array:
+        """Return the sum of all replicas' arrays, which are flat, contiguous, of one size and of a floating type.
+
+        For internal use: quicker than `all_reduce`. `what` says in errors what is summed.
+        """
+        with self._collective(f"the sum of {what}", _layout_of(array), "the end of a step"):
+            return algorithms.all_reduce(self._links, np.add, array)
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
@@ -196,14 +206,15 @@ class ReplicaContext:
         """Have all collectives of this function raise MisuseError."""
         self._refusal = why
 
-    def _collective(self, operation: str, layout: str) -> Any:
+    def _collective(self, operation: str, layout: str, place: str = "") -> Any:
         if self._refusal:
             raise MisuseError(f"{operation}: {self._refusal}")
+        self.calls += 1
         if self._gang is None:
             return nullcontext()
         short = layout if len(layout) <= _MAX_LAYOUT else f"{layout[:_MAX_LAYOUT]}..."
         signature = worker_pb2.Signature(
-            operation=operation, layout=short, digest=xxhash.xxh3_64_intdigest(layout.encode()), place=_place()
+            operation=operation, layout=short, digest=xxhash.xxh3_64_intdigest(layout.encode()), place=place or _place()
         )
         return self._gang.collective(signature)
 

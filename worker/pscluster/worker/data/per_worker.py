@@ -207,11 +207,14 @@ class WorkerIterator(_Built):
 
     # In synchronous steps: the elements of a step are given again until it is committed.
 
-    def confirm(self) -> None:
-        """Note that the step that took the last elements is committed; before that, the one before it was."""
+    def confirm(self, position: int | None = None) -> None:
+        """Note that what was given is of steps that are committed, or all before this position.
+
+        What the last ones took, which are committed together, can be given again until the next call.
+        """
         with self._lock:
             self._forget(self._confirmed)
-            self._confirmed = self.given
+            self._confirmed = self.given if position is None else position
 
     def rewind(self) -> None:
         """Give again what was taken since the last step that was committed."""

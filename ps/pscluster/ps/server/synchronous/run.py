@@ -42,6 +42,8 @@ Admissions are in memory only. A server 0 that restarts must not admit others be
 have staged something. So all replicas OPEN every epoch, none is admitted before all have, and one that a server does
 not know to have opened is told so, and so are the others from then on: that attempt is over.
 
+Several steps can be committed together, as if they were one: each replica contributes what it makes of all of them.
+
 A step that is applied in memory, and could not be logged, is `torn`: it is neither applied nor staged. Nothing else
 happens to the run until it could be applied again, which changes nothing but finds it in the log, or saved.
 
@@ -55,6 +57,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pscluster.core.context import MAX_STEPS
 from pscluster.core.errors import ProtocolError, StaleError, UnavailableError
 from pscluster.core.limits import MAX_COUNT
 from pscluster.ps.spec import RESTORE, steps_lost
@@ -89,6 +92,7 @@ class Run(Generic[T]):
     whole: bool = True  # False: this server may have lost steps, since it restarted without a log
     epoch: int = 0
     replicas: int = 0  # that contribute to a step of this epoch
+    together: int = 1  # how many steps are committed with the open one, itself included
     staged: dict[int, T] = field(default_factory=dict)  # by replica, of step number `applied`
     reducing: dict[int, ps_pb2.Contribution] = field(default_factory=dict)  # by replica, on server 0
     ended: bool = False
@@ -142,8 +146,8 @@ class Run(Generic[T]):
         self.applied = step
         return False
 
-    def admit(self, step: int, epoch: int, replica: int, replicas: int) -> Verdict:
-        """Decide on a contribution, after `due`. A later epoch begins with it.
+    def admit(self, step: int, epoch: int, replica: int, replicas: int, together: int = 0) -> Verdict:
+        """Decide on a contribution to so many steps, after `due`. A later epoch begins with it.
 
         StaleError if it is of an earlier epoch, ProtocolError if it contradicts the others.
         """
@@ -158,7 +162,18 @@ class Run(Generic[T]):
                 f"restarted with an older state. {RESTORE}"
             )
         self._begin(epoch, replica, replicas)
-        return Verdict.KNOWN if replica in self.staged else Verdict.STAGE
+        if replica in self.staged:
+            return Verdict.KNOWN
+        if together:
+            self._agree(together)
+        return Verdict.STAGE
+
+    def _agree(self, together: int) -> None:
+        if together > MAX_STEPS or (self.backup and together > 1):
+            raise ProtocolError(f"{together} synchronous steps in one contribution, with {self.backup} as backup")
+        if self.staged and together != self.together:
+            raise ProtocolError(f"a contribution to {together} synchronous steps, and another one to {self.together}")
+        self.together = together
 
     def _begin(self, epoch: int, replica: int, replicas: int) -> None:
         if not 0 <= replica < replicas <= MAX_COUNT:
@@ -221,7 +236,7 @@ class Run(Generic[T]):
     def end_step(self) -> None:
         """Count the staged step as applied."""
         self.counted.update(dict.fromkeys(self.admitted, self.applied))
-        self.applied += 1
+        self.applied += self.together
         self.torn, self.whole = False, True
         self._clear()
 
@@ -234,4 +249,4 @@ class Run(Generic[T]):
         self.staged.clear()
         self.reducing.clear()
         self.admitted.clear()
-        self.ended, self.disagreement = False, ""
+        self.ended, self.disagreement, self.together = False, "", 1

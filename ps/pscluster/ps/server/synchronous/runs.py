@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from pscluster.core.errors import ProtocolError
 from pscluster.ps.server.synchronous.run import Run
+from pscluster.v1 import ps_pb2
 
 T = TypeVar("T")
 
@@ -112,12 +113,12 @@ class Runs(Generic[T]):
 
     # After a restart, by one thread
 
-    def found(self, run_id: int, step: int, epoch: int, replica: int, replicas: int, contribution: T) -> None:
+    def found(self, of: ps_pb2.Contribution, contribution: T) -> None:
         """Take a contribution from a log. All earlier steps were applied before it was staged."""
-        run = self.found_epoch(run_id, step, epoch)
-        if (step, epoch) == (run.applied, run.epoch):
-            run.replicas = replicas
-            run.staged[replica] = contribution
+        run = self.found_epoch(of.run, of.step, of.epoch)
+        if (of.step, of.epoch) == (run.applied, run.epoch):
+            run.replicas, run.together = of.replicas, of.together or 1
+            run.staged[of.replica] = contribution
 
     def found_epoch(self, run_id: int, step: int, epoch: int, *, unusable: bool = False) -> Run[T]:
         """Take note that an epoch has begun before this step. `unusable`: of a contribution that can't be used."""

@@ -6,7 +6,7 @@ What becomes of a contribution is decided in `run`, and what the staged ones mak
   those that need its state wait for that.
 - Server 0 applies a step in the thread that brings the last COMMIT. The record of the decision is a text of the job's
   metadata, put in the same update, so it is logged, replayed and saved in checkpoints together with what was applied.
-- The combined update is one of a client that is the run, with the number of the step as its sequence: so the
+- The combined update is one of a client that is the run, with the number of steps committed as its sequence: so the
   ledger knows how many steps have been applied, also after a restart, and applies no part of one twice.
 - With a log, a contribution is logged before it is acknowledged, and when a segment of the log begins.
 - A WAIT, or a COMMIT that waits, is answered after at most `WAIT_SECONDS`, so that no thread is held for a replica that
@@ -118,7 +118,7 @@ class StepPath:
                 place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
                 if place is not Place.ADMITTED:
                     return place
-            verdict = run.admit(of.step, of.epoch, of.replica, of.replicas)
+            verdict = run.admit(of.step, of.epoch, of.replica, of.replicas, of.together or 1)
             if verdict is Verdict.STAGE:
                 if not run.staged:  # a coordinator settles the runs of the one before, before it begins one
                     runs.drop(lambda staged: staged.request.job != contribution.request.job)
@@ -240,21 +240,21 @@ class StepPath:
 
     def _apply(self, store: Store, run_id: int, run: Run[Contribution]) -> None:
         """Apply the staged step of a run that is marked busy."""
-        contributions, step, applied = run.in_order(), run.applied, False
+        contributions, committed, applied = run.in_order(), run.applied + run.together, False
         try:
             reach("ps.step.before")
             combined = combine(contributions)
             request = ps_pb2.UpdateRequest(
                 job=store.job,
                 incarnation=run_id,
-                sequence=step + 1,
-                settled=step + 1,
+                sequence=committed,
+                settled=committed,
                 term=contributions[0].request.term,
                 items=combined.items,
             )
             if store.index == 0:
                 variable, shard = METADATA
-                text = _decided(store, run_id, step + 1, contributions)
+                text = _decided(store, run_id, committed, contributions)
                 request.items.add(variable=variable, shard=shard, kind=ps_pb2.PUT, nth=1, name=SYNCHRONOUS, text=text)
             if request.items:
                 payload, total = parts_of_payload(combined)
@@ -334,9 +334,12 @@ def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribu
     """Return the record that this many steps of a run are committed, with the positions of all iterators."""
     before = _decision(store)
     known = before.get("after", {}) if before.get("run") == run_id else {}
-    after = dict(known)  # of those that take no part
+    after, before_last = dict(known), dict(known)  # of those that take no part
     for contribution in contributions:
         replica, new = str(contribution.replica), contribution.request.contribution.positions
+        if contribution.request.contribution.together > 1:
+            positions = itertools.islice(contribution.request.contribution.before.items(), MAX_ITERATORS)
+            before_last[replica] = {str(key): at for key, at in positions}
         kept = {key: at for key, at in known.get(replica, {}).items() if int(key) not in new}
         kept |= {str(key): at for key, at in new.items()}
         if kept:
@@ -345,7 +348,7 @@ def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribu
         "run": run_id,
         "steps": steps,
         "epoch": contributions[0].request.contribution.epoch,
-        "before": known,
+        "before": before_last,
         "after": after,
     }
     return json.dumps(decided, separators=(",", ":"))

@@ -1,0 +1,161 @@
+"""A replica's own copies of the shards that its synchronous steps update.
+
+While several steps are committed together, no server has the values between them. So each replica applies what all of
+them have contributed to copies of its own, by the servers' rules, and reads these. They are fetched when such steps
+begin, as the servers have them then; the servers stay the truth, and apply the same gradients when the steps are
+committed. What others update meanwhile is not in the copies until they are fetched again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.read_plans import ShardRead, WholeVariable
+from pscluster.ps.optim.kernels import apply_dense, compute_dtype, new_slots
+from pscluster.ps.optim.rules import RULES, UpdateRule
+from pscluster.ps.optim.specs import rule_of
+from pscluster.v1 import ps_pb2
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientForm:
+    """What is the same for a shard's dense gradient in each step, and on all replicas."""
+
+    variable: int
+    shard: int
+    server: int
+    optimizer: int
+    dtype: np.dtype[Any]  # of the shard
+    size: int  # elements
+    weighted: bool  # a mean over the examples of all replicas, not a sum
+
+    @property
+    def compute_dtype(self) -> np.dtype[Any]:
+        """The type in which it is summed and applied."""
+        return compute_dtype(self.dtype)
+
+    @property
+    def order(self) -> tuple[str, str, int, bool]:
+        """Sorts forms so that those that are applied alike are neighbours."""
+        return self.compute_dtype.name, self.dtype.name, self.optimizer, self.weighted
+
+
+@dataclass(slots=True)
+class _Run:
+    """Copies of shards that are neighbours and are applied alike, as if they were one."""
+
+    forms: list[GradientForm]
+    rule: UpdateRule
+    values: Array  # flat
+    slots: dict[str, Array]
+    gradients: int  # applied so far
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+
+class Copies:
+    """Copies of the shards that gradients of these forms update. For one thread."""
+
+    def __init__(self, forms: Sequence[GradientForm]) -> None:
+        """Take the forms, of one gradient a shard, in the order of `GradientForm.order`."""
+        self._forms = forms
+        self._runs: list[_Run] = []
+        self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
+        self.variables = frozenset(form.variable for form in forms)
+
+    def fetch(
+        self, read: Callable[[Sequence[ShardRead]], None], describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]
+    ) -> bool:
+        """Read everything as the servers have it now. Return False if a rule is not one of pscluster's own.
+
+        `describe` looks up an optimizer by its number, on a server; None if it is unknown here.
+        """
+        by_number: dict[int, UpdateRule] = {}
+        for optimizer, server in {form.optimizer: form.server for form in self._forms}.items():
+            spec = describe(optimizer, server)
+            if spec is None or (rule_class := RULES.get(spec.rule)) is None:
+                return False
+            by_number[optimizer] = rule_of(spec, rule_class)
+        counts = np.empty(len(self._forms), "<u8")
+        rows = ps_pb2.Rows(gradients=True)
+        read(
+            [
+                ShardRead(form.server, _item(form, rows, optimizer=True), 8, view(counts[at : at + 1]))
+                for at, form in enumerate(self._forms)
+            ]
+        )
+        self._runs.clear()
+        reads: list[ShardRead] = []
+        of_form = zip(self._forms, counts.tolist(), strict=True)
+        for (_, count), group in itertools.groupby(of_form, lambda pair: (pair[0].order, pair[1])):
+            forms = [form for form, _ in group]
+            rule, size, dtype = by_number[forms[0].optimizer], sum(form.size for form in forms), forms[0].dtype
+            run = _Run(forms, rule, np.empty(size, dtype), new_slots(rule, (size,), dtype), count)
+            self._runs.append(run)
+            at = 0
+            for form in forms:
+                span = slice(at, at + form.size)
+                at += form.size
+                values = self._values[form.variable, form.shard] = run.values[span]
+                reads.append(ShardRead(form.server, _item(form), values.nbytes, view(values)))
+                for name, slot in run.slots.items():
+                    item = _item(form, optimizer=True, slot=name)
+                    reads.append(ShardRead(form.server, item, slot[span].nbytes, view(slot[span])))
+        read(reads)
+        return True
+
+    def apply(self, sums: Mapping[np.dtype[Any], Array]) -> list[tuple[GradientForm, Array]]:
+        """Apply gradients as their servers will: of each type in which they are computed, one behind the other.
+
+        Return each of them, flat and of its shard's type.
+        """
+        at: defaultdict[np.dtype[Any], int] = defaultdict(int)
+        gradients: list[tuple[GradientForm, Array]] = []
+        for run in self._runs:
+            computed, dtype = run.forms[0].compute_dtype, run.values.dtype
+            start = at[computed]
+            at[computed] += run.size
+            with np.errstate(all="ignore"):
+                gradient = sums[computed][start : start + run.size].astype(dtype, copy=False)
+            run.gradients += 1
+            apply_dense(run.rule, run.values, gradient, run.slots, run.gradients)
+            start = 0
+            for form in run.forms:
+                gradients.append((form, gradient[start : start + form.size]))
+                start += form.size
+        return gradients
+
+    def read(self, variable: int, whole: WholeVariable) -> Array:
+        """Return the values of a variable, which the caller may change."""
+        if len(whole.shards) == 1:
+            return self._values[variable, whole.shards[0][1].shard].reshape(whole.shape).copy()
+        result = np.empty(whole.shape, whole.dtype)
+        for _, item, block in whole.shards:
+            index: Any = (*block.slices, ...)
+            result[index] = self._values[variable, item.shard].reshape(block.shape)
+        return result
+
+
+def _item(
+    form: GradientForm, rows: ps_pb2.Rows | None = None, *, optimizer: bool = False, slot: str = ""
+) -> ps_pb2.ReadItem:
+    """Return what to read of a shard: all of its values unless something else is given."""
+    return ps_pb2.ReadItem(
+        variable=form.variable,
+        shard=form.shard,
+        rows=rows or ps_pb2.Rows(all=True),
+        optimizer=form.optimizer if optimizer else 0,
+        slot=slot,
+    )

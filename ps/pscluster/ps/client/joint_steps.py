@@ -1,0 +1,297 @@
+"""Synchronous steps that the replicas take among themselves, and commit together: with servers, only every so often.
+
+It takes less time where steps are short: two messages between replicas a step in place of the requests to the servers.
+Only steps that do no more than this are taken so (see `fits`):
+
+- They update variables by small dense gradients, one for each shard, by rules of pscluster's own, which all replicas
+  can apply, too: each has `Copies`.
+- They may add to other variables, such as metrics, which they do not read. This is sent when the steps are committed.
+- They call no collectives: after an error of one replica, others may wait for it there.
+
+Each replica's steps, by what it knows after the first one of a call:
+
+    alone   a step is committed by itself, in the ordinary way
+            --it fits, and the replicas agree that it does for all of them--> joint, with new copies
+    joint   --after a step: all replicas have done the same again--> the step is `taken`: its sums are applied to the
+                                                                     copies, and kept
+            --enough are taken, or it was the last one------------> they are committed; joint, with new copies
+            --a step is not like the others on some replica-------> those that are taken are committed, then this step
+                                                                    by itself; alone until the call ends
+
+What was taken and is not committed is lost with any replica, and then all take these steps again: at most half a second
+of work, and what one message to a server may hold. In the middle of a step a function may ask for what only the servers
+have, or read what taken steps have added to. They do not know of these steps yet, so the function is ended
+(`StepAlone`), and called again for that step once they do.
+
+The sums are bitwise the same on all replicas, and so are the copies, unless a script updates the variables at the same
+time. Each gradient is sent to its server by one replica.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pscluster.core.transport.frames import Buffer, padded, view
+from pscluster.ps.client.copies import Array, Copies, GradientForm
+from pscluster.ps.client.reduction import Reducer
+from pscluster.v1 import ps_pb2
+
+
+class Kept(NamedTuple):
+    """An update of a step, as it was when it was made."""
+
+    item: ps_pb2.UpdateItem
+    buffers: Sequence[Buffer]  # what is sent
+    values: memoryview
+    dtype: np.dtype[Any] | None = None  # of the shard
+
+
+Items = Mapping[int, Sequence[Kept]]
+"""Updates by server."""
+
+JOINT_BYTES = 256 << 10
+"""The most that one step's updates may take. The replicas have to send it to each other."""
+
+MAX_SECONDS = 0.5
+"""Of work that is lost if a replica dies."""
+
+MAX_ITEMS = 1024
+"""Of one commit: their headers stay small."""
+
+MAX_BYTES = 4 << 20
+"""Of the gradients of one commit."""
+
+
+class _Said(enum.IntEnum):
+    """What else replicas tell each other: places behind the gradients of the first type."""
+
+    NOT_ALIKE = 0  # this step is not like the others
+    COMMIT = 1  # after this step
+
+
+_WHAT = "all gradients of a step"
+
+
+class StepAlone(BaseException):
+    """Ends a function in the middle of a step, for the step to be taken by itself. Not an Exception: users catch those.
+
+    It leaves no function: the worker calls it again.
+    """
+
+
+class Reads:
+    """What a step has read, and whether it has asked for anything else."""
+
+    def __init__(self) -> None:
+        self.whole: set[int] = set()  # variables
+        self.in_part: set[int] = set()
+        self.other = False
+
+    def clear(self) -> None:
+        self.whole.clear()
+        self.in_part.clear()
+        self.other = False
+
+
+def fits(items: Items, reads: Reads) -> tuple[GradientForm, ...] | None:
+    """Return the sorted forms of a step's gradients; None if such steps can't be taken together."""
+    forms: dict[tuple[int, int], GradientForm] = {}
+    kinds: dict[int, int] = {}
+    total = 0
+    if reads.other:
+        return None
+    for server, of_server in sorted(items.items()):
+        for kept in of_server:
+            item = kept.item
+            total += len(kept.values)
+            if kinds.setdefault(item.variable, item.kind) != item.kind or item.variable in reads.in_part:
+                return None
+            if item.kind != ps_pb2.APPLY_GRADIENT:
+                if item.variable in reads.whole:
+                    return None
+                continue
+            form = _form_of(server, kept)
+            if form is None or (item.variable, item.shard) in forms:
+                return None
+            forms[item.variable, item.shard] = form
+    return tuple(sorted(forms.values(), key=lambda form: form.order)) if total <= JOINT_BYTES else None
+
+
+def _form_of(server: int, kept: Kept) -> GradientForm | None:
+    """Return the form of a gradient; None if it is sparse."""
+    item, dtype = kept.item, kept.dtype
+    if not item.rows.all or dtype is None:
+        return None
+    weighted = item.HasField("weight")
+    return GradientForm(
+        item.variable, item.shard, server, item.optimizer, dtype, item.value_bytes // dtype.itemsize, weighted
+    )
+
+
+class _Sum:
+    """The gradients of one type, one behind the other, then a weight for each, and what else there is to say."""
+
+    def __init__(self, dtype: np.dtype[Any], forms: Sequence[GradientForm]) -> None:
+        self.dtype, self._forms = dtype, forms
+        self._size = sum(form.size for form in forms)
+        self._weighted = any(form.weighted for form in forms)
+        self.own = np.zeros(self._size + len(forms) + len(_Said), dtype)
+
+    def begin(self, gradients: Mapping[tuple[int, int], Kept] | None) -> None:
+        """Take this replica's gradients; None: it has others."""
+        own, at = self.own, 0
+        if gradients is None:
+            own.fill(0)
+            return
+        with np.errstate(all="ignore"):
+            for place, form in enumerate(self._forms):
+                kept = gradients[form.variable, form.shard]
+                target = own[at : at + form.size]
+                target[...] = np.frombuffer(kept.values, form.dtype)
+                if form.weighted:
+                    own[self._size + place] = kept.item.weight
+                    np.multiply(target, own[self._size + place], out=target)
+                at += form.size
+
+    def say(self, *, not_alike: bool, commit: bool) -> None:
+        """Take what else to say."""
+        self.own[-len(_Said) :] = not_alike, commit
+
+    def said(self, total: Array) -> Array:
+        """Return how many replicas have said what, by `_Said`."""
+        return total[-len(_Said) :]
+
+    def divide(self, total: Array) -> None:
+        """Divide the gradients that are to be averaged by the sum of their weights."""
+        if not self._weighted:
+            return
+        weights, at = total[self._size : self._size + len(self._forms)], 0
+        with np.errstate(all="ignore"):
+            if weights.all() and (weights == weights[0]).all():
+                total[: self._size] /= weights[0]
+                return
+            for form, weight in zip(self._forms, weights, strict=True):
+                if weight:  # without any examples the sum is 0, and so is the mean
+                    total[at : at + form.size] /= weight
+                at += form.size
+
+
+class JointSteps:
+    """The steps of one replica that are taken and not committed. For one thread."""
+
+    def __init__(self, replica: Reducer, forms: Sequence[GradientForm], copies: Copies) -> None:
+        self._replica, self._forms, self.copies = replica, forms, copies
+        self.taken = 0
+        """How many."""
+        self._commit_due = False
+        self._begin = time.monotonic()
+        self._gradients: defaultdict[int, list[Kept]] = defaultdict(list)  # that this replica sends, by server
+        self._others: defaultdict[int, list[Kept]] = defaultdict(list)
+        self._kinds: dict[int, int] = {}  # of the others, by variable
+        self._known = set(forms)
+        self._step_bytes = sum(form.size * form.dtype.itemsize for form in forms)
+        types = list(dict.fromkeys(form.compute_dtype for form in forms)) or [np.dtype(np.float32)]
+        self._sums = [_Sum(dtype, [form for form in forms if form.compute_dtype == dtype]) for dtype in types]
+
+    @property
+    def due(self) -> bool:
+        """Whether the steps that are taken are to be committed now."""
+        return self._commit_due
+
+    @property
+    def variables(self) -> list[int]:
+        """The variables that have gradients, in their order."""
+        return list(dict.fromkeys(form.variable for form in self._forms))
+
+    @property
+    def digest(self) -> int:
+        """Identify what must be the same for all replicas."""
+        return xxhash.xxh3_64_intdigest(repr((self.taken, self._forms)).encode())
+
+    def knows(self, variable: int) -> bool:
+        """Return whether the servers do not know the value of a variable, after the steps that are taken."""
+        return variable in self.copies.variables or variable in self._kinds
+
+    def take(self, items: Items | None) -> bool:
+        """Take a step, with what this replica has contributed, if all replicas say that it fits; return whether it is.
+
+        None: it does not, here. What the collectives raise is raised here.
+        """
+        gradients: dict[tuple[int, int], Kept] = {}
+        others: list[tuple[int, Kept]] = []
+        alike = items is not None and self._divide(items, gradients, others)
+        for of_type in self._sums:
+            of_type.begin(gradients if alike else None)
+        full = self._is_full or time.monotonic() - self._begin > MAX_SECONDS
+        self._sums[0].say(not_alike=not alike, commit=full)
+        totals = {of_type.dtype: self._replica.summed(of_type.own, _WHAT) for of_type in self._sums}
+        said = self._sums[0].said(totals[self._sums[0].dtype])
+        if said[_Said.NOT_ALIKE]:
+            return False
+        self.taken += 1
+        self._commit_due = bool(said[_Said.COMMIT])
+        for of_type in self._sums:
+            of_type.divide(totals[of_type.dtype])
+        for form, gradient in self.copies.apply(totals):
+            if form.server % self._replica.num_replicas == self._replica.replica_id:
+                self._gradients[form.server].append(self._whole(form, gradient))
+        for server, kept in others:
+            self._kinds[kept.item.variable] = kept.item.kind
+            buffers = [bytes(buffer) for buffer in kept.buffers]  # the memory is used again
+            self._others[server].append(kept._replace(buffers=buffers, values=memoryview(b"")))
+        return True
+
+    def clear(self) -> None:
+        """Begin again: the steps that were taken are committed."""
+        self.taken, self._commit_due, self._begin = 0, False, time.monotonic()
+        self._gradients.clear()
+        self._others.clear()
+        self._kinds.clear()
+
+    def contribution(self) -> dict[int, list[Kept]]:
+        """Return what this replica contributes to the steps that are taken, by server."""
+        servers = self._gradients.keys() | self._others.keys()
+        return {server: [*self._gradients.get(server, ()), *self._others.get(server, ())] for server in servers}
+
+    def _divide(self, items: Items, gradients: dict[tuple[int, int], Kept], others: list[tuple[int, Kept]]) -> bool:
+        """Tell gradients from other updates. Return whether the step is like the others."""
+        forms = []
+        for server, of_server in items.items():
+            for kept in of_server:
+                item = kept.item
+                if item.kind == ps_pb2.APPLY_GRADIENT:
+                    forms.append(_form_of(server, kept))
+                    gradients[item.variable, item.shard] = kept
+                elif item.variable in self.copies.variables or (self._kinds.get(item.variable, item.kind) != item.kind):
+                    return False  # whose order counts
+                else:
+                    others.append((server, kept))
+        return len(forms) == len(self._forms) and set(forms) == self._known
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a message might not hold the step after this one, too."""
+        steps = self.taken + 2
+        others = sum(map(len, self._others.values())) * steps // max(self.taken, 1)
+        return steps * len(self._forms) + others > MAX_ITEMS or steps * self._step_bytes > MAX_BYTES
+
+    def _whole(self, form: GradientForm, gradient: Array) -> Kept:
+        """Return a gradient as one piece, which is the whole of it."""
+        item = ps_pb2.UpdateItem(
+            variable=form.variable,
+            shard=form.shard,
+            kind=ps_pb2.APPLY_GRADIENT,
+            rows=ps_pb2.Rows(all=True),
+            optimizer=form.optimizer,
+            nth=self.taken,
+            value_bytes=gradient.nbytes,
+            offset=0,
+        )
+        return Kept(item, padded([view(gradient)]), memoryview(b""))
