@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ def is_variable_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.name in _NUMERIC or dtype.name == "bfloat16"
 
 
+def is_masked_array(value: Any) -> bool:
+    """Return whether a value is a masked array of NumPy's."""
+    masked = sys.modules.get("numpy.ma")  # not there: then nobody has made one, and to import it takes 50 ms
+    return masked is not None and isinstance(value, masked.MaskedArray)
+
+
 def array_of(value: Any) -> npt.NDArray[Any]:
     """Return `np.asarray`, also of a torch tensor with a graph, on a device, sparse, or of bfloat16 (as float32)."""
     if type(value) is not np.ndarray and callable(getattr(value, "detach", None)) and hasattr(value, "layout"):
@@ -50,7 +57,7 @@ def array_of(value: Any) -> npt.NDArray[Any]:
 
 def as_array(value: npt.ArrayLike, variable: str, noun: str) -> npt.NDArray[Any]:
     """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none."""
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    if is_masked_array(value) and np.ma.is_masked(value):
         raise InvalidUpdateError(f"variable {variable!r}: the {noun} has masked elements: fill them with .filled(...)")
     try:
         return array_of(value)

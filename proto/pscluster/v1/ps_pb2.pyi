@@ -154,7 +154,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset", "gradients")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class UpdateItem(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -183,7 +184,8 @@ class UpdateItem(_message.Message):
     text: str
     weight: float
     offset: int
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ...) -> None: ...
+    gradients: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ..., gradients: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
     __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term", "contribution")

@@ -182,7 +182,12 @@ def test_a_step_may_ask_what_only_servers_know(
         return model.step(number)
 
     results = run(model, step, numbers)
-    assert [together for _, together in results] == [False, *[True] * 3, *[odd in (_all_reduces, _only_one_asks)], *[False] * 7]
+    assert [together for _, together in results] == [
+        False,
+        *[True] * 3,
+        *[odd in (_all_reduces, _only_one_asks)],
+        *[False] * 7,
+    ]
     model.check(alone)
 
 

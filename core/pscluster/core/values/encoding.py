@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.dtypes import array_of
+from pscluster.core.dtypes import array_of, is_masked_array
 from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.limits import MAX_DEPTH
 from pscluster.core.values.arrays import UnsendableArrayError, plain_name, scalar_form, wire_bytes, wire_form
@@ -351,7 +351,7 @@ def _put_record(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int)
 
 
 def _put_array_like(encoder: _Encoder, obj: Any, value: value_pb2.Value, depth: int) -> None:
-    if isinstance(obj, np.ma.MaskedArray):
+    if is_masked_array(obj):
         raise UnsendableError("is a masked array, which can't be sent: pass its data and its mask")
     try:
         array = array_of(obj)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Copies:
         self._runs: list[_Run] = []
         self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
         self.variables = frozenset(form.variable for form in forms)
+        self._wholes: dict[int, WholeVariable] = {}
 
     def fetch(
         self, read: Callable[[Sequence[ShardRead]], None], describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]
@@ -137,8 +138,17 @@ class Copies:
                 start += form.size
         return gradients
 
-    def read(self, variable: int, whole: WholeVariable) -> Array:
+    def describe(self, variables: Sequence[int], wholes: Sequence[WholeVariable]) -> None:
+        """Take note of the shapes and cuts of variables, for `read`."""
+        self._wholes.update(zip(variables, wholes, strict=True))
+
+    def knows(self, variables: Iterable[int]) -> bool:
+        """Return whether the shapes and cuts of all of these variables are known."""
+        return all(map(self._wholes.__contains__, variables))
+
+    def read(self, variable: int) -> Array:
         """Return the values of a variable, which the caller may change."""
+        whole = self._wholes[variable]
         if len(whole.shards) == 1:
             return self._values[variable, whole.shards[0][1].shard].reshape(whole.shape).copy()
         result = np.empty(whole.shape, whole.dtype)

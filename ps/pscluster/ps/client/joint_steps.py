@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from pscluster.core.transport.frames import Buffer, padded, view
+from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps.client.copies import Array, Copies, GradientForm
 from pscluster.ps.client.reduction import Reducer
 from pscluster.v1 import ps_pb2
@@ -192,10 +192,12 @@ class JointSteps:
         """How many."""
         self._commit_due = False
         self._begin = time.monotonic()
-        self._gradients: defaultdict[int, list[Kept]] = defaultdict(list)  # that this replica sends, by server
+        self._gradients: defaultdict[GradientForm, list[Buffer]] = defaultdict(
+            list
+        )  # that this replica sends, in order
         self._others: defaultdict[int, list[Kept]] = defaultdict(list)
         self._kinds: dict[int, int] = {}  # of the others, by variable
-        self._known = set(forms)
+        self._expected = {(form.variable, form.shard): (form.optimizer, form.weighted) for form in forms}
         self._step_bytes = sum(form.size * form.dtype.itemsize for form in forms)
         types = list(dict.fromkeys(form.compute_dtype for form in forms)) or [np.dtype(np.float32)]
         self._sums = [_Sum(dtype, [form for form in forms if form.compute_dtype == dtype]) for dtype in types]
@@ -241,7 +243,7 @@ class JointSteps:
             of_type.divide(totals[of_type.dtype])
         for form, gradient in self.copies.apply(totals):
             if form.server % self._replica.num_replicas == self._replica.replica_id:
-                self._gradients[form.server].append(self._whole(form, gradient))
+                self._gradients[form].append(view(gradient))
         for server, kept in others:
             self._kinds[kept.item.variable] = kept.item.kind
             buffers = [bytes(buffer) for buffer in kept.buffers]  # the memory is used again
@@ -257,41 +259,45 @@ class JointSteps:
 
     def contribution(self) -> dict[int, list[Kept]]:
         """Return what this replica contributes to the steps that are taken, by server."""
-        servers = self._gradients.keys() | self._others.keys()
-        return {server: [*self._gradients.get(server, ()), *self._others.get(server, ())] for server in servers}
+        result: defaultdict[int, list[Kept]] = defaultdict(list)
+        for place, (form, gradients) in enumerate(self._gradients.items()):
+            item = ps_pb2.UpdateItem(
+                variable=form.variable,
+                shard=form.shard,
+                kind=ps_pb2.APPLY_GRADIENT,
+                rows=ps_pb2.Rows(all=True),
+                optimizer=form.optimizer,
+                nth=place + 1,
+                value_bytes=sum(map(len, gradients)),
+                offset=0,
+                gradients=self.taken,
+            )
+            buffers = [*gradients, bytes(padding(item.value_bytes))]
+            result[form.server].append(Kept(item, buffers, memoryview(b"")))
+        for server, others in self._others.items():
+            result[server] += others
+        return result
 
     def _divide(self, items: Items, gradients: dict[tuple[int, int], Kept], others: list[tuple[int, Kept]]) -> bool:
         """Tell gradients from other updates. Return whether the step is like the others."""
-        forms = []
         for server, of_server in items.items():
             for kept in of_server:
                 item = kept.item
                 if item.kind == ps_pb2.APPLY_GRADIENT:
-                    forms.append(_form_of(server, kept))
-                    gradients[item.variable, item.shard] = kept
+                    place = item.variable, item.shard
+                    how = item.optimizer, item.HasField("weight")
+                    if self._expected.get(place) != how or place in gradients or not item.rows.all:
+                        return False
+                    gradients[place] = kept
                 elif item.variable in self.copies.variables or (self._kinds.get(item.variable, item.kind) != item.kind):
                     return False  # whose order counts
                 else:
                     others.append((server, kept))
-        return len(forms) == len(self._forms) and set(forms) == self._known
+        return len(gradients) == len(self._forms)
 
     @property
     def _is_full(self) -> bool:
         """Whether a message might not hold the step after this one, too."""
         steps = self.taken + 2
         others = sum(map(len, self._others.values())) * steps // max(self.taken, 1)
-        return steps * len(self._forms) + others > MAX_ITEMS or steps * self._step_bytes > MAX_BYTES
-
-    def _whole(self, form: GradientForm, gradient: Array) -> Kept:
-        """Return a gradient as one piece, which is the whole of it."""
-        item = ps_pb2.UpdateItem(
-            variable=form.variable,
-            shard=form.shard,
-            kind=ps_pb2.APPLY_GRADIENT,
-            rows=ps_pb2.Rows(all=True),
-            optimizer=form.optimizer,
-            nth=self.taken,
-            value_bytes=gradient.nbytes,
-            offset=0,
-        )
-        return Kept(item, padded([view(gradient)]), memoryview(b""))
+        return others > MAX_ITEMS or steps * self._step_bytes > MAX_BYTES

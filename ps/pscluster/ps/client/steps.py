@@ -161,11 +161,12 @@ class ReplicaSteps:
         if self.joint is None:
             return {}
         copies = self.joint.copies
-        own = [(at, variable) for at, variable in enumerate(variables) if variable in copies.variables]
-        self._check_reads([variable for _, variable in own])
-        self._reads.whole.update(variable for _, variable in own)
-        wholes = describe() if own else []
-        return {variable: copies.read(variable, wholes[at]) for at, variable in own}
+        own = [variable for variable in variables if variable in copies.variables]
+        self._check_reads(own)
+        self._reads.whole.update(own)
+        if not copies.knows(own):
+            copies.describe(variables, describe())
+        return {variable: copies.read(variable) for variable in own}
 
     def _check_reads(self, variables: Iterable[int]) -> None:
         """Raise MisuseError if this step has updated a variable: what it would read is still the value before."""

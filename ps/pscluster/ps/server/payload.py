@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ class Payload:
         self, chunks: Sequence[memoryview], *, once: bool = False, arrays: Mapping[int, Array] | None = None
     ) -> None:
         self._arrays = arrays or {}
-        self.chunks, self._sizes = list(chunks), [len(chunk) for chunk in chunks]
+        self.chunks, self._ends = list(chunks), list(itertools.accumulate(map(len, chunks)))
         self._once = once
         if once and isinstance(chunks, list):
             chunks.clear()
@@ -43,19 +45,19 @@ class Payload:
             return
         for index, offset, low, high in extents:
             yield offset, self.chunks[index][low:high]
-            if self._once and high - low == self._sizes[index]:
+            if self._once and high - low == self._ends[index] - (self._ends[index - 1] if index else 0):
                 self.chunks[index] = _NOTHING
 
     def _extents(self, start: int, size: int) -> list[tuple[int, int, int, int]]:
         """Return (chunk, offset in the segment, start and end in the chunk) for each chunk of a segment."""
-        at, extents = 0, []
-        for index, length in enumerate(self._sizes):
-            low, high = max(start - at, 0), min(start + size - at, length)
-            if low < high:
-                extents.append((index, at + low - start, low, high))
-            at += length
+        first, extents = bisect.bisect_right(self._ends, start), []
+        for index in range(first, len(self._ends)):
+            at = self._ends[index - 1] if index else 0
             if at >= start + size:
                 break
+            low, high = max(start - at, 0), min(start + size, self._ends[index]) - at
+            if low < high:
+                extents.append((index, at + low - start, low, high))
         return extents
 
     def own(self, start: int) -> Array | None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import numpy as np
 
+from pscluster.core.context import MAX_STEPS
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
@@ -110,7 +111,7 @@ def changes_of(
             raise ProtocolError(f"a gradient of {name!r} must be for the whole shard or for rows by number")
         if item.scalar:
             expected = shard.array.itemsize
-        if item.HasField("offset"):
+        if item.HasField("offset") or item.gradients:
             _check_piece(request, item, shard, name)
             expected = item.value_bytes
         if item.value_bytes != expected:
@@ -125,16 +126,17 @@ def changes_of(
 
 
 def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: Shard, name: str) -> None:
-    """Raise ProtocolError for a piece of a gradient that is none, or does not lie within the shard's."""
+    """Raise ProtocolError for pieces of gradients that are none, or do not lie within the shard's."""
     size, itemsize = shard.array.nbytes, shard.array.itemsize
-    if (
-        not request.HasField("contribution")
-        or item.kind != ps_pb2.APPLY_GRADIENT
-        or not item.rows.all
-        or item.offset % itemsize
-        or item.value_bytes % itemsize
-        or not 0 < item.value_bytes <= size - item.offset
-    ):
+    if item.kind != ps_pb2.APPLY_GRADIENT or not item.rows.all:
+        fits = False
+    elif item.gradients:
+        fits = item.value_bytes == item.gradients * size and not item.offset and item.gradients <= MAX_STEPS
+    else:
+        fits = not (item.offset % itemsize or item.value_bytes % itemsize) and (
+            request.HasField("contribution") and 0 < item.value_bytes <= size - item.offset
+        )
+    if not fits:
         raise ProtocolError(
             f"{item.value_bytes} bytes at {item.offset} are no piece of a gradient of {name!r}, whose shard "
             f"{item.shard} has {size}"
@@ -256,6 +258,13 @@ def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
         if optimizer not in shard.slots:
             shard.slots[optimizer] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
         slots, step = shard.slots[optimizer], shard.steps.get(optimizer, 0) + 1
+        if change.item.gradients > 1:
+            size, item = shard.array.nbytes, ps_pb2.UpdateItem()
+            item.CopyFrom(change.item)
+            item.gradients, item.value_bytes = 0, size
+            for nth in range(change.item.gradients):
+                _apply(replace(change, item=item, values_at=change.values_at + nth * size), ids, payload)
+            return
     if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
         _apply_own(change, ids, slots, step, payload)
     elif ids is not None:

@@ -48,9 +48,7 @@ _PATH = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Exchange
 CHECK_SECONDS = 0.1
 """How often a wait looks whether its function was told to stop, and after which it opens a link to whom it awaits."""
 
-_ALONE_BYTES = (
-    16 << 10
-)  # of a payload: before a larger one the signature is sent alone, so that it is received in place
+_ALONE_BYTES = 64 << 10  # of a payload: before a larger one the signature is sent alone, to be received in place
 
 OpenStream = Callable[[Callable[[Any], None]], Stream]
 """Opens an exchange; passes each call that it makes to the function it is given, which may cancel it."""

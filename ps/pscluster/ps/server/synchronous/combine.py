@@ -192,7 +192,7 @@ def _put_together(result: Combined, pieces: list[tuple[Change, Payload]]) -> Non
     """Add a gradient that has come in pieces, without copying them. ProtocolError if they do not make one."""
     pieces.sort(key=lambda piece: piece[0].item.offset)
     first, at, segments = pieces[0][0], 0, list[memoryview]()
-    size = first.shard.array.nbytes
+    size = first.shard.array.nbytes * (first.item.gradients or 1)
     for change, payload in pieces:
         if change.item.offset != at or change.item.optimizer != first.item.optimizer:
             break
