@@ -30,6 +30,9 @@ MAX_ITEMS = 1 << 13
 ROWS_IDS_BYTES = 1 << 20
 """Row numbers in one read: the server answers that many as of one moment, so clients divide longer reads."""
 
+MAX_TOGETHER = 1 << 10
+"""The most synchronous steps that are committed together."""
+
 METADATA = 0, 1
 """Variable and shard in whose place the job's metadata stands in updates, on server 0."""
 

@@ -41,6 +41,7 @@ import xxhash
 from pscluster.core.transport.frames import Buffer, padding, view
 from pscluster.ps.client.copies import Array, Copies, GradientForm
 from pscluster.ps.client.reduction import Reducer
+from pscluster.ps.spec import MAX_TOGETHER
 from pscluster.v1 import ps_pb2
 
 
@@ -66,7 +67,7 @@ MAX_ITEMS = 1024
 """Of one commit: their headers stay small."""
 
 MAX_BYTES = 4 << 20
-"""Of the gradients of one commit."""
+"""Of the updates of one commit."""
 
 
 class _Said(enum.IntEnum):
@@ -74,9 +75,6 @@ class _Said(enum.IntEnum):
 
     NOT_ALIKE = 0  # this step is not like the others
     COMMIT = 1  # after this step
-
-
-_WHAT = "all gradients of a step"
 
 
 class StepAlone(BaseException):
@@ -192,11 +190,10 @@ class JointSteps:
         """How many."""
         self._commit_due = False
         self._begin = time.monotonic()
-        self._gradients: defaultdict[GradientForm, list[Buffer]] = defaultdict(
-            list
-        )  # that this replica sends, in order
+        self._gradients: defaultdict[GradientForm, list[Buffer]] = defaultdict(list)  # that this replica sends
         self._others: defaultdict[int, list[Kept]] = defaultdict(list)
         self._kinds: dict[int, int] = {}  # of the others, by variable
+        self._other_bytes = 0
         self._expected = {(form.variable, form.shard): (form.optimizer, form.weighted) for form in forms}
         self._step_bytes = sum(form.size * form.dtype.itemsize for form in forms)
         types = list(dict.fromkeys(form.compute_dtype for form in forms)) or [np.dtype(np.float32)]
@@ -233,7 +230,7 @@ class JointSteps:
             of_type.begin(gradients if alike else None)
         full = self._is_full or time.monotonic() - self._begin > MAX_SECONDS
         self._sums[0].say(not_alike=not alike, commit=full)
-        totals = {of_type.dtype: self._replica.summed(of_type.own, _WHAT) for of_type in self._sums}
+        totals = {of_type.dtype: self._replica.summed(of_type.own, "all gradients of a step") for of_type in self._sums}
         said = self._sums[0].said(totals[self._sums[0].dtype])
         if said[_Said.NOT_ALIKE]:
             return False
@@ -246,6 +243,7 @@ class JointSteps:
                 self._gradients[form].append(view(gradient))
         for server, kept in others:
             self._kinds[kept.item.variable] = kept.item.kind
+            self._other_bytes += sum(map(len, kept.buffers))
             buffers = [bytes(buffer) for buffer in kept.buffers]  # the memory is used again
             self._others[server].append(kept._replace(buffers=buffers, values=memoryview(b"")))
         return True
@@ -253,6 +251,7 @@ class JointSteps:
     def clear(self) -> None:
         """Begin again: the steps that were taken are committed."""
         self.taken, self._commit_due, self._begin = 0, False, time.monotonic()
+        self._other_bytes = 0
         self._gradients.clear()
         self._others.clear()
         self._kinds.clear()
@@ -280,6 +279,7 @@ class JointSteps:
 
     def _divide(self, items: Items, gradients: dict[tuple[int, int], Kept], others: list[tuple[int, Kept]]) -> bool:
         """Tell gradients from other updates. Return whether the step is like the others."""
+        kinds = dict(self._kinds)
         for server, of_server in items.items():
             for kept in of_server:
                 item = kept.item
@@ -289,8 +289,8 @@ class JointSteps:
                     if self._expected.get(place) != how or place in gradients or not item.rows.all:
                         return False
                     gradients[place] = kept
-                elif item.variable in self.copies.variables or (self._kinds.get(item.variable, item.kind) != item.kind):
-                    return False  # whose order counts
+                elif item.variable in self.copies.variables or kinds.setdefault(item.variable, item.kind) != item.kind:
+                    return False  # their order counts
                 else:
                     others.append((server, kept))
         return len(gradients) == len(self._forms)
@@ -298,6 +298,7 @@ class JointSteps:
     @property
     def _is_full(self) -> bool:
         """Whether a message might not hold the step after this one, too."""
-        steps = self.taken + 2
-        others = sum(map(len, self._others.values())) * steps // max(self.taken, 1)
-        return others > MAX_ITEMS or steps * self._step_bytes > MAX_BYTES
+        steps, taken = self.taken + 2, max(self.taken, 1)
+        items = sum(map(len, self._others.values())) * steps // taken
+        nbytes = steps * self._step_bytes + self._other_bytes * steps // taken
+        return steps > MAX_TOGETHER or items > MAX_ITEMS or nbytes > MAX_BYTES

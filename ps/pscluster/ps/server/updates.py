@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import grpc
 import numpy as np
 
-from pscluster.core.context import MAX_STEPS
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
@@ -25,7 +24,7 @@ from pscluster.ps.server.payload import Ids, Payload
 from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_of
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
-from pscluster.ps.spec import METADATA, OWN_RULE, SESSION_BYTES, check_kind
+from pscluster.ps.spec import MAX_TOGETHER, METADATA, OWN_RULE, SESSION_BYTES, check_kind
 from pscluster.v1 import ps_pb2
 
 _ARITHMETIC: dict[int, np.ufunc] = {
@@ -131,7 +130,7 @@ def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: 
     if item.kind != ps_pb2.APPLY_GRADIENT or not item.rows.all:
         fits = False
     elif item.gradients:
-        fits = item.value_bytes == item.gradients * size and not item.offset and item.gradients <= MAX_STEPS
+        fits = item.value_bytes == item.gradients * size and not item.offset and item.gradients <= MAX_TOGETHER
     else:
         fits = not (item.offset % itemsize or item.value_bytes % itemsize) and (
             request.HasField("contribution") and 0 < item.value_bytes <= size - item.offset

@@ -57,10 +57,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pscluster.core.context import MAX_STEPS
 from pscluster.core.errors import ProtocolError, StaleError, UnavailableError
 from pscluster.core.limits import MAX_COUNT
-from pscluster.ps.spec import RESTORE, steps_lost
+from pscluster.ps.spec import MAX_TOGETHER, RESTORE, steps_lost
 from pscluster.v1 import ps_pb2
 
 T = TypeVar("T")
@@ -169,7 +168,7 @@ class Run(Generic[T]):
         return Verdict.STAGE
 
     def _agree(self, together: int) -> None:
-        if together > MAX_STEPS or (self.backup and together > 1):
+        if together > MAX_TOGETHER or (self.backup and together > 1):
             raise ProtocolError(f"{together} synchronous steps in one contribution, with {self.backup} as backup")
         if self.staged and together != self.together:
             raise ProtocolError(f"a contribution to {together} synchronous steps, and another one to {self.together}")
