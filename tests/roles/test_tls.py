@@ -77,6 +77,7 @@ OPEN_TO_OTHERS = {
     "Push": {"worker"},
     "Describe": {"worker"},
     "Exchange": {"worker"},
+    "Register": {"worker"},
 }
 """Beside the coordinator. What is new is the coordinator's, until somebody thinks about it and writes it here."""
 
@@ -883,11 +884,13 @@ def test_certs_command(tmp_path: Path) -> None:
     assert files == sorted(["ca.crt", "ca.key", *own])
     for path in (folder, *folder.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
-    everywhere = ["localhost", "127.0.0.1", "::1", "host.example.com", "192.0.2.1"]
-    assert names_in(folder / "tool" / "tls.crt") == [*everywhere, "pscluster://role/tool"]
-    assert names_in(folder / "ps" / "tls.crt") == [*everywhere, "ps-0", "pscluster://role/ps"]
+    local, hosts = ["localhost", "127.0.0.1", "::1"], ["host.example.com", "192.0.2.1"]
+    assert names_in(folder / "tool" / "tls.crt") == [*local, "tool.pscluster", *hosts, "pscluster://role/tool"]
+    assert names_in(folder / "ps" / "tls.crt") == [*local, "ps.pscluster", *hosts, "ps-0", "pscluster://role/ps"]
     assert set(names_in(folder / "worker" / "tls.crt")) == {
-        *everywhere,
+        *local,
+        *hosts,
+        "worker.pscluster",
         "worker-0",
         "10.0.0.7",
         "pscluster://role/worker",

@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
+from pscluster.coordinator.job.registration import SERVICE as COORDINATOR_SERVICE
 from pscluster.core.ids import VERSION
 from pscluster.core.security.channel import AuthenticatedChannel
 from pscluster.core.security.handshake import Secret
@@ -27,7 +28,7 @@ HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
 SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "ps": (NODE_SERVICE, PS_SERVICE, HEALTH_SERVICE),
     "worker": (NODE_SERVICE, WORKER_SERVICE, HEALTH_SERVICE),
-    "chief": (NODE_SERVICE, HEALTH_SERVICE),
+    "chief": (NODE_SERVICE, COORDINATOR_SERVICE, HEALTH_SERVICE),
 }
 SECONDS = 60.0
 JOB = 0x5EED

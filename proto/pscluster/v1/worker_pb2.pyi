@@ -10,13 +10,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Resource(_message.Message):
-    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "unloadable")
+    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "first_replica", "own_replicas", "unloadable")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     ITERABLE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    OWN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     UNLOADABLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     definition: str
@@ -24,8 +26,10 @@ class Resource(_message.Message):
     distributed: bool
     iterable: bool
     replicas: int
+    first_replica: int
+    own_replicas: int
     unloadable: str
-    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., first_replica: _Optional[int] = ..., own_replicas: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")
@@ -138,14 +142,16 @@ class SynchronousSteps(_message.Message):
     def __init__(self, run: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., epoch: _Optional[int] = ..., collect: _Optional[_Union[SynchronousSteps.Collect, str]] = ..., open: bool = ..., staleness: _Optional[float] = ..., backup: _Optional[int] = ..., requeue_dropped: bool = ...) -> None: ...
 
 class GangMember(_message.Message):
-    __slots__ = ("worker", "address", "incarnation")
+    __slots__ = ("worker", "address", "incarnation", "tls_name")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TLS_NAME_FIELD_NUMBER: _ClassVar[int]
     worker: int
     address: str
     incarnation: int
-    def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    tls_name: str
+    def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("incarnation", "position", "steps")

@@ -72,7 +72,7 @@ class FakeConnection:
         self.worker, self.peer = worker, worker.peer
         self._take = take
         worker.connections.append(self)
-        self.incarnation = len(worker.connections)
+        self.incarnation, self.boot_id = len(worker.connections), 0
         self.sent: list[tuple[int, list[worker_pb2.Step]]] = []
         self.uploads: list[worker_pb2.UploadRequest] = []
         self.recalls: list[list[int]] = []

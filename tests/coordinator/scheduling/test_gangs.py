@@ -255,6 +255,40 @@ def test_a_barrier_waits_for_a_gang_that_has_begun_and_holds_back_others() -> No
     assert placed(scheduler, other) == [2]
 
 
+def test_it_fails_when_a_worker_that_it_needs_has_left_for_good() -> None:
+    scheduler = cluster(0, 1, 2)
+    waits, some, any_two = gang_of(2, [1, 2], key=10), gang_of(3, [0, 1, 2], min_workers=1, key=20), gang_of(2, key=30)
+    scheduler.lose(2)
+    for gang in (waits, some, any_two):
+        scheduler.add_gang(gang)
+    assert scheduler.settle_gangs() == ([], [])
+    why = RuntimeError("it has left")
+    scheduler.worker_left(2, why)
+    assert scheduler.settle_gangs() == ([], [waits])
+    assert (waits.state, waits.error) == (GangState.FAILED, why)
+    assert scheduler.place_gang() is some, "the others can do without it"
+    assert scheduler.worker_joined(2) == 2
+    scheduler.worker_up(2)
+
+
+def test_it_fails_when_a_worker_left_that_ran_it() -> None:
+    scheduler = cluster(0, 1)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    scheduler.lose(1)
+    (left_behind, ended) = scheduler.settle_gangs()
+    assert ended == []
+    scheduler.shut_out(left_behind)
+    scheduler.stray_ended(0, gang.members[0].id)
+    scheduler.requeue(1)
+    why = RuntimeError("it has left")
+    scheduler.worker_left(1, why)
+    assert scheduler.settle_gangs() == ([], [gang])
+    assert gang.error is why
+    assert scheduler.idle
+
+
 def test_several_members_of_one_worker_are_sent_at_once() -> None:
     scheduler = cluster(0, 1)
     gang = gang_of(4, [0, 0, 1, 1])

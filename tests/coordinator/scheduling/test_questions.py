@@ -340,7 +340,7 @@ class FakeConnection:
     """Takes answers when the test lets it."""
 
     def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+        self.incarnation, self.boot_id = incarnation, 0
         self.answers: list[Answer] = []
         self.calls = 0
         self.blocked = False

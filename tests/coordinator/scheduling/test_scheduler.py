@@ -19,7 +19,9 @@ from pscluster.coordinator.scheduling.tasks import MAX_WINDOW, Ending, Late, Los
 WORKERS = 3
 MAX_ATTEMPTS = 3
 
-workers = st.integers(0, WORKERS - 1)
+MOST_WORKERS = 5
+
+workers = st.runner().flatmap(lambda machine: st.integers(0, len(machine.up) - 1))
 seconds = st.sampled_from([1e-6, 1e-3, 0.01, 10.0])  # windows of 1000, 12, 3 and 2 functions
 
 
@@ -79,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.front: list[tuple[Task[str], int, float] | None] = [None] * WORKERS  # what it has first, and since when
         self.asked: list[Task[str] | None] = [None] * WORKERS
         self.begun: set[Task[str]] = set()  # an attempt that did not end it may have changed something
+        self.gone = [False] * WORKERS  # it has left for good
         self.barriers: list[str] = []
         self.last_barrier = 0
         self.barrier_owner: str | None = None
@@ -205,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert same(to_shut_out, left)
         self.queue = [task for task in self.queue if task not in chosen]
         self.blocked = [task for task in self.blocked if task not in chosen]
-        for index in range(WORKERS):
+        for index in range(len(self.up)):
             self.strays[index] += [task for task in self.sent[index] if task in chosen]
             self.sent[index] = [task for task in self.sent[index] if task not in chosen]
             self.orphaned[index] = [task for task in self.orphaned[index] if task not in chosen]
@@ -299,9 +302,34 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Workers
 
+    @precondition(lambda self: len(self.up) < MOST_WORKERS)
+    @rule()
+    def joins(self) -> None:
+        assert self.scheduler.worker_joined() == len(self.up)
+        for of_workers in (self.up, self.idle, self.leaving, self.recalled, self.gone):
+            of_workers.append(False)
+        for tasks in (self.sent, self.orphaned, self.strays):
+            tasks.append([])
+        self.front.append(None)
+        self.asked.append(None)
+
+    @rule(index=workers)
+    def leaves_for_good(self, index: int) -> None:
+        self.lose(index)
+        self.requeue(index)
+        if not self.gone[index]:
+            self.scheduler.worker_left(index, RuntimeError("it has left"))
+            self.gone[index] = True
+
+    @rule(index=workers)
+    def joins_again(self, index: int) -> None:
+        if self.gone[index]:
+            assert self.scheduler.worker_joined(index) == index
+            self.gone[index] = self.leaving[index] = False
+
     @rule(index=workers)
     def worker_up(self, index: int) -> None:
-        if not self.up[index] and not self.orphaned[index]:
+        if not self.up[index] and not self.orphaned[index] and not self.gone[index]:
             self.scheduler.worker_up(index)
             self.up[index], self.leaving[index] = True, False
             self.front[index] = self.asked[index] = None
@@ -314,7 +342,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window = self.scheduler.workers[index].window
         room, others_idle = window - len(self.sent[index]), 0
         if self.sent[index]:  # what would only wait here is for those that have nothing; and half a window at a time
-            others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(WORKERS))
+            others_idle = sum(self.up[i] and not self.sent[i] and not self.strays[i] for i in range(len(self.up)))
         may = not self.strays[index] and room > 0 and (not self.sent[index] or room >= window // 2)
         gets = self.up[index] and not self.leaving[index]
         assert bool(batch) == (gets and may and len(queue) > others_idle)
@@ -458,7 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected: list[Task[str]] = []
         if final:
             expected = [task for orphaned in self.orphaned for task in orphaned]
-            self.orphaned = [[] for _ in range(WORKERS)]
+            self.orphaned = [[] for _ in range(len(self.up))]
             self.end(expected, State.CANCELLED)
         if self.error is None or (final and not self.final):
             expected += self.first_error(error)
@@ -482,13 +510,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(index=workers)
     def end_recall(self, index: int) -> None:
-        assert self.scheduler.end_recall(index) == [i for i in range(WORKERS) if self.idle[i]]
+        assert self.scheduler.end_recall(index) == [i for i in range(len(self.up)) if self.idle[i]]
         self.recalled[index] = False
 
     @rule()
     def choose(self) -> None:
-        free = [i for i in range(WORKERS) if self.idle[i] and not self.has(i)]
-        idle, count = [i for i in range(WORKERS) if self.idle[i]], self.scheduler.queued
+        free = [i for i in range(len(self.up)) if self.idle[i] and not self.has(i)]
+        idle, count = [i for i in range(len(self.up)) if self.idle[i]], self.scheduler.queued
         woken = self.scheduler.to_wake()
         assert len(woken) == len(set(woken))
         assert woken == idle if len(free) < count else len(woken) == count and set(woken) <= set(free)
@@ -555,7 +583,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """However it stands: once the workers return and run what they get, everything ends."""
         self.scheduler.shut_out()
         self.shutting_out.clear()
-        for index in range(WORKERS):
+        for index in range(len(self.up)):
             self.lose(index)
             self.requeue(index)
         for task in list(self.blocked):
@@ -563,6 +591,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.unblock(task)
             self.blocked.remove(task)
             self.queue.append(task)
+        self.joins_again(0)
         self.worker_up(0)
         # A cut can be made, since what has begun is run.
         if self.barriers and self.barrier_owner is None and self.queue:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import click
 
-from pscluster.core.cluster.spec import ClusterSpec
+from pscluster.core.cluster.spec import ClusterSpec, TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
-from pscluster.core.fault_points import reach
 from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
@@ -24,19 +23,16 @@ from pscluster.core.role.options import (
     with_user_token,
 )
 from pscluster.core.role.process import main_of
-from pscluster.core.role.server import RoleServer
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
-from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_cache import cache_bytes
-from pscluster.ps.request_metrics import ClientMetrics
-from pscluster.v1 import node_pb2
-from pscluster.worker.collectives.links import Ways
-from pscluster.worker.servers import ServerList, watch_listing
-from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
-from pscluster.worker.telemetry import WorkerTelemetry
+from pscluster.worker.joining import JoinOptions, serve_joining
+from pscluster.worker.process import WorkerProcess
+from pscluster.worker.servers import watch_listing
 
 logger = logging.getLogger(__name__)
+
+COORDINATOR_VARIABLE = "PSCLUSTER_COORDINATOR"
 
 
 def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
@@ -64,73 +60,72 @@ def serve_worker(
         choose_serialization(address, own_options, is_worker=True)
         cache_bytes()  # an invalid size stops the worker now rather than when a coordinator attaches
         identity = make_identity("worker", index)
-        client_metrics = ClientMetrics(len(peers))
-        servers = ServerList(index, peers, own_options)
-
-        def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
-            client_metrics.grow(len(request.store_ids))
-            client = PsClient(
-                servers.of(request),
-                identity,
-                job=request.job,
-                incarnation=incarnation,
-                retry_seconds=request.ps_timeout,
-                metrics=client_metrics,
-            )
-            client.expect(request.store_ids)
-            client.updater.term = request.term
-            return client
-
-        role = WorkerRole(
-            servers,
-            make_client,
-            options.connect_timeout,
-            client_metrics.recording,
-            lambda: Ways(identity, own_options),
-        )
-        server = RoleServer(
-            identity,
-            role,
-            {"worker": (SERVICE, WorkerService(role))},
-            address,
-            own_options,
-            on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
-            telemetry=WorkerTelemetry(role, client_metrics),
-            own=cluster.task_address("worker", index) or "",
-        )
-
-        def close() -> None:
-            reach("worker.stop.before")
-            server.leave()
-            role.leave(options.grace)
-            reach("worker.stop.after")
-            server.stop(0.5)  # for outcomes that are being sent; the streams do not end by themselves
-
+        own = cluster.task_address("worker", index) or ""
+        worker = WorkerProcess(identity, address, own_options, stop, own=own, peers=peers)
         try:
             wait_for_peers(peers, identity, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}")
         except PsClusterError:
             if not stop.event.is_set():
-                close()
+                worker.close()
                 raise
         else:
-            server.ready()
+            worker.server.ready()
             logger.info("worker %d serving on %s", index, address)
             log_serialization()
             if peers:
-                watched = (peers[0], identity, server.node.not_ready, stop.event)
+                watched = (peers[0], identity, worker.server.node.not_ready, stop.event)
                 threading.Thread(target=watch_listing, args=watched, name="listing", daemon=True).start()
-        return close
+        return worker.close
 
     return serve
 
 
-@click.command("worker", help="Run a worker: the task that TF_CONFIG names.")
+@click.command("worker", help="Run a worker: the task that TF_CONFIG names, or with --join one that joins a cluster.")
+@click.option(
+    "--join",
+    metavar="HOST:PORT",
+    envvar=COORDINATOR_VARIABLE,
+    help=f"Join the cluster of the coordinator at this address. Or ${COORDINATOR_VARIABLE}.",
+)
+@click.option(
+    "--task",
+    metavar="NAME|INDEX",
+    default="",
+    envvar="PSCLUSTER_TASK",
+    help="With --join: which worker this is, also after a restart elsewhere. "
+    "Default: the coordinator hands out the lowest free index. Or $PSCLUSTER_TASK.",
+)
+@click.option(
+    "--advertise",
+    metavar="IP[:PORT]",
+    default="",
+    envvar="PSCLUSTER_ADVERTISE",
+    help="With --join: where the coordinator reaches this worker, which it must allow. "
+    "Default: the address that it sees. Or $PSCLUSTER_ADVERTISE.",
+)
+@click.option(
+    "--job-name",
+    default="",
+    envvar="PSCLUSTER_JOB_NAME",
+    help="With --join: join only a coordinator of the job with this name. Or $PSCLUSTER_JOB_NAME.",
+)
 @data_port_option
 @role_options
-def command(options: RoleOptions) -> None:
-    config, index = own_task("worker")
-    address = listen_address(config.cluster.task_address("worker", index), options)
-    run_role("worker", index, options, serve_worker(index, address, config.cluster, options))
+def command(join: str | None, task: str, advertise: str, job_name: str, options: RoleOptions) -> None:
+    if not join:
+        if wrong := [name for name, value in (("--task", task), ("--advertise", advertise)) if value]:
+            raise ConfigurationError(
+                f"{wrong[0]} is given, but no coordinator to join: give --join HOST:PORT, or leave it out"
+            )
+        config, index = own_task("worker")
+        address = listen_address(config.cluster.task_address("worker", index), options)
+        run_role("worker", index, options, serve_worker(index, address, config.cluster, options))
+    elif TFConfig.from_environ().task is not None:
+        raise ConfigurationError(
+            f"TF_CONFIG names a task, and --join or {COORDINATOR_VARIABLE} a coordinator to join: leave one of them out"
+        )
+    else:
+        run_role("worker", None, options, serve_joining(JoinOptions(join, task, advertise, job_name), options))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from pscluster.core.cluster.spec import split_address, tasks_in_words
+from pscluster.core.cluster.spec import parse_address, tasks_in_words
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
 from pscluster.core.limits import one_line
 from pscluster.core.role.options import RoleOptions
@@ -67,7 +67,7 @@ class ServerList:
 
     def _peer(self, index: int, address: str) -> PeerAddress:
         try:
-            split_address(address, f"the coordinator's cluster.ps[{index}]")
+            parse_address(address, f"the coordinator's cluster.ps[{index}]")
         except ConfigurationError as error:
             raise ProtocolError(str(error)) from None
         peer = PeerAddress("ps", index, address, self._options.tls, self._options.token)

@@ -94,7 +94,12 @@ def cli() -> None:
 _SCRIPT = "pscluster.coordinator.cli.script"
 for _name, _module, _attribute, _summary in (
     ("ps", "pscluster.ps.server.main", "command", "Run a parameter server: the task that TF_CONFIG names."),
-    ("worker", "pscluster.worker.main", "command", "Run a worker: the task that TF_CONFIG names."),
+    (
+        "worker",
+        "pscluster.worker.main",
+        "command",
+        "Run a worker: the task that TF_CONFIG names, or with --join one that joins a cluster.",
+    ),
     ("coordinator", _SCRIPT, "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", _SCRIPT, "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),
     ("runs", "pscluster.launch.cli", "runs", "List the runs of a Trainer."),

@@ -21,7 +21,7 @@ from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.core.cluster.spec import TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.role.lifecycle import on_parents_death
-from pscluster.core.role.options import RoleOptions, expect_type, options_of_environ, role_options
+from pscluster.core.role.options import RoleOptions, expect_type, joining_options, options_of_environ, role_options
 from pscluster.core.role.process import complain, configure_logging, log_options, main_of, tune_allocator
 from pscluster.core.security.tokens import hide_token
 
@@ -124,6 +124,7 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 @click.command("coordinator", context_settings=_SETTINGS, help="Run SCRIPT as the coordinator that TF_CONFIG names.")
 @dashboard_options(shown=False)
+@joining_options
 @role_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

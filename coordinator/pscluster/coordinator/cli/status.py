@@ -106,7 +106,7 @@ def show_status(peers: Sequence[PeerAddress], *, as_text: bool = True, every: fl
         _screen(live=as_text and every is not None) as show,
     ):
         for _ in (0,) if every is None else _rounds(every):
-            answers = asker.ask(explained=True)
+            answers = _with_joined(asker, peers, explained=True)
             up = all_up(answers)
             if as_text:
                 show(status_table(answers))
@@ -123,12 +123,30 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
     meter = RateMeter()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Asker(peers)) as asker, _screen(live=True) as show:
         for round_number in _rounds(every, rounds and rounds + 1):
-            replies = replies_by_task(asker.ask(BUSIEST))
+            answers = _with_joined(asker, peers, BUSIEST)
+            replies = replies_by_task(answers)
             rates = meter.add(time.monotonic(), replies)
             if round_number:
-                silent = [peer.task for peer in peers if peer.task not in replies]
+                silent = [peer.task for peer in answers if peer.task not in replies]
                 show(top_tables(replies, rates, silent, rows))
     return 0
+
+
+def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False) -> Answers:
+    """Return the answers of these tasks, and of the workers that have joined, where the coordinator says they are."""
+    answers = asker.ask(busiest, explained=explained)
+    coordinator = next((peer for peer, answer in answers.items() if peer.role == "chief"), None)
+    answer = answers.get(coordinator) if coordinator is not None else None
+    if coordinator is None or answer is None or isinstance(answer, str):
+        return answers
+    named = {(peer.role, peer.index): peer for peer in peers}
+    for worker in answer.workers:
+        at, tls = ("worker", worker.index), coordinator.tls
+        named[at] = PeerAddress(*at, worker.address, tls, coordinator.token, tls_name=worker.tls_name)
+    if set(named.values()) == set(answers):
+        return answers
+    asker.follow(named.values())
+    return asker.ask(busiest, explained=explained)
 
 
 def _rounds(every: float, count: int = 0) -> Iterator[int]:

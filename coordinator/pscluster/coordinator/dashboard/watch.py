@@ -20,7 +20,7 @@ from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
 from pscluster.coordinator.local.local_cluster import LocalCluster
-from pscluster.coordinator.observability.asker import Asker, replies_by_task
+from pscluster.coordinator.observability.asker import Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
 from pscluster.coordinator.scheduling.loop import in_thread
@@ -104,10 +104,15 @@ class Watch:
         if context is None or self._ended:
             return
         if self._asker is None:
-            self._asker = Asker(context.tasks)
-        asker, self._asked_at = self._asker, time.monotonic()
+            self._asker = Asker(())
+        asker, self._asked_at, tasks = self._asker, time.monotonic(), context.tasks
         del context
-        new = replies_by_task(await in_thread(asker.ask, BUSIEST, ANSWER_SECONDS))
+
+        def ask() -> Answers:
+            asker.follow(tasks)
+            return asker.ask(BUSIEST, ANSWER_SECONDS)
+
+        new = replies_by_task(await in_thread(ask))
         self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}
         kept = {task: reply for task, reply in self._replies.items() if 0 < self._misses.get(task, 0) < MISSES}
         self._replies = {**kept, **new}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pscluster.coordinator.dashboard.server import Dashboard
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
+from pscluster.coordinator.job.registration import SERVICE, Registration, addresses_of
 from pscluster.coordinator.job.settings import process_options
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
@@ -59,8 +60,9 @@ def describe_job(
     if isinstance(resolver, LocalCluster):
         resolver.check_not_stopped()
     spec = resolver.cluster_spec()
-    validate_for_strategy(spec, resolver.task_type, resolver.task_id)
     options = process_options()
+    may_join = options.max_workers is not None and "chief" in spec.jobs and resolver.task_type == "chief"
+    validate_for_strategy(spec, resolver.task_type, resolver.task_id, needs_worker=not may_join)
     mine = resolver if isinstance(resolver, LocalCluster) else options
     tls = mine.tls
     if token is None:
@@ -72,7 +74,8 @@ def describe_job(
     placer = ShardPlacer(spec.num_tasks("ps"), placement)
     options = replace(options, token=token, tls=tls)
     ps, workers = (
-        [_peer(resolver, spec, job, index, options) for index in spec.task_indices(job)] for job in ("ps", "worker")
+        [_peer(resolver, spec, job, index, options) for index in (spec.task_indices(job) if job in spec.jobs else ())]
+        for job in ("ps", "worker")
     )
     exposed = ""
     if token is None and (tls is None or not tls.is_mutual):
@@ -151,6 +154,8 @@ class _CoordinatorRole(Role):
             reply.detail, stats = dispatcher.status.describe(), dispatcher.status.stats()
             reply.functions_waiting, reply.functions_running = stats.waiting, stats.in_flight
             reply.functions_done = stats.done
+        if context is not None:
+            reply.workers.extend(addresses_of(context.workers))
 
 
 def _serve_role(context: JobContext) -> RoleServer | None:
@@ -162,7 +167,11 @@ def _serve_role(context: JobContext) -> RoleServer | None:
     if isinstance(resolver, LocalCluster):
         options = replace(options, share_port="--share-port" in resolver.hand_over_port("chief", 0))
     try:
-        server = RoleServer(context.request.coordinator, _CoordinatorRole(context), {}, address, options)
+        registration = Registration(weakref.ref(context), address, options)
+        services = {"coordinator": (SERVICE, registration)}
+        # Only over gRPC: workers register seldom, and the data plane does not name its callers in the same way.
+        options = replace(options, data_port=None)
+        server = RoleServer(context.request.coordinator, _CoordinatorRole(context), services, address, options)
     except SocketTakenError:
         if not options.share_port:
             raise

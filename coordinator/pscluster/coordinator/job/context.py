@@ -11,13 +11,15 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.losses import Losses
+from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
@@ -28,7 +30,7 @@ from pscluster.coordinator.scheduling.state import DispatchState, PartlyApplied
 from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
-from pscluster.core.errors import CheckpointError, MisuseError, PSUnavailableError
+from pscluster.core.errors import CheckpointError, MisuseError, PSUnavailableError, UnavailableError
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
@@ -88,7 +90,9 @@ class JobContext:
     _lost: PSUnavailableError | None = None  # a parameter server, for good
 
     def __post_init__(self) -> None:
-        self.workers = [peer for peer in self.tasks if peer.role == "worker"]
+        self.workers = [peer for peer in self.tasks if peer.role == "worker"]  # never changed in place
+        self._boot_ids: dict[int, int] = {}  # of workers that have registered
+        self._members = Members((peer.index for peer in self.workers), self.options.max_workers or MAX_WORKERS)
         self.losses = Losses(self.client, self.event_log, self.unreachable)
         self.client.exchanges.on_lost = self.server_is_lost
 
@@ -111,6 +115,54 @@ class JobContext:
     def metrics_address(self) -> str:
         """Return HOST:PORT of `/metrics`; "" if it is not served."""
         return self.metrics_server.address if self.metrics_server is not None else ""
+
+    # Workers that join and leave: on the loop's thread, one at a time
+
+    def register(self, claim: Claim, peer: PeerAddress, boot_id: int) -> PeerAddress:
+        """Take a worker that has registered at the place of `peer`, and return it with its index.
+
+        BusyError if its task is taken, or the cluster is full; nothing has changed then.
+        """
+
+        async def take() -> PeerAddress:
+            if self.closed:
+                raise UnavailableError("the job is over: the worker joins the next one")
+            dispatcher = self.dispatcher
+            is_up = (lambda _: False) if dispatcher is None else dispatcher.is_up
+            mine = replace(peer, index=self._members.claim(claim, time.monotonic(), is_up))
+            self._boot_ids[mine.index] = boot_id
+            self._set_workers([*(worker for worker in self.workers if worker.index != mine.index), mine])
+            if dispatcher is not None:
+                dispatcher.join(mine, boot_id)
+            return mine
+
+        return loop.run(take())
+
+    def retire_worker(self, index: int) -> None:
+        """Let a worker leave the cluster for good when it is next down: it is being stopped."""
+
+        async def retire() -> None:
+            if self.dispatcher is None:
+                self._worker_left(index)
+            else:
+                self.dispatcher.retire(index)
+
+        loop.run(retire())
+
+    def _worker_left(self, index: int) -> None:
+        """Note that a worker has left the cluster for good."""
+        self._members.left(index)
+        self._boot_ids.pop(index, None)
+        self._set_workers([worker for worker in self.workers if worker.index != index])
+
+    def _set_workers(self, workers: list[PeerAddress]) -> None:
+        """Have these workers, in all that is told of them from now on."""
+        workers = sorted(workers, key=lambda peer: peer.index)
+        self.tasks = [*(peer for peer in self.tasks if peer.role != "worker"), *workers]
+        self.workers = workers
+        self.request.workers[:] = [peer.index for peer in workers]
+        # A worker's index is below it: the number of input pipelines.
+        self.request.num_workers = max((peer.index + 1 for peer in workers), default=0)
 
     # Tasks that are lost
 
@@ -202,11 +254,20 @@ class JobContext:
             raise MisuseError("this strategy is closed: make another ParameterServerStrategy")
         limits = max_queued, max_attempts, worker_lease
         records = self.metrics, self.event_log, self.partly_applied
-        dispatcher = Dispatcher(DispatchState(self.workers, self.servers, self.request, *limits, *records))
-        with self._lock:
-            self.dispatcher = dispatcher
-            dispatcher.workers_gone(self._workers_gone)
-        loop.run(dispatcher.start())
+
+        async def begin() -> Dispatcher:  # on the loop: no worker joins meanwhile
+            dispatcher = Dispatcher(DispatchState(self.workers, self.servers, self.request, *limits, *records))
+            for handle in dispatcher.state.workers:
+                if (boot_id := self._boot_ids.get(handle.peer.index)) is not None:
+                    handle.move(handle.peer, boot_id)
+            dispatcher.state.worker_left = lambda peer: self._worker_left(peer.index)
+            with self._lock:
+                self.dispatcher = dispatcher
+                dispatcher.workers_gone(self._workers_gone)
+            await dispatcher.start()
+            return dispatcher
+
+        dispatcher = loop.run(begin())
         if self._lost is not None:
             dispatcher.servers.is_lost(self._lost)
         return dispatcher

@@ -45,26 +45,43 @@ class Addresses:
         ConfigurationError if the host does not resolve or is not this machine, or there is nowhere to put sockets.
         """
         self._folder: OwnFolder | None = None
-        self._is_tcp = host is not None
+        self._host, self._is_tcp, self._data_ports = host, host is not None, data_ports
         self._reserved: dict[TaskKey, list[socket.socket]] = {}
         self.data_ports: dict[TaskKey, int] = {}
         addresses: dict[str, list[str]] = {}
         try:
             if host is None:
                 self._folder = folder_for_sockets()
-                for role, count in counts.items():
-                    paths = (self._folder.path / f"{role}-{index}" for index in range(count))
-                    addresses[role] = [address_of(path) for path in paths]
-            else:
-                name = f"[{host}]" if ":" in host else host
-                for role, count in counts.items():
-                    needed = 2 if data_ports and role != "chief" else 1
-                    ports = [self._reserve((role, index), host, needed) for index in range(count)]
-                    addresses[role] = [f"{name}:{port}" for port, *_ in ports]
+            for role, count in counts.items():
+                addresses[role] = [self._address((role, index)) for index in range(count)]
         except BaseException:
             self.release()
             raise
         self.spec = ClusterSpec(addresses, source="LocalCluster")
+
+    def _address(self, task: TaskKey) -> str:
+        role, index = task
+        if self._host is None:
+            assert self._folder is not None
+            return address_of(self._folder.path / f"{role}-{index}")
+        name = f"[{self._host}]" if ":" in self._host else self._host
+        needed = 2 if self._data_ports and role != "chief" else 1
+        return f"{name}:{self._reserve(task, self._host, needed)[0]}"
+
+    def add(self, task: TaskKey) -> None:
+        """Reserve the address of another task, the next one of its role."""
+        role, index = task
+        addresses = self.spec.as_dict()
+        known = [self.spec.task_address(role, at) for at in range(index)]
+        self.spec = ClusterSpec({**addresses, role: [*known, self._address(task)]}, source="LocalCluster")
+
+    def remove(self, task: TaskKey) -> None:
+        """Release the address of the last task of a role."""
+        role, index = task
+        known = [self.spec.task_address(role, at) for at in range(index)]
+        self.spec = ClusterSpec({**self.spec.as_dict(), role: known}, source="LocalCluster")
+        self.data_ports.pop(task, None)
+        _close(self._reserved.pop(task, []))
 
     def _reserve(self, task: TaskKey, host: str, count: int) -> list[int]:
         """Return the task's port for gRPC, and a second one, if any, for data."""

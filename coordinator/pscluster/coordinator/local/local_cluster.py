@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -40,11 +41,13 @@ from pscluster.coordinator.local.launcher import Report, Reports
 from pscluster.coordinator.local.processes import Processes
 from pscluster.coordinator.local.supervisor import (
     Action,
+    Added,
     Event,
     Exited,
     GiveUp,
     Log,
     Phase,
+    Removed,
     RestartPolicy,
     RestartRequested,
     Signal,
@@ -63,13 +66,18 @@ from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
+from pscluster.core.ids import make_identity
 from pscluster.core.role.options import DATA_PORT_VARIABLE, GRACE_SECONDS
 from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.security.tls import Tls, load_tls
 from pscluster.core.security.tokens import TOKEN_VARIABLE, load_token, new_token
+from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.storage.options import STATE_VARIABLE
 
 logger = logging.getLogger("pscluster.local_cluster")
+
+MAX_WORKERS = 1000
+"""The most workers of a local cluster."""
 
 # Signals that end a process that does not handle them, so that kill() can wait for its death.
 _DEADLY = {
@@ -92,6 +100,9 @@ class Job(Protocol):
 
         Must not block: called on the monitor's thread, or by `LocalCluster.serve`.
         """
+
+    def retire_worker(self, index: int) -> None:
+        """Take note that a worker is being stopped for good."""
 
 
 class LocalCluster(ClusterResolver, StaysHere):
@@ -187,6 +198,7 @@ class LocalCluster(ClusterResolver, StaysHere):
         self.allow_pickle = allow_pickle
         self._host = host or "127.0.0.1"
         self._wants_tls = not is_loopback(self._host) if tls is None else tls
+        self._grace = grace
         self._counts = {"ps": num_ps, "worker": num_workers}
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
         self._own_folder: OwnFolder | None = None  # to be removed
@@ -212,6 +224,8 @@ class LocalCluster(ClusterResolver, StaysHere):
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self._workers_gone = ""  # why, as the jobs know it
         self._notifying = threading.Lock()
+        self._scaling = threading.Lock()
+        self._joining: set[int] = set()  # workers that were started by `scale`: they register with the coordinator
         self._started_at = ""  # the caller's file and line
 
     @staticmethod
@@ -327,6 +341,72 @@ class LocalCluster(ClusterResolver, StaysHere):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def scale(self, workers: int, *, timeout: float = 60.0) -> None:
+        """Start workers, or stop those with the highest indices, until there are so many. Return when that is done.
+
+        Jobs on this cluster go on meanwhile: a new worker gets functions at once, and one that is stopped lets the
+        function that it runs end within the grace, or gives it back, to run elsewhere. A coordinator in another process
+        learns of workers that were started here, and counts one that was there from its start as missing if it is
+        stopped.
+
+        Args:
+            workers: how many there are afterwards, from 1 to 1,000.
+            timeout: seconds for new workers to serve, and beyond its grace for each that is stopped to end.
+
+        Raises:
+            ConfigurationError: `workers` is out of range. Nothing has changed.
+            MisuseError: the cluster isn't running.
+            LocalClusterError: a worker could not be started.
+            UnavailableError: a new worker does not serve within `timeout` seconds; it may do so later.
+            WaitTimeoutError: a worker does not end.
+        """
+        with configuration_errors():
+            workers = checks.whole("workers", workers, at_least=1, at_most=MAX_WORKERS)
+            timeout = checks.real("timeout", timeout, kind="number of seconds", at_least=0)
+        with self._scaling:
+            with self._changed:
+                if self._monitor is None or self._ended.is_set():
+                    raise MisuseError("the cluster can't be scaled: it isn't running")
+                before = self._counts["worker"]
+            for index in range(before, workers):
+                self._add_worker(index)
+            for index in reversed(range(workers, before)):
+                self._remove_worker(index, timeout)
+            self._wait_until_serving(range(before, workers), timeout)
+
+    def _add_worker(self, index: int) -> None:
+        task = "worker", index
+        with self._changed:
+            self._started_addresses().add(task)
+            self._counts["worker"] = index + 1
+            self._joining.add(index)
+        self._inbox.put(Added(task))
+
+    def _remove_worker(self, index: int, timeout: float) -> None:
+        task = "worker", index
+        for job in list(self._jobs):
+            job.retire_worker(index)
+        self._inbox.put(Removed(task))
+        with self._changed:
+            left = not self._changed.wait_for(
+                lambda: self._ended.is_set() or not self._supervisor.has(task), self._grace + timeout
+            )
+            if left:
+                raise WaitTimeoutError(f"{task_name(task)} does not end {self._grace + timeout:g} s after SIGTERM")
+            if not self._ended.is_set():
+                self._counts["worker"] = index
+                self._started_addresses().remove(task)
+
+    def _wait_until_serving(self, indices: Iterable[int], timeout: float) -> None:
+        spec, peers = self.cluster_spec(), []
+        tls = load_tls("coordinator", Path(self.tls_folder)) if self.tls_folder else None
+        for index in indices:
+            why_gone = functools.partial(self.why_gone, "worker", index)
+            peers.append(PeerAddress("worker", index, spec.task_address("worker", index), tls, self.token, why_gone))
+        if peers:
+            wait_for_peers(peers, make_identity("tool", 0), timeout=timeout, purpose="scaling")
+        self.check()
+
     def check(self) -> None:
         """Raise LocalClusterError if a task was given up: too many restarts, or a wrong configuration."""
         with self._changed:
@@ -367,7 +447,7 @@ class LocalCluster(ClusterResolver, StaysHere):
     def why_gone(self, role: str, index: int) -> str:
         """Return why a task has no process and gets none unless asked for; empty if it has one, or will."""
         with self._changed:
-            return self._supervisor.why_gone(self._task(role, index))
+            return self._supervisor.why_gone((role, index))
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks, and one for the chief, for the process that runs the coordinator."""
@@ -581,8 +661,13 @@ class LocalCluster(ClusterResolver, StaysHere):
         env = dict(self._env)
         if (port := self._started_addresses().data_ports.get(task)) is not None:
             env[DATA_PORT_VARIABLE] = str(port)
-        env = child_environ(env, self.tf_config(role, index), self.token, self.tls_folder)
-        self._processes.start(task, [*command, *self._options, *self.hand_over_port(role, index)], env, self._cwd)
+        options, config = [*self._options, *self.hand_over_port(role, index)], self.tf_config(role, index)
+        if role == "worker" and index in self._joining and self._command is None:
+            spec, config = self.cluster_spec(), "{}"
+            options += ["--join", spec.task_address("chief", 0), "--task", str(index)]
+            options += ["--bind", spec.task_address(role, index)]
+        env = child_environ(env, config, self.token, self.tls_folder)
+        self._processes.start(task, [*command, *options], env, self._cwd)
 
     def _end(self) -> None:
         """Leave no process, port or file behind, even if the monitor failed."""

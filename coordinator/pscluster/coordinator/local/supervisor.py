@@ -16,6 +16,9 @@ nothing happens before. The states of one task:
     STOPPING --Exited, whatever the code--------> STOPPED       or WAITING, due at once, for a restart
     any without a process --RestartRequested----> WAITING       due at once, with a full budget
     WAITING  --StopRequested--------------------> STOPPED
+    none     --Added----------------------------> WAITING       due at once
+    STARTING, RUNNING --Removed-----------------> STOPPING      once it is started; then there is no such task
+    any without a process --Removed-------------> none          at once
 
 Budget: a task may be restarted `max_restarts` times. The first restart is immediate, the later ones follow a backoff
 that doubles. A process that stays up for `refill_after` seconds restores its task's whole budget, so that the budget
@@ -106,6 +109,20 @@ class RestartRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """A caller requests another task. Ignored while the cluster stops."""
+
+    task: TaskKey
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A caller requests that a task ends for good; its process, if any, stops cleanly first."""
+
+    task: TaskKey
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     at_once: bool = False
 
@@ -115,7 +132,7 @@ class Tick:
     """Time passed."""
 
 
-Event: TypeAlias = Started | StartFailed | Exited | RestartRequested | StopRequested | Tick
+Event: TypeAlias = Started | StartFailed | Exited | RestartRequested | Added | Removed | StopRequested | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,7 @@ class TaskState:
     up_since: float = 0.0  # with a pid: when it started
     kill_at: float | None = None  # STOPPING: when SIGKILL follows; None once sent
     restart_requested: bool = False  # STOPPING for RestartRequested, not for a stop
+    removed: bool = False  # it ends for good
     starts: int = 0  # processes started
     restarts_used: int = 0  # of the budget
     cause: str = ""  # why the next process is a restart, for the log
@@ -226,7 +244,14 @@ class Supervisor:
             case Exited(key, pid, code):
                 self._exited(self._tasks[key], pid, code, now, jitter)
             case RestartRequested(key):
-                self._request_restart(self._tasks[key], now)
+                if key in self._tasks:
+                    self._request_restart(self._tasks[key], now)
+            case Added(key):
+                if not self._stopping:
+                    self._tasks.setdefault(key, TaskState(key))
+            case Removed(key):
+                if key in self._tasks:
+                    self._remove(self._tasks[key], now)
             case StopRequested(at_once):
                 self._stop_requested(at_once)
             case Tick():
@@ -261,7 +286,9 @@ class Supervisor:
 
     def why_gone(self, task: TaskKey) -> str:
         """Return why the task gets no process unless asked for: it was given up, or the cluster is stopped; or ""."""
-        return "the local cluster was stopped" if self._stopping else self._tasks[task].failure
+        if self._stopping:
+            return "the local cluster was stopped"
+        return self._tasks[task].failure if task in self._tasks else "the local cluster was scaled down"
 
     def why_none(self, role: str) -> str:
         """Return why no task of the role has a process, or gets one by itself; empty unless some were given up."""
@@ -269,6 +296,10 @@ class Supervisor:
         if self._stopping or not all(task.phase.is_final for task in tasks) or not any(task.failure for task in tasks):
             return ""
         return "; ".join(task.failure or f"{task} is {task.phase.value}" for task in tasks)
+
+    def has(self, task: TaskKey) -> bool:
+        """Return whether there is such a task."""
+        return task in self._tasks
 
     def state(self, task: TaskKey) -> TaskState:
         """Return a copy of a task's state. KeyError if there is no such task."""
@@ -284,14 +315,18 @@ class Supervisor:
         assert task.phase is Phase.STARTING, f"{task} was started without a request"
         task.phase, task.pid, task.up_since = Phase.RUNNING, pid, now
         task.starts += 1
-        if task.cause:
+        if task.removed:
+            self._terminate(task, now)
+        elif task.cause:
             self._log(f"{task.cause}; restarted as pid {pid}{self._restart_count(task)}", task.task)
             task.cause = ""
 
     def _start_failed(self, task: TaskState, reason: str, now: float, jitter: float) -> None:
         assert task.phase is Phase.STARTING, f"{task} was started without a request"
         text = f"{task} could not be started: {reason}"
-        if self._stopping:
+        if task.removed:
+            del self._tasks[task.task]
+        elif self._stopping:
             task.phase = Phase.STOPPED
         elif task.starts == 0:
             self._give_up(task, text)
@@ -305,7 +340,9 @@ class Supervisor:
         if now - task.up_since >= self._policy.refill_after:
             task.restarts_used = 0
         task.pid, task.kill_at = None, None
-        if self._stopping:
+        if task.removed:
+            del self._tasks[task.task]
+        elif self._stopping:
             task.phase = Phase.STOPPED
             if phase is Phase.RUNNING and code != 0:  # its turn to stop had not come
                 self._log(f"{text} while the cluster was stopping")
@@ -354,6 +391,13 @@ class Supervisor:
             self._restart_now(task, task.cause, now)
         elif task.phase.is_final:
             self._restart_now(task, f"{task} was {task.phase.value}", now)
+
+    def _remove(self, task: TaskState, now: float) -> None:
+        task.removed, task.restart_requested = True, False
+        if task.phase is Phase.RUNNING:
+            self._terminate(task, now)
+        elif task.phase not in _WITH_PROCESS:
+            del self._tasks[task.task]
 
     def _restart_now(self, task: TaskState, cause: str, now: float) -> None:
         task.phase, task.due, task.cause = Phase.WAITING, now, cause

@@ -25,7 +25,16 @@ class Asker:
     """Queries all tasks at once, on connections that stay open until `close`."""
 
     def __init__(self, peers: Iterable[PeerAddress]) -> None:
-        self._channels = {peer: open_peer_channel(peer) for peer in peers}
+        self._channels: dict[PeerAddress, grpc.Channel] = {}
+        self._stubs: dict[PeerAddress, Stub] = {}
+        self.follow(peers)
+
+    def follow(self, peers: Iterable[PeerAddress]) -> None:
+        """Query these tasks from now on: workers join and leave."""
+        peers = list(peers)
+        for peer in set(self._channels).difference(peers):
+            self._channels.pop(peer).close()
+        self._channels = {peer: self._channels.get(peer) or open_peer_channel(peer) for peer in peers}
         self._stubs = {peer: Stub(channel, NODE_SERVICE) for peer, channel in self._channels.items()}
 
     def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS, *, explained: bool = False) -> Answers:
@@ -41,7 +50,7 @@ class Asker:
             except grpc.RpcError as error:
                 if error.code() not in RETRYABLE:
                     return str(from_rpc(error, str(peer)))
-                return explain(peer.address, peer.tls) if explained else "it does not answer"
+                return explain(peer.address, peer.tls, peer.tls_name) if explained else "it does not answer"
             theirs = reply.identity
             if (theirs.role, theirs.index) != (peer.role, peer.index):
                 return f"{theirs.name} answers there: check TF_CONFIG"

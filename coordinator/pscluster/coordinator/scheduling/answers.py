@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Answers:
     def __init__(self, state: DispatchState) -> None:
         self._state, self._scheduler = state, state.scheduler
         self._lock = threading.Lock()  # held for a moment, and with no other: whoever answers may hold any
-        self._asked: list[dict[int, _Asked]] = [{} for _ in state.workers]  # by worker, and function
+        self._asked: defaultdict[int, dict[int, _Asked]] = defaultdict(dict)  # by worker, and function
         self._complained: set[int] = set()  # of which workers
 
     def take(self, index: int, connection: WorkerConnection, questions: Sequence[worker_pb2.Question]) -> None:

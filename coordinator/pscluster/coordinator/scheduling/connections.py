@@ -55,7 +55,7 @@ class TlsDiagnosis:
     """Finds out why a peer is no longer trusted (a certificate has expired), or refuses until something is fixed."""
 
     def __init__(self, peer: PeerAddress) -> None:
-        self._peer = peer
+        self.peer = peer
         self._next_check = 0.0
         self._refusal = ""
         self.why = ""
@@ -64,11 +64,11 @@ class TlsDiagnosis:
         """Log the reason, once. Not every attempt checks for it."""
         if isinstance(failure, _TO_BE_FIXED) and str(failure) != self._refusal:
             self._refusal = str(failure)
-            logger.error("%s refuses this coordinator until this is fixed: %s", self._peer, failure)
-        if self._peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_check:
+            logger.error("%s refuses this coordinator until this is fixed: %s", self.peer, failure)
+        if self.peer.tls is None or not isinstance(failure, UnavailableError) or time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + _CHECK_SECONDS
-        why = str(await in_thread(why_untrusted, self._peer) or "")
+        why = str(await in_thread(why_untrusted, self.peer) or "")
         if why and why != self.why:
             logger.error("%s", why)
         self.why = why

@@ -39,13 +39,14 @@ from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
-from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.coordinator.scheduling.waiting import deadline_of
 from pscluster.coordinator.scheduling.waits import Waits
 from pscluster.coordinator.scheduling.worker_link import WorkerLink
 from pscluster.core.errors import CancelledError, MisuseError, PsClusterError
 from pscluster.core.fault_points import reach
+from pscluster.core.transport.channels import PeerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -153,12 +154,58 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Begin to dial the workers and to watch the servers."""
-        workers = range(len(self.state.workers))
-        parts = self.state, self.servers, self.definitions, self._outcomes, self._answers
-        links = [WorkerLink(*parts, index) for index in workers]
-        jobs = [link.serve() for link in links]
+        jobs = [self._link(index) for index in range(len(self.state.workers))]
         jobs += [*self.servers.jobs(), self.status.warn_when_quiet(), self._overtime.watch()]
         self.state.jobs = [asyncio.create_task(self._supervised(job)) for job in jobs]
+
+    def _link(self, index: int) -> Coroutine[Any, Any, None]:
+        parts = self.state, self.servers, self.definitions, self._outcomes, self._answers
+        return WorkerLink(*parts, index).serve()
+
+    def join(self, peer: PeerAddress, boot_id: int) -> None:
+        """Take a worker that has registered: a new one, or a new process of one, which may be at another place.
+
+        On the loop's thread.
+        """
+        state = self.state
+        known = {handle.peer.index: index for index, handle in enumerate(state.workers)}
+        place = known.get(peer.index)
+        if place is not None and self._scheduler.workers[place].gone is None:
+            handle = state.workers[place]
+            if (peer.address, boot_id) != (handle.peer.address, handle.boot_id):
+                self._note(peer, "has registered")
+            if handle.up and handle.connection is not None and handle.connection.boot_id != boot_id:
+                handle.doom("another process has registered as this task")
+            handle.move(peer, boot_id)
+            return
+        self._note(peer, "has joined the cluster")
+        handle = WorkerHandle(peer, boot_id, transient=True)
+        with state.changed:
+            if state.closed:
+                return
+            index = self._scheduler.worker_joined(place)
+            if index == len(state.workers):
+                state.workers.append(handle)
+            else:
+                state.workers[index] = handle
+            state.changed.notify_all()
+        job = state.loop.create_task(self._supervised(self._link(index)))
+        state.jobs.append(job)
+        job.add_done_callback(state.jobs.remove)
+
+    def _note(self, peer: PeerAddress, news: str) -> None:
+        logger.info("%s %s", peer, news)
+        self.state.event_log.record(peer.task, "note", news)
+
+    def retire(self, index: int) -> None:
+        """Let the worker with this index leave for good when it is next down, or now if it is. On the loop's thread."""
+        for handle in self.state.workers:
+            if handle.peer.index == index:
+                handle.retired = True
+
+    def is_up(self, index: int) -> bool:
+        """Return whether the worker with this index is connected. From any thread."""
+        return any(handle.up for handle in self.state.workers if handle.peer.index == index)
 
     async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
         """Make a job's failure the cluster's error: others would wait forever for a job that ended unnoticed."""
@@ -186,7 +233,9 @@ class Dispatcher:
         for server in self.state.servers:
             server.over = True
         # The roles first, while they are connected: they must not take the end for a lost coordinator.
-        peers = [*(handle.peer for handle in self.state.workers), *(server.peer for server in self.state.servers)]
+        workers = zip(self.state.workers, self._scheduler.workers, strict=True)
+        peers = [handle.peer for handle, worker in workers if worker.gone is None]
+        peers += [server.peer for server in self.state.servers]
         reach("coordinator.end.before")
         await asyncio.gather(*(end_job(peer, self.state.attach.job, reason) for peer in peers))
         reach("coordinator.end.after")

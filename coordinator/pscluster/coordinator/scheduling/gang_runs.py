@@ -59,7 +59,10 @@ class GangRuns:
                 handle = self._state.workers[index]
                 assert handle.connection is not None, "a worker that is free is connected"
                 described.members.add(
-                    worker=index, address=handle.peer.address, incarnation=handle.connection.incarnation
+                    worker=handle.peer.index,
+                    address=handle.peer.address,
+                    incarnation=handle.connection.incarnation,
+                    tls_name=handle.peer.tls_name,
                 )
             for index in dict.fromkeys(gang.placed):
                 if not self._hand_over(index):

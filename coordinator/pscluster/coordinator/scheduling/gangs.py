@@ -22,6 +22,9 @@ workers are all up: a gang that waits for a worker that is gone holds none, and 
 
 A gang may have several members on a worker, and may go on without workers that are lost (`min_workers`): their members
 are then placed on others. Once such a worker is back the generation ends, and the next one has its members at home.
+If workers have left for good, and without them too few are left for that, it fails:
+
+    WAITING --workers that it needs are GONE--> FAILED
 """
 
 from __future__ import annotations
@@ -261,8 +264,19 @@ class Gangs(Generic[P]):
                 gang.state = GangState.WAITING
                 gang.renew()
                 self.line.appendleft(gang)
+        for gang in list(self.line):
+            if (why := self._why_hopeless(gang)) is not None:
+                self.line.remove(gang)
+                gang.error, gang.state = why, GangState.FAILED
+                self._over.append(gang)
         over, self._over = self._over, []
         return over
+
+    def _why_hopeless(self, gang: Gang[P]) -> Exception | None:
+        """Return why a gang in line will never be placed; None if it may."""
+        homes = set(gang.workers or ())
+        gone = [why for at in sorted(homes) if (why := self._workers[at].gone) is not None]
+        return gone[0] if gone and len(homes) - len(gone) < (gang.min_workers or len(homes)) else None
 
     def cancel_waiting(self, wanted: Callable[[Task[P]], bool]) -> list[Task[P]]:
         """Take the wanted gangs out of the line. Return their members, which have not ended yet."""

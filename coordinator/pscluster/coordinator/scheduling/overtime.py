@@ -49,7 +49,7 @@ class Overtime:
         if late is Late.STOP:
             self._state.recall(index, [task])
         elif late is Late.GIVE_UP:
-            handle.doomed.set()
+            handle.doom("it runs a function that does not stop after its timeout")
         else:
             task.payload.applied = True  # perhaps: it is still running
             self._state.metrics.remember(task, task.payload.function.name, index, time.monotonic(), "failed")

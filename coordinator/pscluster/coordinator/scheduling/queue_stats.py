@@ -101,7 +101,7 @@ class QueueStatus:
 
     def missing(self) -> list[str]:
         """Return the tasks of the cluster that are down or unreachable."""
-        workers = [str(handle.peer) for handle in self._state.workers if not handle.up]
+        workers = [str(handle.peer) for handle in self._state.members if not handle.up]
         return [*map(str, unreachable(self._state.servers)), *workers]
 
     def stats(self) -> QueueStats:
@@ -111,6 +111,8 @@ class QueueStatus:
             scheduler, oldest = self._scheduler, self._scheduler.next_one
             workers = []
             for handle, worker in zip(self._state.workers, scheduler.workers, strict=True):
+                if worker.gone is not None:
+                    continue
                 # Strays keep it busy as well.
                 first = next(itertools.chain(worker.strays.values(), worker.sent.values()), None)
                 workers.append(
@@ -158,7 +160,8 @@ class QueueStatus:
                     lines.append(
                         f"{handle.peer}: {name} has ended but is still running there; nothing else runs until it stops"
                     )
-                if not tasks and not handle.up and not self._state.closed:
+                gone = self._scheduler.workers[index].gone is not None
+                if not tasks and not handle.up and not self._state.closed and not gone:
                     lines.append(f"{handle.peer}: not connected: {handle.why}")
             lines += [self._why_waits(gang) for gang in self._scheduler.gangs.line]
             if self._scheduler.barriers:
@@ -252,8 +255,11 @@ class QueueStatus:
 
     def who_is_up(self) -> str:
         """Say how many workers are up, and which are missing."""
-        missing = ", ".join(f"{handle.peer} ({handle.why})" for handle in self._state.workers if not handle.up)
-        workers = f"{self._state.workers_up} of {len(self._state.workers)} workers up"
+        members = self._state.members
+        missing = ", ".join(f"{handle.peer} ({handle.why})" for handle in members if not handle.up)
+        workers = f"{self._state.workers_up} of {len(members)} workers up"
+        if not members:
+            return "no worker has joined"
         return f"{workers}, missing: {missing}" if missing else workers
 
     def describe_locked(self) -> str:
@@ -274,7 +280,7 @@ class QueueStatus:
                 busy, heard = not self._scheduler.idle, [handle.heard for handle in self._state.workers]
                 state = f"{self.describe_locked()}; {self.running()}; {heard}"
             # The same state is logged once.
-            if state != said and busy and time.monotonic() - max(heard) >= QUIET_SECONDS:
+            if state != said and busy and time.monotonic() - max(heard, default=0.0) >= QUIET_SECONDS:
                 said = state
                 logger.warning("nothing has come back for %g s:\n%s", QUIET_SECONDS, self.explain())
 

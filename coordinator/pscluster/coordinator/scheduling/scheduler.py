@@ -49,6 +49,14 @@ variables, a cancel) must not contain half of a task, and puts up a barrier:
 Several may wait; one at a time is held. A function that ends with an error, or is cancelled, may have changed something
 for good: the owner keeps a record of that.
 
+Workers come and go. Each has a place, its index here, which another process may take later for the same task:
+
+    MEMBER --worker_up--> UP --lose, requeue--> MEMBER   as often as it dies and returns
+    MEMBER --worker_left----------------------> GONE     it is not expected any more; it has no tasks by then
+    none, GONE --worker_joined----------------> MEMBER
+
+A gang that can't run without workers that are GONE fails (see `gangs`); every other task runs elsewhere.
+
 Ids count from 1 in the order of `add`.
 """
 
@@ -229,6 +237,26 @@ class Scheduler(TaskQueue[P]):
             self.final = True
         return cancelled + self._set_error(error)
 
+    # Events: workers join, and leave for good
+
+    def worker_joined(self, index: int | None = None) -> int:
+        """Expect a worker from now on: a new one, or one that had left. Return its index."""
+        if index is None:
+            self.workers.append(WorkerState())
+            return len(self.workers) - 1
+        worker = self.workers[index]
+        assert worker.gone is not None, "it is a member already"
+        worker.gone, worker.awaited, worker.leaving = None, True, False
+        return index
+
+    def worker_left(self, index: int, why: Exception) -> None:
+        """Expect a worker no more: it is down, and its tasks are queued again. `why` fails gangs that need it."""
+        worker = self.workers[index]
+        assert not worker.up, "it is lost before it leaves"
+        assert not worker.sent, "its tasks are lost before it leaves"
+        assert not worker.orphaned, "its tasks are requeued before it leaves"
+        worker.gone, worker.awaited, worker.idle = why, False, False
+
     # Events: a worker is ready for tasks, or not
 
     def worker_up(self, index: int) -> None:
@@ -236,6 +264,7 @@ class Scheduler(TaskQueue[P]):
         worker = self.workers[index]
         assert not worker.sent, "its tasks are lost before it comes back"
         assert not worker.orphaned, "its tasks are requeued before it comes back"
+        assert worker.gone is None, "it joins before it is up"
         worker.up, worker.leaving, worker.sent_count, worker.seconds = True, False, 0, None
         worker.front, worker.stopping, worker.awaited = (0, 0), 0, False
         self.gangs.rejoin(index)
@@ -529,7 +558,10 @@ class Scheduler(TaskQueue[P]):
             _, left = self._cancel({member for member in gang.members if member.state in (State.QUEUED, State.SENT)})
             left_behind += left
         self.members_ended.clear()
-        return left_behind, self.gangs.settle(lambda task: task.id in self._unrefused or task.state not in ENDED)
+        over = self.gangs.settle(lambda task: task.id in self._unrefused or task.state not in ENDED)
+        for task in [task for gang in over for task in gang.members if task.state not in ENDED]:
+            task.state = State.CANCELLED  # of a gang that was never placed: no server has heard of it
+        return left_behind, over
 
     # Events: time passes
 

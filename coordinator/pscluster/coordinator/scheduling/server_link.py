@@ -194,7 +194,7 @@ class ServerAttachment:
 
     def _tell_unlisted(self, worker: node_pb2.Identity) -> None:
         """Log, once a worker, that it uses this server but is not in this coordinator's cluster."""
-        if worker.index in self._unlisted:
+        if worker.index in self._unlisted or worker.index in self._request.workers:  # it has joined since
             return
         self._unlisted.add(worker.index)
         name = one_line(worker.name) or f"worker {worker.index}"

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 STEAL_SECONDS = 0.01
 """A worker that is idle for this long gets tasks that another one has not started."""
 
+FORGET_SECONDS = 60.0
+"""A worker that has joined is expected back for this long after it went down; then its place is free."""
+
 _MAX_NAMED, _MAX_TEXT = 1000, 300
 
 
@@ -65,6 +68,10 @@ class WorkerHandle:
     """A worker and its connection, as its link sees them."""
 
     peer: PeerAddress
+    boot_id: int = 0  # of the process that has registered there; 0: any
+    transient: bool = False  # forgotten once it has left, or stays away: it will register again
+    retired: bool = False  # it is to leave for good
+    expected_since: float = field(default_factory=time.monotonic)  # when it registered, or went down
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     connection: WorkerConnection | None = None
     up: bool = False
@@ -74,12 +81,29 @@ class WorkerHandle:
     outcomes: int = 0  # received, over all incarnations
     heard: float = 0.0  # when a task was last sent to it, or an outcome came
     sent: int = 0  # the last position on its stream for which anything was sent
-    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up: a task does not stop
+    doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up, see `why_doomed`
+    why_doomed: str = ""
     why: str = "not connected yet"  # it is not up
     transport: Transport = field(init=False)
 
     def __post_init__(self) -> None:
         self.transport = Transport(self.peer)
+
+    def doom(self, why: str) -> None:
+        """Give it up. On the loop's thread."""
+        self.why_doomed = why
+        self.doomed.set()
+
+    def move(self, peer: PeerAddress, boot_id: int) -> None:
+        """Take the place at which another process has registered as this task. On the loop's thread."""
+        self.expected_since, self.boot_id = time.monotonic(), boot_id
+        self.transient, self.retired = True, False
+        if peer != self.peer or peer.tls_name != self.peer.tls_name:
+            self.peer, self.transport = peer, Transport(peer)
+
+    def is_forgotten(self) -> bool:
+        """Return whether it is not expected to come back, while it is down."""
+        return self.retired or (self.transient and time.monotonic() - self.expected_since >= FORGET_SECONDS)
 
 
 @dataclass(eq=False)
@@ -108,8 +132,15 @@ class DispatchState:
         self.cancelled_by_error = 0
         self.final_told = False
         self.jobs: list[asyncio.Task[None]] = []
+        self.worker_left: Callable[[PeerAddress], None] = lambda _: None  # called on the loop when one has, for good
         self.settle_gangs: Callable[[], None] = lambda: None  # after any event that may concern one; see `gang_runs`
         self._wake_asked = False
+
+    @property
+    def members(self) -> list[WorkerHandle]:
+        """Return the workers that have not left the cluster."""
+        workers = zip(self.workers, self.scheduler.workers, strict=False)  # one may join just now
+        return [handle for handle, worker in workers if worker.gone is None]
 
     @property
     def workers_up(self) -> int:

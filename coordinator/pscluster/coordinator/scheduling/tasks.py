@@ -119,6 +119,7 @@ class WorkerState(Generic[P]):
     leaving: bool = False  # it gets no more tasks
     recalled: bool = False  # a request for some of its tasks is under way
     awaited: bool = True  # it was never up, and may be soon: nobody does its work meanwhile
+    gone: Exception | None = None  # why it is no member of the cluster any more
     reserved: list[Task[P]] = field(default_factory=list)  # the members of a gang that it gets next, all at once
     sent: dict[int, Task[P]] = field(default_factory=dict)  # by id, in the order of sending
     orphaned: list[Task[P]] = field(default_factory=list)

@@ -73,7 +73,7 @@ class WorkerConnection:
         self._opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Exception | None] = loop.create_future()  # why the stream ended; None: cleanly
         self._closed = False
-        self.incarnation = 0
+        self.incarnation = self.boot_id = 0
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """Take the worker for this job, and open the stream of functions."""
@@ -82,7 +82,7 @@ class WorkerConnection:
         event = await self._attached.read()
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
-        self.incarnation = event.incarnation
+        self.incarnation, self.boot_id = event.incarnation, event.identity.boot_id
         self._transport.learn(self.peer, event)
         channel = self._steps_channel = open_peer_channel(self.peer)
         self._results = Stub(channel, WORKER_SERVICE)

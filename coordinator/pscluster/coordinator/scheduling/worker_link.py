@@ -1,7 +1,11 @@
 """A worker's lifetime as its coordinator sees it, on the loop.
 
     DIALLING -> ATTACHING -> PREPARING (resources are built) -> UP -> LOST -> CLOSING (its incarnation is closed
-    on every server) -> DIALLING
+    on every server) -> DIALLING, or GONE
+
+A worker that TF_CONFIG names is dialled for as long as the job lasts. One that has joined is GONE when it leaves in
+order, or stays away for FORGET_SECONDS, and any is when it is retired: by then its functions are back in the queue. If
+another process registers as the same task, it is dialled in the place of the last one.
 
 While it is UP a writer takes tasks and sends them, a thread takes outcomes, and watchers notice that the worker leaves
 or is silent. The first of these that ends or fails ends the round.
@@ -61,12 +65,12 @@ class WorkerLink:
         self._definitions = definitions
         self._outcomes, self._answers = outcomes, answers
         self._index, self._handle, self._worker = index, state.workers[index], state.scheduler.workers[index]
+        self._diagnosis = TlsDiagnosis(self._handle.peer)
 
     async def serve(self) -> None:
-        """Dial the worker and send it functions until it is lost, over and over."""
+        """Dial the worker and send it functions until it is lost, over and over, until it is gone for good."""
         handle = self._handle
-        while True:
-            connection = await self._connect()
+        while (connection := await self._connect()) is not None:
             with self._state.changed:
                 self._scheduler.worker_up(self._index)
                 self._state.settle_gangs()
@@ -92,19 +96,43 @@ class WorkerLink:
                 return
             logger.warning("%s is gone: %s", handle.peer, handle.why)
             self._state.event_log.record(handle.peer.task, "down", f"is gone: {handle.why}")
+            handle.expected_since = time.monotonic()
             await self._give_up(connection.incarnation)
+            # Unless another process has registered meanwhile.
+            has_left = self._worker.leaving and handle.transient and handle.boot_id == connection.boot_id
+            if has_left or handle.retired:
+                break
+        self._forget()
 
-    async def _connect(self) -> WorkerConnection:
-        """Dial until the worker is attached and has all resources, however long that takes."""
+    def _forget(self) -> None:
+        """Take the worker out of the cluster: it has left, or does not come back."""
+        handle = self._handle
+        news = f"has left the cluster: {handle.why}"
+        logger.info("%s %s", handle.peer, news)
+        self._state.event_log.record(handle.peer.task, "note", news)
+        with self._state.changed:
+            error = UnavailableError(
+                f"{handle.peer} has left the cluster ({handle.why}), and a function that runs on it together with "
+                "others can't run without it: run it again on the workers that are there"
+            )
+            self._scheduler.worker_left(self._index, error)
+            self._state.settle_gangs()
+            self._state.changed.notify_all()
+        self._state.worker_left(handle.peer)
+
+    async def _connect(self) -> WorkerConnection | None:
+        """Dial until the worker is attached and has all resources, however long that takes. None: it is forgotten."""
 
         def pause(state: tenacity.RetryCallState) -> float:
             chance = random.random()  # noqa: S311 (nothing secret)  # nosec B311
             return seconds_to_redial(state.seconds_since_start or 0.0, chance)
 
-        retrying = tenacity.AsyncRetrying(**until(wait=pause))
+        retrying = tenacity.AsyncRetrying(**until(wait=pause, over=self._handle.is_forgotten))
         timer = self._state.loop.call_later(JOIN_SECONDS, self._missing)
         try:
-            connection: WorkerConnection = await retrying(self._dial, TlsDiagnosis(self._handle.peer))
+            connection: WorkerConnection = await retrying(self._dial)
+        except tenacity.RetryError:
+            return None
         finally:
             timer.cancel()
         return connection
@@ -114,9 +142,12 @@ class WorkerLink:
             self._scheduler.worker_missing(self._index)
             self._state.settle_gangs()
 
-    async def _dial(self, diagnosis: TlsDiagnosis) -> WorkerConnection:
+    async def _dial(self) -> WorkerConnection:
         """Dial once. Raise UnavailableError for any failure, from a frame that holds nothing but this attempt."""
-        handle = self._handle
+        handle, diagnosis = self._handle, self._diagnosis
+        if diagnosis.peer is not handle.peer:  # it has moved
+            diagnosis = self._diagnosis = TlsDiagnosis(handle.peer)
+        boot_id = handle.boot_id
         take = functools.partial(self._outcomes.take, self._index)
         take_questions = functools.partial(self._answers.take, self._index)
         connection = WorkerConnection(handle.peer, take, handle.transport, take_questions)
@@ -125,6 +156,8 @@ class WorkerLink:
         handle.doomed.clear()
         try:
             await connection.attach(self._state.attach)
+            if boot_id and connection.boot_id != boot_id:
+                raise UnavailableError("another process answers there than the one that has registered")
             await self._definitions.build_resources(handle, connection)
         except (*LOST_CONNECTION, PsClusterError) as error:
             failure = why_lost(error, "it")
@@ -140,17 +173,17 @@ class WorkerLink:
 
     async def _until_lost(self, connection: WorkerConnection) -> None:
         """Send and receive until the worker leaves or something fails; raise that failure."""
-        reader, worker = connection.ended, self._worker
+        reader, worker, handle = connection.ended, self._worker, self._handle
         writer = asyncio.create_task(self._write(connection))
         watcher = asyncio.create_task(connection.leaving())
         heart = asyncio.create_task(connection.until_silent(self._state.worker_lease))
-        doom = asyncio.create_task(self._handle.doomed.wait())
+        doom = asyncio.create_task(handle.doomed.wait())
         try:
             await asyncio.wait((reader, writer, watcher, heart, doom), return_when=asyncio.FIRST_COMPLETED)
             if heart.done():
                 raise UnavailableError(heart.result())
             if doom.done():
-                raise UnavailableError("it runs a function that does not stop after its timeout")
+                raise UnavailableError(handle.why_doomed)
             if reader.done() and not watcher.done():  # if it left, the notice follows at once
                 await asyncio.wait((watcher,), timeout=LEAVE_SECONDS)
             if watcher.done() and watcher.result():

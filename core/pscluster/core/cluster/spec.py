@@ -270,8 +270,10 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
         raise _wrong(key, f"is {_quote(task_id)}", limit, right if named else f"task_id={indices[-1]}")
 
 
-def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    """Check that a strategy can use the cluster.
+def validate_for_strategy(
+    spec: ClusterSpec, task_type: str | None, task_id: int | None, *, needs_worker: bool = True
+) -> None:
+    """Check that a strategy can use the cluster; it needs no worker if workers will join.
 
     Raise ConfigurationError if it has no tasks, no ps or no worker, or several chiefs or evaluators; or if a task is
     given that is not in the cluster (an evaluator need not be).
@@ -283,7 +285,7 @@ def validate_for_strategy(spec: ClusterSpec, task_type: str | None, task_id: int
     for job in JOBS:
         indices = spec.task_indices(job) if job in spec.jobs else []
         key, actual = f"{spec.source}: cluster.{job}", f"has {tasks_in_words(indices)}"
-        if job in ("ps", "worker") and not indices:
+        if not indices and (job == "ps" or (job == "worker" and needs_worker)):
             raise _wrong(key, actual, f"a strategy needs at least one {job}", _CLUSTER)
         if job in ("chief", "evaluator") and len(indices) > 1:
             right = f'{{"cluster": {{"{job}": ["{job}0:2222"]}}}}'

@@ -58,10 +58,13 @@ def on_parents_death(callback: Callable[[], None]) -> None:
 
 
 def run_role(
-    role_name: str, index: int, options: RoleOptions, serve: Callable[[StopRequest], Callable[[], None]]
+    role_name: str, index: int | None, options: RoleOptions, serve: Callable[[StopRequest], Callable[[], None]]
 ) -> None:
-    """Run a ps or worker process until its stop. `serve` starts it and returns a function that drains and closes it."""
-    configure_logging(f"{role_name}/{index}", options.log_level, options.log_format)
+    """Run a ps or worker process until its stop. `serve` starts it and returns a function that drains and closes it.
+
+    None for the index of a worker that joins: it learns it later.
+    """
+    configure_logging(role_name if index is None else f"{role_name}/{index}", options.log_level, options.log_format)
     tune_allocator()
     stop = StopRequest()
     stop.on_signals()

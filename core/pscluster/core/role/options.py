@@ -64,8 +64,12 @@ class RoleOptions:
     log_format: str = "text"
     dashboard: bool = False
     dashboard_address: str | None = None
+    max_workers: int | None = None  # None: 1000, and the cluster's TF_CONFIG names at least one
+    worker_ranges: tuple[str, ...] = ()
 
 
+MAX_WORKERS_VARIABLE = "PSCLUSTER_MAX_WORKERS"
+WORKER_RANGE_VARIABLE = "PSCLUSTER_WORKER_RANGE"
 METRICS_PORT_VARIABLE = "PSCLUSTER_METRICS_PORT"
 METRICS_HOST_VARIABLE = "PSCLUSTER_METRICS_HOST"
 DATA_PORT_VARIABLE = "PSCLUSTER_DATA_PORT"
@@ -117,7 +121,40 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
         metrics_port=metrics_port_of(environ.get(METRICS_PORT_VARIABLE) or "0"),
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
         data_port=data_port_of(environ.get(DATA_PORT_VARIABLE) or "0"),
+        max_workers=max_workers_of(environ.get(MAX_WORKERS_VARIABLE) or None),
+        worker_ranges=tuple((environ.get(WORKER_RANGE_VARIABLE) or "").split()),
     )
+
+
+def max_workers_of(text: str | None) -> int | None:
+    """Return the most workers of a cluster. Raise ConfigurationError if it is no number from 1 to 100,000."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 100_000):
+        raise ConfigurationError(f"the most workers are {text!r}; give a number from 1 to 100,000")
+    return int(text)
+
+
+def joining_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a coordinator whose workers may join."""
+    command = click.option(
+        "--worker-range",
+        "worker_ranges",
+        multiple=True,
+        metavar="CIDR",
+        envvar=WORKER_RANGE_VARIABLE,
+        help="Network in which workers that join may --advertise an address; repeatable. "
+        f"Default: only the address that they call from. Or ${WORKER_RANGE_VARIABLE}, with spaces between.",
+    )(command)
+    return click.option(
+        "--max-workers",
+        metavar="N",
+        callback=lambda _context, _option, value: max_workers_of(value),
+        envvar=MAX_WORKERS_VARIABLE,
+        show_default="1000",
+        help="The most workers; given, TF_CONFIG need not name any: they join with `pscluster worker --join`. "
+        f"Or ${MAX_WORKERS_VARIABLE}.",
+    )(command)
 
 
 tls_option = click.option(

@@ -28,6 +28,12 @@ ROLES = ("ps", "worker", COORDINATOR, "tool")
 
 ROLE_URI = "pscluster://role/"
 
+
+def role_host(role: str) -> str:
+    """Return the name that the certificates of a role hold beside their hosts: of processes without a host name."""
+    return f"{role}.pscluster"
+
+
 _ALL = frozenset(ROLES)
 _WORKER = frozenset({"worker"})
 
@@ -41,6 +47,8 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pscluster.v1.ParameterServer/Pull": _WORKER,
     "/pscluster.v1.ParameterServer/Push": _WORKER,
     "/pscluster.v1.ParameterServer/Describe": _WORKER,
+    # To join the cluster: the coordinator dials the worker, whose certificate must then be a worker's.
+    "/pscluster.v1.Coordinator/Register": _WORKER,
     # Collectives; a worker opens only those of gangs that it is in, which it proves by their secret.
     "/pscluster.v1.Worker/Exchange": _WORKER,
 }

@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pscluster.core.cluster.spec import ClusterSpec, split_address
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.security.access import ROLE_URI, ROLES
+from pscluster.core.security.access import ROLE_URI, ROLES, role_host
 from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY
 from pscluster.core.transport.unix_sockets import path_of
 
@@ -146,7 +146,7 @@ def _issue(
     authority: x509.Certificate,
     key: ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
-    names = [_name(host) for host in dict.fromkeys([*_LOCAL, *hosts])]
+    names = [_name(host) for host in dict.fromkeys([*_LOCAL, role_host(role), *hosts])]
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([] if role == "tool" else [ExtendedKeyUsageOID.SERVER_AUTH])]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pscluster {role}")])
     return (

@@ -145,19 +145,19 @@ class Tls:
             [(files.key, files.certificate)], files.authorities if self.is_mutual else None
         )
 
-    def why_not(self, address: str) -> str | None:
+    def why_not(self, address: str, name: str = "") -> str | None:
         """Return why the two sides do not trust each other, and the remedy; None if they do, or no server answers.
 
         gRPC does not report it: one side only sees a closed connection. So this dials again, and sees the TLS error.
         """
         self.refresh()
         # A server that is stopping closes connections, too: only one that does so twice has refused us.
-        if (why := self._why_not(address)) == _CLOSED:
-            why = self._why_not(address)
+        if (why := self._why_not(address, name)) == _CLOSED:
+            why = self._why_not(address, name)
         return self._why_refused() if why == _CLOSED else why
 
-    def _why_not(self, address: str) -> str | None:
-        files, host, shaken = self._files, split_address(address)[0], False
+    def _why_not(self, address: str, name: str) -> str | None:
+        files, host, shaken = self._files, name or split_address(address)[0], False
         try:
             authorities = None if files.authorities is None else files.authorities.decode("ascii", "ignore")
             context = ssl.create_default_context(cadata=authorities)

@@ -81,6 +81,8 @@ class PeerAddress:
     token: str | None = field(default=None, compare=False, repr=False)  # the shared secret
     why_gone: Callable[[], str] = field(default=str, compare=False, repr=False)
     """Returns why waiting is pointless, since its supervisor will not restart it; empty if it may come."""
+    tls_name: str = field(default="", compare=False)
+    """The name that its certificate must have; empty: its host. A worker that joined is verified by its role."""
 
     @property
     def task(self) -> str:
@@ -101,12 +103,14 @@ def open_channel(
     token: str | None = None,
     more: Sequence[tuple[str, int]] = (),
     task: tuple[str, int] | None = None,
+    tls_name: str = "",
 ) -> grpc.Channel:
     """Return a channel with its own connection to the address; the first call dials.
 
-    With a token, the server is authenticated before anything is sent to it, and must be `task`, if that is given.
+    With a token, the server is authenticated before anything is sent to it, and must be `task`, if that is given. Its
+    certificate must have `tls_name`, if that is given, instead of the host.
     """
-    options = [*CHANNEL_OPTIONS, *more]
+    options = [*CHANNEL_OPTIONS, *more, *_expecting(tls_name)]
     if tls is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
@@ -114,12 +118,18 @@ def open_channel(
     return channel if token is None else AuthenticatedChannel(channel, Secret.of(token), address, task)
 
 
+def _expecting(tls_name: str) -> list[tuple[str, str]]:
+    """Return the channel options for a server whose certificate has this name, if one is given."""
+    return [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
+
+
 def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel | AuthenticatedAioChannel:
     """Return a channel to the peer for the event loop."""
     if peer.tls is None:
         channel = grpc.aio.insecure_channel(peer.address, options=CHANNEL_OPTIONS)
     else:
-        channel = grpc.aio.secure_channel(peer.address, peer.tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *_expecting(peer.tls_name)]
+        channel = grpc.aio.secure_channel(peer.address, peer.tls.channel_credentials(), options=options)
     if peer.token is None:
         return channel
     return AuthenticatedAioChannel(channel, Secret.of(peer.token), peer.address, (peer.role, peer.index))
@@ -127,12 +137,12 @@ def open_aio_channel(peer: PeerAddress) -> grpc.aio.Channel | AuthenticatedAioCh
 
 def open_peer_channel(peer: PeerAddress, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
     """Return a channel to the peer for threads."""
-    return open_channel(peer.address, peer.tls, peer.token, more, (peer.role, peer.index))
+    return open_channel(peer.address, peer.tls, peer.token, more, (peer.role, peer.index), peer.tls_name)
 
 
 def why_untrusted(peer: PeerAddress) -> AuthenticationError | None:
     """Return the error of certificates that keep a peer from being reached, if they are the cause."""
-    why = why_not_plain(peer.address) if peer.tls is None else peer.tls.why_not(peer.address)
+    why = why_not_plain(peer.address) if peer.tls is None else peer.tls.why_not(peer.address, peer.tls_name)
     return None if why is None else AuthenticationError(f"can't connect securely to {peer}: {why}")
 
 
@@ -158,12 +168,12 @@ def say_hello(
     return reply
 
 
-def explain(address: str, tls: Tls | None = None) -> str:
+def explain(address: str, tls: Tls | None = None, tls_name: str = "") -> str:
     """Return why no role answers at an address, as far as a plain connection can tell."""
     if (path := path_of(address)) is not None:
         why: str | None = why_unsafe(os.path.dirname(path))
     else:
-        why = why_not_plain(address) if tls is None else tls.why_not(address)
+        why = why_not_plain(address) if tls is None else tls.why_not(address, tls_name)
     if why:
         return why
     try:
@@ -183,7 +193,7 @@ def explain(address: str, tls: Tls | None = None) -> str:
 def _why_missing(peers: Iterable[PeerAddress]) -> str:
     peers = list(peers)
     with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
-        reasons = pool.map(lambda peer: explain(peer.address, peer.tls), peers)
+        reasons = pool.map(lambda peer: explain(peer.address, peer.tls, peer.tls_name), peers)
         return "; ".join(f"{peer}: {reason}" for peer, reason in zip(peers, reasons, strict=True))
 
 

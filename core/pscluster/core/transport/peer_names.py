@@ -30,10 +30,16 @@ def is_on_unix_socket(peer: str) -> bool:
     return peer.startswith("unix:")
 
 
-def address_of(peer: str) -> str:
-    """Return where a peer is, for counting and for logs; an IPv6 network counts as one address."""
+def host_of(peer: str) -> str:
+    """Return the IP address of a peer, as text without brackets; not of one on a Unix socket."""
     _, _, rest = peer.partition(":")
     host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
+def address_of(peer: str) -> str:
+    """Return where a peer is, for counting and for logs; an IPv6 network counts as one address."""
+    host = host_of(peer)
     try:
         address = ip_address(host)
     except ValueError:

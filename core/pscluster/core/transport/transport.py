@@ -22,7 +22,7 @@ class Transport(DataPort):
     """
 
     def __init__(self, peer: PeerAddress, say_hello: Callable[[], object] | None = None) -> None:
-        super().__init__(str(peer), peer.token, peer.tls)
+        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name)
         self._say_hello = say_hello
 
     def _ask(self) -> None:

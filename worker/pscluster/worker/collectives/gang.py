@@ -27,6 +27,7 @@ class Member:
     worker: int
     address: str
     incarnation: int
+    tls_name: str = ""
 
     def __str__(self) -> str:
         return f"replica {self.rank} (worker {self.worker} at {self.address})"
@@ -58,7 +59,7 @@ class Gang:
         if not 0 <= message.timeout < float("inf"):
             raise ProtocolError(f"a gang's timeout is {message.timeout} s; give one above 0, or 0 for the default")
         members = tuple(
-            Member(rank, member.worker, member.address, member.incarnation)
+            Member(rank, member.worker, member.address, member.incarnation, member.tls_name)
             for rank, member in enumerate(message.members)
         )
         seconds = message.timeout or DEFAULT_SECONDS

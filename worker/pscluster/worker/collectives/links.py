@@ -106,7 +106,9 @@ class Ways:
         with self._lock:
             way = self._ways.get(member.worker)
             if way is None or (way.peer.address, way.incarnation) != (member.address, member.incarnation):
-                peer = PeerAddress("worker", member.worker, member.address, options.tls, options.token)
+                peer = PeerAddress(
+                    "worker", member.worker, member.address, options.tls, options.token, tls_name=member.tls_name
+                )
                 peer.check_plain(insecure=options.insecure)
                 # A new incarnation may be a new process: connections to the old one would only seem to be usable.
                 outdated, way = way, _Way(peer, member.incarnation, self._identity)

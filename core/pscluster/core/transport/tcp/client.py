@@ -214,8 +214,8 @@ class DataPort:
         known   --a connection breaks--> unknown; the role is asked soon
     """
 
-    def __init__(self, name: str, token: str | None = None, tls: Tls | None = None) -> None:
-        self._name, self._tls = name, tls
+    def __init__(self, name: str, token: str | None = None, tls: Tls | None = None, tls_name: str = "") -> None:
+        self._name, self._tls, self._tls_name = name, tls, tls_name
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._endpoint: _Endpoint | None = None
@@ -292,7 +292,7 @@ class DataPort:
         connection = Connection(connected)
         try:
             if self._tls is not None:
-                connection = TlsConnection(connected, self._tls, where[0])
+                connection = TlsConnection(connected, self._tls, self._tls_name or where[0])
                 _secure(connection)
             if self._secret is not None:
                 self._shake_hands(connection, self._secret, where, boot_id)

@@ -1,0 +1,189 @@
+"""Workers that TF_CONFIG does not name: they join, leave, die and return, and each function counts once."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, tf_config
+from tests.waiting import until
+
+from pscluster.core.security.tokens import new_token
+
+# Schedules counted functions until the file `end` exists; says who ran them. Each writes its worker and pid.
+COUNTING = """
+import os, pathlib, sys, time
+import numpy as np
+from pscluster.coordinator import (
+    ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver, Variable,
+    experimental_get_current_worker_index,
+)
+
+folder = pathlib.Path(sys.argv[1])
+strategy = ParameterServerStrategy(TFConfigClusterResolver(), job_name="counting")
+with strategy.scope():
+    count = Variable(np.zeros(1), name="count")
+coordinator = ClusterCoordinator(strategy)
+print("connected", flush=True)
+
+def step():
+    index = experimental_get_current_worker_index()
+    (folder / f"ran-{index}-{os.getpid()}").touch()
+    count.assign_add(np.ones(1))
+    while (folder / f"hold-{index}").exists():
+        time.sleep(0.002)
+    time.sleep(0.001)
+
+scheduled = 0
+while not (folder / "end").exists():
+    values = [coordinator.schedule(step) for _ in range(20)]
+    scheduled += len(values)
+    while coordinator.pending() == "" and not coordinator.done() and not (folder / "end").exists():
+        time.sleep(0.002)
+coordinator.join(60)
+assert count.numpy()[0] == scheduled, (count.numpy(), scheduled)
+print("each counted once:", scheduled > 0, flush=True)
+"""
+
+
+class Elastic(Roles):
+    """A cluster with one server and a coordinator, and workers that join."""
+
+    def __init__(self, folder: Path, workers: int = 0) -> None:
+        cluster = make_cluster(workers=workers)
+        if not workers:
+            del cluster["worker"]
+        super().__init__(cluster, folder, {"PSCLUSTER_MAX_WORKERS": "8"})
+
+    @property
+    def chief(self) -> str:
+        """The coordinator's address."""
+        address = self.cluster["chief"][0]  # type: ignore[index]
+        return str(address)
+
+    def begin(self) -> Process:
+        """Start the server and the coordinator."""
+        self.ps()
+        return self.count()
+
+    def count(self) -> Process:
+        """Start a coordinator that counts."""
+        return self.coordinator(COUNTING, str(self.folder))
+
+    def join(self, *options: str, **env: str) -> Process:
+        """Start a worker that joins."""
+        process = Process(
+            [*PSCLUSTER, "worker", *options], environ(PSCLUSTER_COORDINATOR=self.chief, **env), self.folder
+        )
+        self.started.append(process)
+        return process
+
+    def ran(self, index: int, process: Process) -> bool:
+        """Whether the process has run a function as this worker."""
+        return (self.folder / f"ran-{index}-{process.pid}").exists()
+
+    def until_runs(self, index: int, process: Process) -> None:
+        """Wait until the process has run a function as this worker."""
+        until(lambda: self.ran(index, process), f"worker {index} gets work", lambda: process.output)
+
+    def end(self, coordinator: Process) -> None:
+        """Let the coordinator end, and check that each function has counted once."""
+        (self.folder / "end").touch()
+        coordinator.wait_for("each counted once: True")
+        assert coordinator.wait() == 0
+
+
+def test_joins_and_leaves(tmp_path: Path) -> None:
+    """Workers that nobody named get work at once, under the lowest free indices, and leave in order on SIGTERM."""
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin()
+        first = roles.join()
+        first.wait_for("as worker 0")
+        roles.until_runs(0, first)
+        second = roles.join()
+        second.wait_for("as worker 1")
+        roles.until_runs(1, second)
+        first.send(signal.SIGTERM)
+        assert first.wait() == 0
+        coordinator.wait_for("worker 0 at .* has left the cluster")
+        third = roles.join()
+        third.wait_for("as worker 0")
+        roles.until_runs(0, third)
+        roles.end(coordinator)
+
+
+def test_killed_and_returns_elsewhere(tmp_path: Path) -> None:
+    """A worker with a name that is killed in a function, and returns on another port, is the same task."""
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin()
+        other = roles.join()
+        roles.until_runs(0, other)
+        (tmp_path / "hold-1").touch()
+        worker = roles.join("--task", "trainer-1")
+        roles.until_runs(1, worker)
+        worker.send(signal.SIGKILL)
+        worker.wait()
+        (tmp_path / "hold-1").unlink()
+        again = roles.join(PSCLUSTER_TASK="trainer-1")
+        again.wait_for("as worker 1")
+        roles.until_runs(1, again)
+        coordinator.wait_for("worker 1 at .* is gone")
+        roles.end(coordinator)
+
+
+def test_coordinator_comes_later_and_again(tmp_path: Path) -> None:
+    """A worker waits for its coordinator, says so, and joins the next one under the index that it had."""
+    with Elastic(tmp_path) as roles:
+        worker = roles.join()
+        worker.wait_for(f"waiting for the coordinator at {re.escape(roles.chief)}: nothing is listening there")
+        coordinator = roles.begin()
+        roles.until_runs(0, worker)
+        coordinator.send(signal.SIGKILL)
+        coordinator.wait()
+        (tmp_path / f"ran-0-{worker.pid}").unlink()
+        script = COUNTING.replace("assert count.numpy()[0] == scheduled", "assert count.numpy()[0] >= scheduled")
+        coordinator = roles.coordinator(script, str(tmp_path))
+        roles.until_runs(0, worker)
+        roles.end(coordinator)
+        assert worker.is_running, "it waits for the next coordinator"
+
+
+def test_joins_a_cluster_with_workers(tmp_path: Path) -> None:
+    """A worker joins those that TF_CONFIG names, gets the next index, and `status` shows it."""
+    with Elastic(tmp_path, workers=1) as roles:
+        named = roles.worker()
+        coordinator = roles.begin()
+        worker = roles.join()
+        worker.wait_for("as worker 1")
+        roles.until_runs(0, named)
+        roles.until_runs(1, worker)
+        code, said = run("status", "--json", config=tf_config(roles.cluster, "chief"))
+        tasks = {(task["task"], task["index"]): task["up"] for task in json.loads(said)["tasks"]}
+        assert (code, tasks) == (0, {(role, 0): True for role in ("chief", "ps", "worker")} | {("worker", 1): True})
+        roles.end(coordinator)
+
+
+def refused(roles: Elastic, *options: str, **env: str) -> str:
+    """The sentence with which a worker that may not join ends."""
+    process = roles.join("--connect-timeout", "0.5", *options, **env)
+    assert process.wait() in (1, 2)
+    lines = [line for line in process.output.splitlines() if line.startswith("pscluster: ")]
+    assert len(lines) == 1, process.output
+    return lines[0]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Each worker that may not join ends with one sentence that says why, and those that are there go on."""
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin()
+        worker = roles.join("--task", "0")
+        roles.until_runs(0, worker)
+        assert "worker 0 is another process, which is in the cluster now" in refused(roles, "--task", "0")
+        assert "the worker is for the job 'other'" in refused(roles, "--job-name", "other")
+        assert "the task is 12, but the cluster takes workers up to 7" in refused(roles, "--task", "12")
+        assert "advertises 10.1.2.3, but calls from 127.0.0.1" in refused(roles, "--advertise", "10.1.2.3")
+        assert "does not accept this process's token" in refused(roles, PSCLUSTER_TOKEN=new_token())
+        assert "speaks no" not in coordinator.output
+        roles.end(coordinator)

@@ -1,0 +1,289 @@
+"""A worker that joins a running cluster: `pscluster worker --join HOST:PORT`.
+
+It asks the coordinator for a task, and serves under the index that it gets; the coordinator then dials it.
+
+    REGISTERING --the coordinator answers---------> SERVING   under its index; the coordinator dials
+                --a coordinator attaches----------> ATTACHED  one that knows it already
+                --it is unreachable, or not ready-> REGISTERING, after a moment, for ever
+                --the task is taken, or it is full> REGISTERING, for --connect-timeout seconds; then the process ends
+                --it refuses for another reason---> the process ends; if it has served before, as for the next line
+    SERVING     --attached------------------------> ATTACHED
+                --AWAIT_SECONDS pass--------------> REGISTERING
+    ATTACHED    --its stream ends-----------------> SERVING   the coordinator may dial again, or be gone for good
+    any         --SIGTERM-------------------------> it leaves in order, see `WorkerProcess.close`
+
+While it lives it keeps its index: it asks for it again, and proves with a secret that it is the same process. One that
+is given its index by --task serves under it before it has registered. If another worker has the index by then, as it
+may after a restart of the coordinator, it serves under another one; nothing of its state is lost by that, since a
+coordinator that attaches sends everything anew.
+
+What may be lost: nothing but time. A function that runs is the coordinator's to run again, as for any other worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import grpc
+import tenacity
+
+from pscluster.core.cluster.spec import MAX_INDEX, is_on_this_machine, parse_address, split_address
+from pscluster.core.errors import BusyError, ConfigurationError, PsClusterError, UnavailableError, from_rpc
+from pscluster.core.ids import make_identity
+from pscluster.core.role.lifecycle import StopRequest
+from pscluster.core.role.listening import listen_address
+from pscluster.core.role.options import RoleOptions, choose_serialization, log_serialization, with_user_token
+from pscluster.core.role.process import bind_log, configure_logging
+from pscluster.core.security.tls import check_plain
+from pscluster.core.transport.channels import PeerAddress, explain, open_peer_channel, why_untrusted
+from pscluster.core.transport.methods import Stub
+from pscluster.core.transport.retry import until
+from pscluster.core.transport.unix_sockets import path_of
+from pscluster.ps.client.read_cache import cache_bytes
+from pscluster.v1 import coordinator_pb2
+from pscluster.worker.process import WorkerProcess, with_index
+
+logger = logging.getLogger(__name__)
+
+SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+
+REGISTER_SECONDS = 10.0
+AWAIT_SECONDS = 10.0
+"""A worker that serves, but is attached to no coordinator, registers again after this long."""
+
+_CHECK_SECONDS = 0.5
+_EVERYWHERE = "0.0.0.0", "::"  # noqa: S104  # nosec B104
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """How a worker joins; see the command line's help for each."""
+
+    coordinator: str  # its address
+    task: str = ""
+    advertise: str = ""
+    job_name: str = ""
+
+    def __post_init__(self) -> None:
+        parse_address(self.coordinator, "--join")
+        if self.task.isdecimal() and int(self.task) > MAX_INDEX:
+            raise ConfigurationError(f"--task is {self.task}; give an index from 0 to {MAX_INDEX}, or a name")
+        _ = self.advertised
+
+    @property
+    def advertised(self) -> tuple[str, int]:
+        """Return the host and the port to be dialled at; "" and 0 for those that are not given."""
+        text = self.advertise
+        if not text:
+            return "", 0
+        if text.count(":") == 1 or (text.startswith("[") and not text.endswith("]")):
+            return split_address(text, "--advertise")
+        split_address(f"[{text}]:1" if ":" in text and not text.startswith("[") else f"{text}:1", "--advertise")
+        return text.strip("[]"), 0
+
+
+def serve_joining(join: JoinOptions, options: RoleOptions) -> Callable[[StopRequest], Callable[[], None]]:
+    """Return a function for `run_role` that registers a worker, and starts it."""
+
+    def serve(stop: StopRequest) -> Callable[[], None]:
+        joining = Joining(join, options, stop)
+        joining.begin()
+        return joining.close
+
+    return serve
+
+
+class Joining:
+    """A worker that registers, serves, and registers again when it has lost its coordinator."""
+
+    def __init__(self, join: JoinOptions, options: RoleOptions, stop: StopRequest) -> None:
+        """Choose where to listen. Raise ConfigurationError if an option is wrong."""
+        self._join, self._stop = join, stop
+        self._identity = make_identity("worker", 0)
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._reserved: socket.socket | None = None
+        address = self._free_address(options)
+        if path_of(address) is None:
+            options = replace(options, share_port=options.share_port or self._reserved is not None)
+        self._address = listen_address(None, replace(options, bind=address))
+        self._options = options = with_user_token(options, (self._address, join.coordinator))
+        check_plain("the coordinator", join.coordinator, options.token, options.tls, insecure=options.insecure)
+        choose_serialization(self._address, options, is_worker=True)
+        cache_bytes()  # an invalid size stops the worker now rather than when a coordinator attaches
+        self._peer = PeerAddress("chief", 0, join.coordinator, options.tls, options.token)
+        self._worker: WorkerProcess | None = None
+        self._index: int | None = None
+        self._thread = threading.Thread(target=self._stay, name="joining", daemon=True)
+        self._said = ""
+
+    def _free_address(self, options: RoleOptions) -> str:
+        """Return where to listen: --bind, or a free port, on loopback if the coordinator is there."""
+        if options.bind is not None and not options.bind.endswith(":0"):
+            parse_address(options.bind, "--bind")
+            return options.bind
+        if options.bind is None and path_of(self._join.coordinator) is not None:
+            raise ConfigurationError(
+                "a worker that joins over a Unix socket needs one of its own: give --bind unix:PATH, in the folder of "
+                "the coordinator's"
+            )
+        near = is_on_this_machine(self._join.coordinator)
+        host = options.bind.removesuffix(":0") if options.bind else "127.0.0.1" if near else "0.0.0.0"  # noqa: S104  # nosec B104
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+            # It stays bound for the life of this process, and never listens: nobody else gets the port.
+            self._reserved = socket.socket(family, kind, protocol)
+            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._reserved.bind(where)
+        except OSError as error:
+            raise ConfigurationError(f"can't listen on {host} ({error.strerror}); give another --bind") from None
+        return f"{host}:{self._reserved.getsockname()[1]}"
+
+    def begin(self) -> None:
+        """Register and serve, or stop if that was asked meanwhile. Raise the coordinator's refusal."""
+        known = path_of(self._address) is not None or split_address(self._address)[0] not in _EVERYWHERE
+        if self._join.task.isdecimal() and known:
+            self._serve_as(int(self._join.task), self._address)
+        try:
+            self._serve(self._register(patient=False))
+        except tenacity.RetryError as given_up:
+            if not self._is_attached() and not self._stop.event.is_set():
+                self.close()
+                raise given_up.last_attempt.exception() or given_up from None
+        except PsClusterError:
+            self.close()
+            raise
+        self._thread.start()
+
+    def _is_attached(self) -> bool:
+        return self._worker is not None and not self._worker.server.node.not_ready()
+
+    def close(self) -> None:
+        """Leave in order."""
+        if self._thread.is_alive():
+            self._thread.join(REGISTER_SECONDS)
+        if self._worker is not None:
+            self._worker.close()
+        if self._reserved is not None:
+            self._reserved.close()
+
+    # Registering
+
+    def _register(self, *, patient: bool) -> coordinator_pb2.RegisterReply:
+        """Register, however long the coordinator is unreachable. Raise its refusal unless `patient`.
+
+        Raise tenacity.RetryError if this process is to stop, or a coordinator has attached meanwhile, or the task stays
+        taken for --connect-timeout seconds.
+        """
+        began, busy = time.monotonic(), False
+
+        def once() -> coordinator_pb2.RegisterReply:
+            nonlocal busy
+            try:
+                reply = self._ask()
+            except PsClusterError as error:
+                busy = isinstance(error, BusyError)
+                if patient or isinstance(error, BusyError | UnavailableError):
+                    self._say(error)
+                raise
+            self._said = ""
+            return reply
+
+        def over() -> bool:
+            late = time.monotonic() - began >= self._options.connect_timeout
+            return self._stop.event.is_set() or self._is_attached() or (busy and late and not patient)
+
+        also = PsClusterError if patient else BusyError
+        retrying = tenacity.Retrying(**until(also, over=over), sleep=tenacity.sleep_using_event(self._stop.event))
+        return retrying(once)
+
+    def _ask(self) -> coordinator_pb2.RegisterReply:
+        """Register once. Raise one of our errors."""
+        host, port = self._join.advertised
+        path = path_of(self._address)
+        request = coordinator_pb2.RegisterRequest(
+            identity=self._identity,
+            host=host,
+            port=0 if path is not None else port or split_address(self._address)[1],
+            path=path or "",
+            task=self._join.task,
+            secret=self._secret,
+            job_name=self._join.job_name,
+            last_index=self._index or 0,
+            had_index=self._index is not None,
+        )
+        with open_peer_channel(self._peer) as channel:
+            try:
+                reply: coordinator_pb2.RegisterReply = Stub(channel, SERVICE).register(
+                    request, timeout=REGISTER_SECONDS
+                )
+            except grpc.RpcError as error:
+                raise from_rpc(error, f"the coordinator at {self._peer.address}") from None
+        return reply
+
+    def _say(self, error: PsClusterError) -> None:
+        """Log why registering failed, once for each reason. Raise the reason if certificates are at fault."""
+        text, level = str(error), logging.WARNING
+        if isinstance(error, UnavailableError):
+            if self._worker is None and (untrusted := why_untrusted(self._peer)) is not None:
+                raise untrusted from None
+            level = logging.INFO
+            if "can't be reached" in text:
+                text = explain(self._peer.address, self._peer.tls)
+        if text != self._said:
+            self._said = text
+            logger.log(level, "waiting for the coordinator at %s: %s", self._peer.address, text)
+
+    # Serving
+
+    def _serve(self, reply: coordinator_pb2.RegisterReply) -> None:
+        """Serve under the index that the coordinator has given."""
+        if self._index != reply.index:
+            if self._worker is not None:
+                logger.warning("another worker has index %d by now; going on as worker %d", self._index, reply.index)
+                self._worker.close()
+            self._serve_as(reply.index, reply.address)
+        logger.info("joined %s as worker %d, at %s", reply.coordinator, reply.index, reply.address)
+
+    def _serve_as(self, index: int, own: str) -> None:
+        """Serve under this index. `own` is the address at which it is dialled: there its data plane is reached, too."""
+        self._index = index
+        configure_logging(f"worker/{index}", self._options.log_level, self._options.log_format)
+        bind_log(index=index)
+        identity = with_index(self._identity, index)
+        self._worker = WorkerProcess(identity, self._address, self._options, self._stop, own=own)
+        self._worker.server.ready()
+        logger.info("worker %d serving on %s", index, self._address)
+        log_serialization()
+
+    def _stay(self) -> None:
+        """Register again whenever no coordinator has been attached for a while."""
+        while not self._stop.event.is_set():
+            try:
+                if not self._is_lost():
+                    continue
+                self._serve(self._register(patient=True))
+            except tenacity.RetryError:  # it stops, or a coordinator has attached
+                continue
+            except PsClusterError as error:
+                logger.error("%s", error)
+                self._stop.ask(f"it can't serve again: {error}")
+
+    def _is_lost(self) -> bool:
+        """Return whether no coordinator is attached for AWAIT_SECONDS."""
+        assert self._worker is not None
+        waited = 0.0
+        while self._worker.server.node.not_ready():
+            if waited >= AWAIT_SECONDS:
+                return True
+            if self._stop.event.wait(_CHECK_SECONDS):
+                return False
+            waited += _CHECK_SECONDS
+        self._stop.event.wait(_CHECK_SECONDS)
+        return False
