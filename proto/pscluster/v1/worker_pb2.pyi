@@ -10,15 +10,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Resource(_message.Message):
-    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "first_replica", "own_replicas", "unloadable")
+    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "replicas_per_worker", "first_replica", "unloadable")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     ITERABLE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_PER_WORKER_FIELD_NUMBER: _ClassVar[int]
     FIRST_REPLICA_FIELD_NUMBER: _ClassVar[int]
-    OWN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     UNLOADABLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     definition: str
@@ -26,10 +26,10 @@ class Resource(_message.Message):
     distributed: bool
     iterable: bool
     replicas: int
+    replicas_per_worker: int
     first_replica: int
-    own_replicas: int
     unloadable: str
-    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., first_replica: _Optional[int] = ..., own_replicas: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., replicas_per_worker: _Optional[int] = ..., first_replica: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")

@@ -164,14 +164,13 @@ class Job:
             else:
                 self._pipelines.setdefault(str(resource.id), dataset_fn())
             return
-        pipelines = resource.replicas or self.num_workers
-        if pipelines % self.num_workers:
-            raise ProtocolError(f"{pipelines} replicas on {self.num_workers} workers")
-        each = pipelines // self.num_workers  # of a worker
+        pipelines, each = resource.replicas or self.num_workers, resource.replicas_per_worker or 1
+        if pipelines % each:
+            raise ProtocolError(f"{pipelines} replicas, {each} of each worker")
 
         def make(pipeline: int) -> WorkerIterator | WorkerDataset:
             seed = mixed_seed(self._seed, resource.seed, pipeline)
-            context = InputContext(pipeline // each, self.num_workers, pipeline, pipelines, seed)
+            context = InputContext(pipeline // each, pipelines // each, pipeline, pipelines, seed)
 
             def build() -> Any:
                 if dataset_fn is None:
@@ -183,8 +182,8 @@ class Job:
 
         handle: Handle
         if resource.replicas:
-            first = self.worker_index * each
-            handle = OfReplicas(str(resource.id), kind.handle_kind, make, range(first, first + each))
+            first = resource.first_replica
+            handle = OfReplicas(str(resource.id), kind.handle_kind, make, range(first, min(first + each, pipelines)))
         else:
             handle = make(self.worker_index)
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
@@ -15,8 +15,9 @@ class PerWorkerIterator(Handle):
 
     handle_kind = "iterator"
 
-    def __init__(self, resource_id: int) -> None:
-        self._id = resource_id
+    def __init__(self, resource_id: int, homes: Sequence[int] = ()) -> None:
+        """Take the workers of its replicas, if they step together: by index, in the order of ranks."""
+        self._id, self.homes = resource_id, tuple(homes)
 
     @property
     def handle_key(self) -> str:
@@ -49,11 +50,14 @@ class PerWorkerDataset(Handle):
         function: CapturedFunction,
         make_iterator: Callable[[CapturedFunction], PerWorkerIterator],
         build: Callable[[CapturedFunction, PerWorkerDataset], int],
+        homes: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        """Take `build`, which has it built on all workers, and returns its resource id."""
+        """Take `build`, which has it built on all workers, and returns its resource id; and what returns the workers
+        of the replicas that step together now."""
         self._function = function
         self._make_iterator = make_iterator
-        self._build = build
+        self._build, self._homes_now = build, homes
+        self.homes: tuple[int, ...] = ()  # once it is built: as of a PerWorkerIterator
         self._building = threading.Lock()
         self._id: int | None = None
 
@@ -62,11 +66,16 @@ class PerWorkerDataset(Handle):
         """Return the id of the resource, which is built at the first call."""
         with self._building:
             if self._id is None:
+                self.homes = tuple(self._homes_now())
                 self._id = self._build(self._function, self)
             return str(self._id)
 
     def __iter__(self) -> PerWorkerIterator:
         return self._make_iterator(self._function)
+
+    def current(self, iterator: PerWorkerIterator) -> PerWorkerIterator:
+        """Return this iterator, or a new one if replicas step together, and their workers are others by now."""
+        return iterator if iterator.homes == tuple(self._homes_now()) else iter(self)
 
     def build(self) -> PerWorkerDataset:
         """Have every worker call `dataset_fn` now, not when the first function uses it. Return the dataset."""

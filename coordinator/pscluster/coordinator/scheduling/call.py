@@ -75,6 +75,7 @@ class ResourceRecipe:
 
     message: worker_pb2.Resource
     function: CapturedFunction
+    homes: Sequence[int] = ()  # if it is of replicas in sync: the indices of their workers, in the order of ranks
 
 
 def placeholder(key: str) -> value_pb2.Value:

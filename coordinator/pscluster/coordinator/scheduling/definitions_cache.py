@@ -86,6 +86,9 @@ class DefinitionsCache:
                 continue
             resource = worker_pb2.Resource()
             resource.CopyFrom(recipe.message)
+            if resource.replicas:
+                at = recipe.homes.index(handle.peer.index) if handle.peer.index in recipe.homes else len(recipe.homes)
+                resource.first_replica = at * resource.replicas_per_worker
             try:
                 await self.define(handle, connection, recipe.function)
             except (grpc.RpcError, MisuseError, TypeError) as error:

@@ -203,6 +203,11 @@ class Dispatcher:
             if handle.peer.index == index:
                 handle.retired = True
 
+    def places(self, indices: Iterable[int]) -> list[int]:
+        """Return the scheduler's indices of the workers with these indices."""
+        known = {handle.peer.index: place for place, handle in enumerate(self.state.workers)}
+        return [known[index] for index in indices]
+
     def is_up(self, index: int) -> bool:
         """Return whether the worker with this index is connected. From any thread."""
         return any(handle.up for handle in self.state.workers if handle.peer.index == index)

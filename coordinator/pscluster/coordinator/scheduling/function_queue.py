@@ -32,6 +32,7 @@ from pscluster.coordinator.synchronous.per_replica import own_values
 from pscluster.coordinator.variables.evaluation_snapshot import EvaluationSnapshot
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.core.cluster.spec import tasks_in_words
 from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.handles import Handle, StaysHere
@@ -270,8 +271,9 @@ class FunctionQueue(StaysHere):
         Fewer are done if the data of a replica ends. Raises the error of a step, once: `join` does not raise it again.
         """
         run, devices = self.synchronous_run, self.strategy.devices_per_worker
-        replicas = self._replicas
-        homes = [rank // devices for rank in range(replicas)]
+        workers = self._workers_of_steps(fn, args, kwargs)
+        homes = [place for place in self._dispatcher.places(workers) for _ in range(devices)]
+        replicas = len(homes)
         min_workers = -(-self.strategy.min_replicas // devices)
         with run.steps(steps, collect) as (message, committed):
             values = self.schedule_gang(
@@ -295,19 +297,22 @@ class FunctionQueue(StaysHere):
 
     def _members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
         """Return the workers that are asked for, by rank, and how many they are; None: any."""
-        there = len(self.context.workers)
+        there = [peer.index for peer in self.context.workers]
         if workers is None:
-            return list(range(there)), there
+            if not there:
+                raise MisuseError("no worker has joined the cluster yet, so there is none to run a function together")
+            return self._dispatcher.places(there), len(there)
         if isinstance(workers, Sequence) and not isinstance(workers, str | bytes):
             indices = [checks.whole("a worker's index", index, at_least=0) for index in workers]
-            if not indices or len(set(indices)) < len(indices) or max(indices) >= there:
+            if not indices or len(set(indices)) < len(indices) or not set(indices).issubset(there):
                 raise ValueError(
-                    f"workers is {list(workers)}; give different indices of workers, from 0 to {there - 1}"
+                    f"workers is {list(workers)}; give different indices of workers, of which the cluster has "
+                    f"{tasks_in_words(there)}"
                 )
-            return indices, len(indices)
+            return self._dispatcher.places(indices), len(indices)
         size = checks.whole("workers", workers, ", or their indices", at_least=1)
-        if size > there:
-            raise ValueError(f"workers is {size}, but the cluster has {there}")
+        if size > len(there):
+            raise ValueError(f"workers is {size}, but the cluster has {len(there)}")
         return None, size
 
     def forget_keys(self, keys: Iterable[str]) -> None:
@@ -468,7 +473,7 @@ class FunctionQueue(StaysHere):
             function = self._functions.anew(partial_of("elements", given, dataset_fn), holds_data=True)
         if make is not None:
             function = self._functions.anew(partial_of(function.name, make, FunctionHandle(function), *options))
-        return PerWorkerDataset(function, self._make_iterator, self._build_dataset)
+        return PerWorkerDataset(function, self._make_iterator, self._build_dataset, lambda: self._homes)
 
     def distribute_dataset(
         self,
@@ -564,7 +569,7 @@ class FunctionQueue(StaysHere):
 
         captured = self.captured(step)
         if shards == "auto":
-            shards = 5 * len(self.context.workers)
+            shards = 5 * max(len(self.context.workers), 1)
         if concurrent:
             return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
@@ -643,20 +648,41 @@ class FunctionQueue(StaysHere):
 
     def _make_iterator(self, function: CapturedFunction) -> PerWorkerIterator:
         resource_id = next(self._resources)
-        iterator = self._per_worker[str(resource_id)] = PerWorkerIterator(resource_id)
-        self._build(iterator, function, id=resource_id, seed=resource_id, replicas=self._replicas)
+        iterator = self._per_worker[str(resource_id)] = PerWorkerIterator(resource_id, self._homes)
+        self._build(iterator, function, iterator.homes, id=resource_id, seed=resource_id)
         return iterator
 
     def _build_dataset(self, function: CapturedFunction, dataset: PerWorkerDataset) -> int:
         resource_id = next(self._resources)
         self._per_worker[str(resource_id)] = dataset
-        self._build(dataset, function, id=resource_id, seed=resource_id, iterable=True, replicas=self._replicas)
+        self._build(dataset, function, dataset.homes, id=resource_id, seed=resource_id, iterable=True)
         return resource_id
 
     @property
-    def _replicas(self) -> int:
-        """Return how many replicas step together; 0 if workers do not."""
-        return self.strategy.num_replicas_in_sync if self.strategy.is_synchronous else 0
+    def _homes(self) -> tuple[int, ...]:
+        """Return the indices of the workers whose replicas step together now; none if they do not."""
+        return tuple(peer.index for peer in self.context.workers) if self.strategy.is_synchronous else ()
+
+    def _workers_of_steps(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Sequence[int]:
+        """Return the workers that take steps: those of the iterators that they are given, otherwise all.
+
+        An iterator has a share for each of its replicas, and none for a worker that has joined since it was made.
+        """
+        handles = list(self._functions.get(fn).handles)
+        map_structure(handles.append, (list(args), dict(kwargs or {})))
+        of_data = {
+            handle.homes or self._homes
+            for handle in handles
+            if isinstance(handle, PerWorkerIterator | PerWorkerDataset)
+        }
+        if len(of_data) > 1:
+            raise MisuseError(
+                "these iterators were made when the cluster had different workers, so their replicas are not the same: "
+                "begin a new iter() of each"
+            )
+        return of_data.pop() if of_data else self._homes
 
     def _send_pipeline(self, pipeline: Pipeline) -> DatasetResource:
         resource_id = next(self._resources)
@@ -664,13 +690,16 @@ class FunctionQueue(StaysHere):
         sent = partial_of(f"dataset {pipeline.name!r}", numbered, pipeline, resource_id)
         function = self._functions.anew(sent, holds_data=True)
         resource = DatasetResource(resource_id, function.handles)
-        self._build(resource, function, id=resource_id, distributed=True)
+        self._build(resource, function, (), id=resource_id, distributed=True)
         return resource
 
-    def _build(self, owner: object, function: CapturedFunction, **resource: Any) -> None:
-        """Build a resource on every worker, for as long as its owner exists."""
+    def _build(self, owner: object, function: CapturedFunction, homes: Sequence[int], **resource: Any) -> None:
+        """Build a resource on every worker, for as long as its owner exists; `homes`: of its replicas."""
         message, definitions = worker_pb2.Resource(definition=function.digest, **resource), self._dispatcher.definitions
-        definitions.add_resource(ResourceRecipe(message, function))
+        if homes:
+            message.replicas_per_worker = self.strategy.devices_per_worker
+            message.replicas = len(homes) * message.replicas_per_worker
+        definitions.add_resource(ResourceRecipe(message, function, homes))
         weakref.finalize(owner, definitions.release_resource, message.id).atexit = False
 
     def _handle_of(self, kind: str, key: str) -> Handle:

@@ -93,6 +93,10 @@ class SynchronousStrategy(ParameterServerStrategy):
         super().__init__(cluster_resolver, variable_partitioner, **options)
 
     def _check_workers(self, count: int) -> None:
+        if self.context.options.max_workers is not None and not self.context.connected:
+            return  # workers may join before the first step
+        if not count:
+            raise ValueError("there is no replica: no worker has joined the cluster yet")
         replicas, backup = count * self.devices_per_worker, self.step_options.backup
         if self.min_replicas > replicas:
             raise ValueError(
@@ -128,6 +132,9 @@ class SynchronousStrategy(ParameterServerStrategy):
         what that has made of the variables. If a worker dies, the step that was not committed runs again once it is
         back, on the same elements of its iterators.
 
+        Workers that have joined since the last call take part, if the iterators among the arguments were made since
+        then: those that are older go on with the workers that they were made for.
+
         Within a function that runs on a worker, `run` calls `fn` there.
 
         Args:
@@ -161,6 +168,7 @@ class SynchronousStrategy(ParameterServerStrategy):
         if collect not in _COLLECT:
             raise ValueError(f"collect is {collect!r}; give one of {', '.join(map(repr, _COLLECT))}")
         coordinator = ClusterCoordinator(self)
+        self._check_workers(len(self.context.workers))
         done, of_replicas = coordinator.take_steps(fn, args, kwargs, steps, _COLLECT[collect], timeout, retries)
         if done == steps:
             return results.merge(of_replicas)

@@ -115,7 +115,7 @@ class PerWorkerFeed:
                 "end by themselves"
             )
         self.per_epoch = steps_per_epoch
-        self._iterator = iter(data)
+        self._data, self._iterator = data, iter(data)
         self._size = 1
         self._steps_left = 0
 
@@ -127,6 +127,7 @@ class PerWorkerFeed:
 
     def begin_epoch(self) -> int:
         self._steps_left = max(0, self.per_epoch - self._state.steps)
+        self._iterator = self._data.current(self._iterator)
         return self.per_epoch - self._steps_left
 
     def next(self) -> Work | None:

@@ -117,7 +117,6 @@ class Fit:
         self._name = captured.function.name
         self._run: Callable[..., StepLogs] = partial_of(self._name, logs_of_steps, captured)
         self._steps_per_execution = steps_per_execution
-        self._workers = len(coordinator.context.workers)
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
         self._callbacks = CallbackList(callbacks, coordinator, **params)
@@ -136,6 +135,10 @@ class Fit:
         self._overhead = Overhead(self._workers)
         self._batches = 0
         self._saved = time.monotonic()
+
+    @property
+    def _workers(self) -> int:
+        return max(len(self._coordinator.context.workers), 1)
 
     def run(self) -> History:
         try:

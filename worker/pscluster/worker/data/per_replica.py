@@ -23,7 +23,8 @@ class OfReplicas(Handle):
         key: of the handle.
         kind: of what `make` makes.
         make: makes that of a replica.
-        homes: the replicas that run here unless a worker is lost. A function that runs alone uses that of the first.
+        homes: the replicas that run here unless a worker is lost; none on a worker that has joined later. A function
+            that runs alone uses that of the first.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class OfReplicas(Handle):
     def _own(self) -> Any:
         function = current_function()
         pipeline = None if function is None else function.pipeline
-        return self.of(min(self._homes) if pipeline is None else pipeline)
+        return self.of(min(self._homes, default=0) if pipeline is None else pipeline)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._own())
