@@ -61,6 +61,7 @@ PARTS = {
 NOT_CALLED = {
     "/grpc.health.v1.Health/Watch": "grpc's own: none of ours calls it",
     "/pscluster.v1.Worker/Exchange": "between workers, in gangs only: see tests/worker/collectives",
+    "/pscluster.v1.Coordinator/Register": "by workers that join: see tests/roles/test_joining.py, which has all kinds",
 }
 
 
@@ -223,6 +224,8 @@ def test_what_runs_is_cancelled_all_the_same(armed: Armed, kind: str, tmp_path: 
 def test_no_method_is_forgotten() -> None:
     """Each method that others call has each kind of fault; exceptions are listed with a reason."""
     covered = {(case.role, case.path, case.kind) for plan in plans() for case in plan}
+    own = {service for service in SERVICES["chief"] if service not in SERVICES["worker"]}
+    assert all(method.path in NOT_CALLED for service in own for method in methods(service))
     for role in ("ps", "worker"):
         for service in SERVICES[role]:
             for method in methods(service):

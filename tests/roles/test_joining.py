@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 from pathlib import Path
 
+from tests.faults.arming.faults import CALL_KINDS, environment
 from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, tf_config
 from tests.waiting import until
 
+from pscluster.core.security.certificates import make_certificates
 from pscluster.core.security.tokens import new_token
 
 # Schedules counted functions until the file `end` exists; says who ran them. Each writes its worker and pid.
@@ -63,13 +66,10 @@ class Elastic(Roles):
         address = self.cluster["chief"][0]  # type: ignore[index]
         return str(address)
 
-    def begin(self) -> Process:
-        """Start the server and the coordinator."""
+    def begin(self, **env: str) -> Process:
+        """Start the server, and a coordinator that counts."""
         self.ps()
-        return self.count()
-
-    def count(self) -> Process:
-        """Start a coordinator that counts."""
+        self.env |= env
         return self.coordinator(COUNTING, str(self.folder))
 
     def join(self, *options: str, **env: str) -> Process:
@@ -162,6 +162,65 @@ def test_joins_a_cluster_with_workers(tmp_path: Path) -> None:
         code, said = run("status", "--json", config=tf_config(roles.cluster, "chief"))
         tasks = {(task["task"], task["index"]): task["up"] for task in json.loads(said)["tasks"]}
         assert (code, tasks) == (0, {(role, 0): True for role in ("chief", "ps", "worker")} | {("worker", 1): True})
+        roles.end(coordinator)
+
+
+def test_come_and_go(tmp_path: Path) -> None:
+    """Workers join, leave and are killed in any order, some come back under their names; each function counts once."""
+    chance = random.Random(2718)
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin()
+        there: dict[str, Process] = {}
+        index: dict[str, str] = {}
+        for _ in range(12):
+            name = chance.choice(["a", "b", "c"])
+            worker = there.pop(name, None)
+            if worker is None:
+                worker = there[name] = roles.join("--task", name)
+                said = worker.wait_for("joined .* as worker")
+                joined = re.findall(r"as worker (\d)", said)[0]
+                assert index.setdefault(name, joined) == joined, "a name keeps its index"
+                roles.until_runs(int(joined), worker)
+            elif chance.random() < 0.5:
+                worker.send(signal.SIGTERM)
+                assert worker.wait() == 0
+            else:
+                worker.send(signal.SIGKILL)
+                worker.wait()
+        if not there:
+            roles.join()
+        roles.end(coordinator)
+
+
+def test_faults_at_registration(tmp_path: Path) -> None:
+    """A registration that is lost, answered in vain, delayed or repeated takes one index, which the worker gets."""
+    path = "/pscluster.v1.Coordinator/Register"
+    faults = ";".join(f"chief/rpc:{path}={kind}@{nth}" for nth, kind in enumerate(CALL_KINDS, 1))
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin(**environment(text=faults))
+        for expected in range(len(CALL_KINDS)):
+            worker = roles.join()
+            worker.wait_for(f"joined .* as worker {expected},")
+            roles.until_runs(expected, worker)
+        roles.end(coordinator)
+
+
+def test_tls(tmp_path: Path) -> None:
+    """With certificates a worker is verified by its role: its address need not be in them. Other roles can't join."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    with Elastic(tmp_path) as roles:
+        roles.env["PSCLUSTER_TLS"] = str(certificates)
+        coordinator = roles.begin()
+        elsewhere = ("--bind", "127.0.0.2:0", "--advertise", "127.0.0.2")
+        workers = [roles.join(*elsewhere, PSCLUSTER_TLS=str(certificates)) for _ in range(2)]
+        for worker in workers:
+            worker.wait_for("joined .* at 127.0.0.2:")
+        until(lambda: len(list(tmp_path.glob("ran-*"))) == 2, "both get work", lambda: coordinator.output)
+        sentence = refused(roles, PSCLUSTER_TLS=str(certificates / "ps"))
+        assert "a ps's certificate does not allow /pscluster.v1.Coordinator/Register" in sentence
+        code, said = run("status", config=tf_config(roles.cluster, "chief"), PSCLUSTER_TLS=str(certificates))
+        assert code == 0, said
         roles.end(coordinator)
 
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any, cast
+
+import hypothesis
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.conftest import search
+from tests.fakes import FakeCall
+from tests.roles.messages import messages
 
 from pscluster.coordinator.job.members import PENDING_SECONDS, Claim, Members
-from pscluster.coordinator.job.registration import BURST, RateLimit, parse_ranges, place_of
-from pscluster.core.errors import BusyError, ConfigurationError, ProtocolError, RefusedError
-from pscluster.v1 import coordinator_pb2
+from pscluster.coordinator.job.registration import BURST, RATE, RateLimit, Registration, parse_ranges, place_of
+from pscluster.core.errors import (
+    BusyError,
+    ConfigurationError,
+    ProtocolError,
+    PsClusterError,
+    RefusedError,
+    UnavailableError,
+    VersionMismatchError,
+)
+from pscluster.core.ids import make_identity
+from pscluster.core.role.options import RoleOptions
+from pscluster.core.transport.channels import PeerAddress
+from pscluster.v1 import coordinator_pb2, node_pb2
 
 LIMIT = 4
 secrets = st.integers(0, 5).map(lambda number: bytes([number]) * 16)
@@ -42,6 +59,10 @@ class MembersMachine(RuleBasedStateMachine):
             assert self.now - self.since.get(index, -PENDING_SECONDS) >= PENDING_SECONDS, "it has just registered"
             assert claim.task or index == claim.last_index or index == 0
         self.owners[index], self.since[index] = claim.secret, self.now
+        if claim.task or owner is None:  # a name whose worker is away gives way if no other index is left
+            self.names = {other: at for other, at in self.names.items() if at != index and other != claim.task}
+        if claim.task:
+            self.names[claim.task] = index
         return index
 
     @rule(secret=secrets)
@@ -55,21 +76,14 @@ class MembersMachine(RuleBasedStateMachine):
 
     @rule(secret=secrets, name=st.sampled_from(["a", "b", "trainer-2"]))
     def by_name(self, secret: bytes, name: str) -> None:
-        index = self.claim(Claim(secret, name))
-        if index is None:
-            return
-        if (known := self.names.get(name)) is not None and len(self.members.indices) < LIMIT:
-            assert index == known or known not in self.names.values()
-        self.names = {other: at for other, at in self.names.items() if at != index}
-        self.names[name] = index
+        known = self.names.get(name)
+        assert self.claim(Claim(secret, name)) in ((None, known) if known is not None else (None, *range(LIMIT)))
 
     @rule(secret=secrets, index=st.integers(0, LIMIT + 1))
     def by_index(self, secret: bytes, index: int) -> None:
         got = self.claim(Claim(secret, str(index)))
         assert got in (None, index)
         assert index < LIMIT or got is None
-        if got is not None:
-            self.names = {other: at for other, at in self.names.items() if at != index}
 
     @rule(secret=secrets, last=st.integers(0, LIMIT - 1))
     def returns(self, secret: bytes, last: int) -> None:
@@ -82,6 +96,8 @@ class MembersMachine(RuleBasedStateMachine):
     def comes_up(self, index: int) -> None:
         if index in self.owners:
             self.up.add(index)
+            self.since.pop(index, None)
+            self.members.came_up(index)
 
     @rule(index=st.integers(0, LIMIT - 1))
     def goes_down(self, index: int) -> None:
@@ -185,13 +201,95 @@ def test_where_a_worker_may_be_on_unix_sockets() -> None:
         place_of(register(path="/run/job/worker-3"), "ipv4:127.0.0.1:4000", own)
 
 
+class Joined:
+    """A job that takes every worker, and keeps what it is told."""
+
+    connected = True
+    request = node_pb2.AttachRequest(coordinator=make_identity("chief", 0), job_name="mine")
+
+    def __init__(self) -> None:
+        self.claims: list[tuple[Claim, PeerAddress]] = []
+
+    def register(self, claim: Claim, peer: PeerAddress, _boot_id: int) -> PeerAddress:
+        """Take it."""
+        claim.check()
+        self.claims.append((claim, peer))
+        return peer
+
+
+class Call(FakeCall):
+    """A call from another machine."""
+
+    def peer(self) -> str:
+        """gRPC's name of it."""
+        return "ipv4:192.0.2.7:40000"
+
+
+def registration(job: Joined | None, **options: Any) -> Registration:
+    """The service of a job."""
+    return Registration(cast("Any", lambda: job), "0.0.0.0:2222", RoleOptions(**options))
+
+
+def valid(**changes: Any) -> coordinator_pb2.RegisterRequest:
+    """A request that is accepted, with changes."""
+    request = coordinator_pb2.RegisterRequest(identity=make_identity("worker", 0), port=2222, secret=bytes(16))
+    for name, value in changes.items():
+        setattr(request, name, value)
+    return request
+
+
+def test_who_may_register() -> None:
+    """A worker of the same version and job; every other one is refused with a sentence."""
+    job = Joined()
+    service = registration(job)
+    reply = service.register(valid(job_name="mine"), Call())  # type: ignore[arg-type]
+    assert (reply.address, reply.job_name) == ("192.0.2.7:2222", "mine")
+    other = valid()
+    other.identity.version = "9.9"
+    server = valid()
+    server.identity.role = "ps"
+    for request, error, sentence in (
+        (other, VersionMismatchError, "runs pscluster 9.9, .* install the same version on every task"),
+        (server, ProtocolError, "a ps registers, but only workers join"),
+        (
+            valid(job_name="another"),
+            RefusedError,
+            "the worker is for the job 'another', and this coordinator's is 'mine'",
+        ),
+        (valid(job_name="x" * 2000), ProtocolError, "a job's name of 2,000 characters"),
+        (valid(secret=b"short"), ProtocolError, "a secret of 5 bytes"),
+    ):
+        with pytest.raises(error, match=sentence):
+            service.register(request, Call())  # type: ignore[arg-type]
+    assert len(job.claims) == 1
+    with pytest.raises(UnavailableError, match="is not ready for workers yet"):
+        registration(None).register(valid(), Call())  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match=r"refusing to talk to worker 0 at 192\.0\.2\.7:2222 in plain text"):
+        registration(job, token="x" * 40).register(valid(), Call())  # type: ignore[arg-type]
+    service._limit._left["192.0.2.7"] = 0.0, time.monotonic() + 3600
+    with pytest.raises(UnavailableError, match="too many registrations from there"):
+        service.register(valid(), Call())  # type: ignore[arg-type]
+
+
+@hypothesis.given(messages(coordinator_pb2.RegisterRequest.DESCRIPTOR, 1))
+def test_rubbish(request: coordinator_pb2.RegisterRequest) -> None:
+    """Whatever a request holds, it is taken or refused; only the caller's own address is dialled."""
+    job = Joined()
+    try:
+        registration(job).register(request, Call())  # type: ignore[arg-type]
+    except PsClusterError:
+        assert job.claims == []
+    for _, peer in job.claims:
+        assert peer.address.startswith("192.0.2.7:")
+
+
 def test_rate() -> None:
     """A caller that registers again and again is refused for a while; others are not."""
     limit = RateLimit()
     assert [limit.take("a", 0.0) for _ in range(int(BURST) + 1)] == [True] * int(BURST) + [False]
     assert limit.take("b", 0.0)
-    assert limit.take("a", 0.1)
-    assert not limit.take("a", 0.1)
+    assert limit.take("a", 1 / RATE)
+    assert not limit.take("a", 1 / RATE)
     for number in range(5000):
         limit.take(str(number), 1.0)
     assert len(limit._left) <= 1024

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
     ClusterCoordinator,
+    IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
     Variable,
@@ -89,6 +92,49 @@ def test_before_there_is_a_strategy() -> None:
         cluster.scale(workers=1)
         with ParameterServerStrategy(cluster) as strategy:
             assert ClusterCoordinator(strategy).schedule(experimental_get_current_worker_index).fetch(TIMEOUT) == 0
+
+
+def test_data_across_a_join() -> None:
+    """Parts of a distributed dataset are visited once while workers join and leave; a new one has iterators."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        with strategy.scope():
+            visits = Variable(np.zeros(201, np.int64), name="visits")
+        coordinator = ClusterCoordinator(strategy)
+
+        def visit(part: Any) -> int:
+            for rows in part:
+                visits.scatter_add(IndexedSlices(np.ones(len(rows), np.int64), rows))
+            return experimental_get_current_worker_index()
+
+        def element(iterator: Any) -> tuple[int, Any]:
+            return experimental_get_current_worker_index(), next(iterator)
+
+        def pipelines(context: Any) -> Iterator[tuple[int, int]]:
+            return itertools.repeat((context.input_pipeline_id, context.num_input_pipelines))
+
+        iterator = iter(coordinator.create_per_worker_dataset(pipelines))
+        epochs = 0
+        for size in (3, 1, 2):
+            data = coordinator.distribute_dataset(np.arange(201), name=f"rows {size}").shuffle(seed=size).batch(2)
+            values = [coordinator.schedule(visit, args=(part,)) for part in data.repeat(3)]
+            cluster.scale(workers=size)
+            coordinator.join(TIMEOUT)
+            epochs += 3
+            assert visits.numpy().tolist() == [epochs] * 201
+            assert len(values) >= 3
+            until(lambda size=size: coordinator.workers_up == size, "all are up", coordinator.describe)  # type: ignore[misc]
+
+            def workers() -> set[int]:
+                some = [coordinator.schedule(element, args=(iterator,)) for _ in range(20)]
+                found = coordinator.fetch(some, TIMEOUT)
+                for worker, (pipeline, of) in found:
+                    assert pipeline == worker < of <= 3
+                return {worker for worker, _ in found}
+
+            seen: set[int] = set()
+            while len(seen) < size:
+                seen |= workers()
+            assert seen == set(range(size))
 
 
 def test_wrong_values() -> None:

@@ -53,8 +53,10 @@ Take = Callable[[Any, Sequence[Outcome]], None]
 class FakeWorker:
     """A worker as the dispatcher sees it, across all its connections; what it answers, and when, the test says."""
 
-    def __init__(self, index: int) -> None:
-        self.peer = PeerAddress("worker", index, f"nowhere:{index + 1}")
+    def __init__(self, index: int, address: str = "", boot_id: int = 0) -> None:
+        self.peer = PeerAddress("worker", index, address or f"nowhere:{index + 1}")
+        self.boot_id = boot_id
+        self.is_there = True
         self.connections: list[FakeConnection] = []
         self.may_upload = asyncio.Event()
         self.may_upload.set()
@@ -72,7 +74,7 @@ class FakeConnection:
         self.worker, self.peer = worker, worker.peer
         self._take = take
         worker.connections.append(self)
-        self.incarnation, self.boot_id = len(worker.connections), 0
+        self.incarnation, self.boot_id = len(worker.connections), worker.boot_id
         self.sent: list[tuple[int, list[worker_pb2.Step]]] = []
         self.uploads: list[worker_pb2.UploadRequest] = []
         self.recalls: list[list[int]] = []
@@ -83,7 +85,9 @@ class FakeConnection:
         self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
-        """Attach at once."""
+        """Attach at once, if it is there."""
+        if not self.worker.is_there:
+            raise UnavailableError("it is not there")
 
     async def until_silent(self, _lease: float) -> str:
         """Never return."""
@@ -220,6 +224,13 @@ class FakeCluster:
         self.dispatcher.submit(Task(call, limits=RunLimits(timeout=timeout)))
         return value
 
+    def join(self, index: int, address: str, boot_id: int) -> FakeWorker:
+        """Let a worker register."""
+        worker = FakeWorker(index, address, boot_id)
+        self.workers.append(worker)
+        self.dispatcher.join(worker.peer, boot_id)
+        return worker
+
     def state(self, index: int) -> list[int]:
         """Return the ids of the functions that a worker has, according to the scheduler."""
         return list(self.dispatcher._scheduler.workers[index].sent)
@@ -254,8 +265,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCluster]
 
     def make(workers: int = 1, **more: int) -> FakeCluster:
         fake = FakeCluster(workers, **more)
-        by_peer = {worker.peer: worker for worker in fake.workers}
-        monkeypatch.setattr(worker_link, "WorkerConnection", lambda peer, take, *_: FakeConnection(by_peer[peer], take))
+
+        def connection(peer: PeerAddress, take: Take, *_: object) -> FakeConnection:
+            return FakeConnection(next(worker for worker in fake.workers if worker.peer == peer), take)
+
+        monkeypatch.setattr(worker_link, "WorkerConnection", connection)
         made.append(fake)
         return fake
 
@@ -938,5 +952,84 @@ def test_who_looked_in_vain_for_something_to_take_over_looks_again(
                 holder.tell(Outcome.RETURNED, cluster.state(0)[-1])
                 answered.set()
             await asyncio.sleep(0)
+
+    on_loop(scenario)
+
+
+def test_a_worker_joins_and_leaves(fake: Callable[..., FakeCluster]) -> None:
+    """One that joins gets what waits; one that leaves is forgotten once its functions are elsewhere, and may return."""
+    cluster = fake(0)
+    left: list[PeerAddress] = []
+
+    async def scenario() -> None:
+        await cluster.start()
+        cluster.dispatcher.state.on_worker_left = left.append
+        cluster.schedule()
+        worker = cluster.join(5, "here:1", 1)
+        await until(lambda: worker.connections and worker.last.functions == [1])
+        other = cluster.join(2, "here:2", 2)
+        await until(lambda: cluster.dispatcher.state.workers_up == 2)
+        assert (cluster.dispatcher.places([5, 2]), cluster.dispatcher.is_up(5)) == ([0, 1], True)
+        worker.last.leaves.set()
+        await until(lambda: worker.last.steps_ended)
+        assert left == []
+        worker.last.end()
+        await until(lambda: left == [worker.peer])
+        await until(lambda: other.last.functions == [1])
+        assert cluster.dispatcher.status.describe().endswith("1 of 1 workers up")
+        again = cluster.join(5, "there:1", 3)
+        await until(lambda: again.connections and cluster.dispatcher.state.workers_up == 2)
+        assert cluster.dispatcher.places([5]) == [0], "it is the same task"
+        assert len(worker.connections) == 1
+
+    on_loop(scenario)
+
+
+def test_a_worker_returns_elsewhere(fake: Callable[..., FakeCluster]) -> None:
+    """A process that registers in the place of another one is dialled there; what the other one had runs again."""
+    cluster = fake(0)
+
+    async def scenario() -> None:
+        await cluster.start()
+        first = cluster.join(0, "here:1", 1)
+        cluster.schedule()
+        await until(lambda: first.connections and first.last.functions == [1])
+        second = cluster.join(0, "there:1", 2)
+        await until(lambda: second.connections and second.last.functions == [1])
+        assert "another process has registered" in cluster.dispatcher.state.workers[0].why
+        second.boot_id, count = 3, len(second.connections)
+        second.last.end(UnavailableError("gone"))
+        await until(lambda: len(second.connections) > count)
+        await until(lambda: "another process answers there" in cluster.dispatcher.state.workers[0].why)
+        assert not cluster.dispatcher.state.workers_up
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "retired"])
+def test_a_worker_stays_away(fake: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """One that has joined is forgotten after a while, and any that is retired; others are expected for ever."""
+    cluster = fake(1)
+    left: list[PeerAddress] = []
+
+    async def scenario() -> None:
+        await cluster.start()
+        cluster.dispatcher.state.on_worker_left = left.append
+        (listed,) = cluster.workers
+        joined = cluster.join(1, "here:1", 1)
+        await until(lambda: cluster.dispatcher.state.workers_up == 2)
+        for worker in (listed, joined):
+            worker.is_there = False
+            worker.last.end(UnavailableError("gone"))
+        await until(lambda: len(listed.connections) > 1 and len(joined.connections) > 1)
+        assert left == [], "they are expected"
+        if how == "forgotten":
+            monkeypatch.setattr(dispatch_state, "FORGET_SECONDS", 0.0)
+            await until(lambda: left == [joined.peer])
+            count = len(listed.connections)
+            await until(lambda: len(listed.connections) > count)
+        else:
+            cluster.dispatcher.retire(0)
+            await until(lambda: left == [listed.peer])
 
     on_loop(scenario)

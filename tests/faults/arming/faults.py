@@ -54,7 +54,7 @@ from pscluster.core.errors import ConfigurationError, UnavailableError
 from pscluster.core.fault_points import POINTS
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.tcp.server import DataServer
-from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
+from pscluster.v1 import coordinator_pb2, node_pb2, ps_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ _ARMED = "armed"
 
 METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for module in (node_pb2, ps_pb2, worker_pb2, health_pb2)
+    for module in (coordinator_pb2, node_pb2, ps_pb2, worker_pb2, health_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
     if method.name != "Watch"  # of the health check: grpc serves it without a thread, and none of ours calls it

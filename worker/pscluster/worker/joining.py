@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 REGISTER_SECONDS = 10.0
-AWAIT_SECONDS = 10.0
+AWAIT_SECONDS = 5.0
 """A worker that serves, but is attached to no coordinator, registers again after this long."""
 
 _CHECK_SECONDS = 0.5

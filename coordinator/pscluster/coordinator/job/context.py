@@ -260,7 +260,8 @@ class JobContext:
             for handle in dispatcher.state.workers:
                 if (boot_id := self._boot_ids.get(handle.peer.index)) is not None:
                     handle.move(handle.peer, boot_id)
-            dispatcher.state.worker_left = lambda peer: self._worker_left(peer.index)
+            dispatcher.state.on_worker_up = lambda peer: self._members.came_up(peer.index)
+            dispatcher.state.on_worker_left = lambda peer: self._worker_left(peer.index)
             with self._lock:
                 self.dispatcher = dispatcher
                 dispatcher.workers_gone(self._workers_gone)

@@ -3,7 +3,7 @@
 A task is an index, which one worker at a time has:
 
     FREE    --claim, for the lowest one, or for this one--> PENDING   the coordinator dials the worker
-    PENDING --the coordinator is connected to it----------> UP
+    PENDING --came_up: the coordinator is connected to it-> UP
             --PENDING_SECONDS pass without that-----------> AWAY
     UP      --its connection is down----------------------> AWAY      it is still expected, see `worker_link`
     AWAY    --claim, for this one-------------------------> PENDING   the same task, in another process
@@ -150,6 +150,11 @@ class Members:
         """Note that an index belongs to this name, and no longer to another one."""
         self._names = {other: at for other, at in self._names.items() if at != index and other != name}
         self._names[name] = index
+
+    def came_up(self, index: int) -> None:
+        """Note that the coordinator has connected to the worker with this index: once it is down it is AWAY."""
+        if (member := self._members.get(index)) is not None:
+            member.since = float("-inf")
 
     def left(self, index: int) -> None:
         """Note that the worker with this index has left the cluster."""

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
-RATE, BURST = 10.0, 100.0
+RATE, BURST = 50.0, 200.0
 _MAX_CALLERS = 1024  # addresses whose rate is known; a new one replaces the one that was quiet for longest
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -132,7 +132,9 @@ class DispatchState:
         self.cancelled_by_error = 0
         self.final_told = False
         self.jobs: list[asyncio.Task[None]] = []
-        self.worker_left: Callable[[PeerAddress], None] = lambda _: None  # called on the loop when one has, for good
+        # Called on the loop when a worker is connected, and when one has left for good.
+        self.on_worker_up: Callable[[PeerAddress], None] = lambda _: None
+        self.on_worker_left: Callable[[PeerAddress], None] = lambda _: None
         self.settle_gangs: Callable[[], None] = lambda: None  # after any event that may concern one; see `gang_runs`
         self._wake_asked = False
 

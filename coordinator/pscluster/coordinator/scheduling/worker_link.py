@@ -74,6 +74,7 @@ class WorkerLink:
             with self._state.changed:
                 self._scheduler.worker_up(self._index)
                 self._state.settle_gangs()
+            self._state.on_worker_up(handle.peer)
             handle.up, handle.restarts, handle.heard = True, handle.restarts + 1, time.monotonic()
             if handle.restarts:
                 logger.warning("%s is back", handle.peer)
@@ -118,7 +119,7 @@ class WorkerLink:
             self._scheduler.worker_left(self._index, error)
             self._state.settle_gangs()
             self._state.changed.notify_all()
-        self._state.worker_left(handle.peer)
+        self._state.on_worker_left(handle.peer)
 
     async def _connect(self) -> WorkerConnection | None:
         """Dial until the worker is attached and has all resources, however long that takes. None: it is forgotten."""
