@@ -13,15 +13,23 @@ import pytest
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ROLES = ["ps-0", "ps-1", "worker-0", "worker-1", "worker-2", "coordinator"]
+JOINING, NAMED = ROOT / "compose.yaml", ROOT / "compose.tf_config.yaml"
+SERVICES = {
+    JOINING: ["ps-0", "ps-1", "worker", "coordinator"],
+    NAMED: ["ps-0", "ps-1", "worker-0", "worker-1", "worker-2", "coordinator"],
+}
 
 
-def test_each_role_has_its_own_task() -> None:
-    """The six TF_CONFIGs agree about the cluster, and each names the task at its service's address."""
-    text = (ROOT / "compose.yaml").read_text()
+@pytest.mark.parametrize("file", SERVICES, ids=lambda file: file.name)
+def test_each_role_has_its_own_task(file: Path) -> None:
+    """The TF_CONFIGs agree about the cluster, and each names the task at its service's address; workers may join."""
+    text = file.read_text()
     services = re.findall(r"^  ([\w-]+):\n(?:    .*\n)+?      TF_CONFIG: >-\n((?: {8}.*\n)+)", text, re.MULTILINE)
     configs = {name: json.loads(config) for name, config in services}
-    assert sorted(configs) == sorted(ROLES)
+    assert sorted(configs) == sorted(set(SERVICES[file]) - {"worker"})
+    if file is JOINING:
+        assert '[worker, --join, "coordinator:2222", ' in text
+        assert "worker" not in configs["coordinator"]["cluster"]
     for name, config in configs.items():
         assert config["cluster"] == configs["coordinator"]["cluster"]
         address = config["cluster"][config["task"]["type"]][config["task"]["index"]]
@@ -81,9 +89,12 @@ def compose(
 
 @pytest.mark.compose
 @pytest.mark.timeout(900)  # the first build fetches the base image and the dependencies
-def test_compose_trains_the_digits_and_ends(project: str) -> None:
-    """`docker compose up` builds the image, trains the example and ends by itself, each role with code 0."""
-    up = compose(project, "up", "--build", "--exit-code-from", "coordinator", timeout=720)
+@pytest.mark.parametrize("file", SERVICES, ids=lambda file: file.name)
+def test_compose_trains_the_digits_and_ends(file: Path, project: str) -> None:
+    """`docker compose up` builds the image, trains the example and ends by itself, each role with code 0. Workers that
+    join can be as many as one likes."""
+    scale = ["--scale", "worker=5"] if file is JOINING else []
+    up = compose(project, "up", "--build", *scale, "--exit-code-from", "coordinator", timeout=720, files=[file])
     assert up.returncode == 0, up.stdout
     match = re.search(r"test accuracy (\d\.\d+)", up.stdout)
     assert match is not None, up.stdout
@@ -105,9 +116,10 @@ def test_compose_trains_the_digits_and_ends(project: str) -> None:
         timeout=30,
         check=True,
     )
-    states = dict(line.split(" ", 1) for line in listed.stdout.splitlines())
-    assert sorted(states) == sorted(ROLES)
-    assert all(state.startswith("Exited (0)") for state in states.values()), f"{states}\n{up.stdout}"
+    states = [line.split(" ", 1) for line in listed.stdout.splitlines()]
+    more = ["worker"] * 4 if file is JOINING else []
+    assert sorted(service for service, _ in states) == sorted([*SERVICES[file], *more])
+    assert all(state.startswith("Exited (0)") for _, state in states), f"{states}\n{up.stdout}"
 
 
 # The example, but it goes on until it is told that all kills are over.
@@ -137,7 +149,7 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     script.chmod(0o644)  # for the image's user
     override = tmp_path / "override.yaml"
     override.write_text(OVERRIDE.format(script=script))
-    files = [ROOT / "compose.yaml", override]
+    files = [JOINING, override]
     up = compose(project, "up", "--build", "-d", timeout=720, files=files)
     assert up.returncode == 0, up.stdout
 
@@ -152,9 +164,10 @@ def test_compose_survives_kills_from_the_host(project: str, tmp_path: Path) -> N
     def reports() -> int:
         return len(re.findall(r"^step \d+/\d+ ", docker("logs", containers["coordinator"]), re.MULTILINE))
 
-    services = ("ps-1", "worker-1", "coordinator")
+    services = ("ps-1", "worker", "coordinator")
     containers = {
-        service: compose(project, "ps", "-q", service, timeout=60, files=files).stdout.strip() for service in services
+        service: compose(project, "ps", "-q", service, timeout=60, files=files).stdout.split()[0]
+        for service in services
     }
     until_it_trains()
     for service in services:
