@@ -98,6 +98,8 @@ OURS = (
     "PSCLUSTER_TLS",
     "PSCLUSTER_TLS_SERVER_ONLY",
     "PSCLUSTER_INSECURE",
+    "PSCLUSTER_COORDINATOR",
+    "PSCLUSTER_MAX_WORKERS",
 )
 """Variables that would describe another cluster."""
 

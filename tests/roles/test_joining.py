@@ -9,7 +9,17 @@ import signal
 from pathlib import Path
 
 from tests.faults.arming.faults import CALL_KINDS, environment
-from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, tf_config
+from tests.roles.processes import (
+    PSCLUSTER,
+    Process,
+    Roles,
+    environ,
+    free_addresses,
+    make_cluster,
+    run,
+    run_all,
+    tf_config,
+)
 from tests.waiting import until
 
 from pscluster.core.security.certificates import make_certificates
@@ -222,6 +232,48 @@ def test_tls(tmp_path: Path) -> None:
         code, said = run("status", config=tf_config(roles.cluster, "chief"), PSCLUSTER_TLS=str(certificates))
         assert code == 0, said
         roles.end(coordinator)
+
+
+def test_another_index_under_the_next_coordinator(tmp_path: Path) -> None:
+    """If the next coordinator has a worker in its place, one that had joined goes on under another index."""
+    with Elastic(tmp_path) as roles:
+        coordinator = roles.begin()
+        worker = roles.join()
+        roles.until_runs(0, worker)
+        coordinator.send(signal.SIGKILL)
+        coordinator.wait()
+        roles.cluster = {**roles.cluster, "worker": free_addresses(1)}
+        named = roles.worker()
+        script = COUNTING.replace("assert count.numpy()[0] == scheduled", "assert count.numpy()[0] >= scheduled")
+        coordinator = roles.coordinator(script, str(tmp_path))
+        worker.wait_for("another worker has index 0 by now; going on as worker 1")
+        roles.until_runs(1, worker)
+        roles.until_runs(0, named)
+        roles.end(coordinator)
+
+
+def test_bad_options() -> None:
+    """Wrong options and variables end the process with one line that names the value, before anything else."""
+    worker = tf_config({"worker": ["127.0.0.1:2222"]}, "worker")
+    cases = [
+        (["worker", "--join", "nowhere"], {}, '--join is "nowhere", but it has no port'),
+        (["worker"], {"PSCLUSTER_COORDINATOR": "a:b"}, '--join is "a:b", but a port is a whole number'),
+        (["worker", "--join", "c:1", "--advertise", "h:x"], {}, '--advertise is "h:x"'),
+        (["worker", "--join", "c:1", "--advertise", "a b"], {}, "--advertise is"),
+        (["worker", "--join", "c:1", "--task", "1234567"], {}, "--task is 1234567; give an index from 0 to 999999"),
+        (["worker", "--join", "c:1"], {"TF_CONFIG": worker}, "TF_CONFIG names a task, and --join or"),
+        (["worker", "--task", "1"], {"TF_CONFIG": worker}, "--task is given, but no coordinator to join"),
+        (["worker", "--join", "unix:/tmp/x/chief"], {}, "needs one of its own: give --bind unix:PATH"),
+        (["worker", "--join", "c:1"], {}, "refusing to listen on 0.0.0.0:"),
+        (["worker", "--join", "c:1", "--bind", "192.0.2.1:0"], {}, "can't listen on 192.0.2.1"),
+        (["coordinator", "--max-workers", "0", "x.py"], {}, "the most workers are '0'; give a number from 1"),
+        (["coordinator", "x.py"], {"PSCLUSTER_MAX_WORKERS": "many"}, "the most workers are 'many'"),
+    ]
+    for (_, _, sentence), (code, said) in zip(
+        cases, run_all([(arguments, {"TF_CONFIG": "{}", **env}) for arguments, env, _ in cases]), strict=True
+    ):
+        assert (code, said.count("\n")) == (2, 1), said
+        assert sentence in said, said
 
 
 def refused(roles: Elastic, *options: str, **env: str) -> str:

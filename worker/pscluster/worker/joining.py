@@ -121,7 +121,7 @@ class Joining:
         self._worker: WorkerProcess | None = None
         self._index: int | None = None
         self._thread = threading.Thread(target=self._stay, name="joining", daemon=True)
-        self._said = ""
+        self._said = self._joined = ""
 
     def _free_address(self, options: RoleOptions) -> str:
         """Return where to listen: --bind, or a free port, on loopback if the coordinator is there."""
@@ -192,7 +192,6 @@ class Joining:
                 if patient or isinstance(error, BusyError | UnavailableError):
                     self._say(error)
                 raise
-            self._said = ""
             return reply
 
         def over() -> bool:
@@ -249,7 +248,12 @@ class Joining:
                 logger.warning("another worker has index %d by now; going on as worker %d", self._index, reply.index)
                 self._worker.close()
             self._serve_as(reply.index, reply.address)
-        logger.info("joined %s as worker %d, at %s", reply.coordinator, reply.index, reply.address)
+        joined = f"joined {reply.coordinator} as worker {reply.index}, at {reply.address}"
+        if joined != self._joined:
+            logger.info("%s", joined)
+            self._joined = joined
+        elif not self._is_attached():
+            self._say(UnavailableError(f"it has not reached this worker at {reply.address} so far"))
 
     def _serve_as(self, index: int, own: str) -> None:
         """Serve under this index. `own` is the address at which it is dialled: there its data plane is reached, too."""
@@ -285,5 +289,6 @@ class Joining:
             if self._stop.event.wait(_CHECK_SECONDS):
                 return False
             waited += _CHECK_SECONDS
+        self._said = ""
         self._stop.event.wait(_CHECK_SECONDS)
         return False

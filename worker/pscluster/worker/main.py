@@ -14,6 +14,10 @@ from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import (
+    ADVERTISE_VARIABLE,
+    COORDINATOR_VARIABLE,
+    JOB_NAME_VARIABLE,
+    TASK_VARIABLE,
     RoleOptions,
     choose_serialization,
     data_port_option,
@@ -31,8 +35,6 @@ from pscluster.worker.process import WorkerProcess
 from pscluster.worker.servers import watch_listing
 
 logger = logging.getLogger(__name__)
-
-COORDINATOR_VARIABLE = "PSCLUSTER_COORDINATOR"
 
 
 def ps_peers(cluster: ClusterSpec, tls: Tls | None = None, token: str | None = None) -> list[PeerAddress]:
@@ -91,7 +93,7 @@ def serve_worker(
     "--task",
     metavar="NAME|INDEX",
     default="",
-    envvar="PSCLUSTER_TASK",
+    envvar=TASK_VARIABLE,
     help="With --join: which worker this is, also after a restart elsewhere. "
     "Default: the coordinator hands out the lowest free index. Or $PSCLUSTER_TASK.",
 )
@@ -99,14 +101,14 @@ def serve_worker(
     "--advertise",
     metavar="IP[:PORT]",
     default="",
-    envvar="PSCLUSTER_ADVERTISE",
+    envvar=ADVERTISE_VARIABLE,
     help="With --join: where the coordinator reaches this worker, which it must allow. "
     "Default: the address that it sees. Or $PSCLUSTER_ADVERTISE.",
 )
 @click.option(
     "--job-name",
     default="",
-    envvar="PSCLUSTER_JOB_NAME",
+    envvar=JOB_NAME_VARIABLE,
     help="With --join: join only a coordinator of the job with this name. Or $PSCLUSTER_JOB_NAME.",
 )
 @data_port_option

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
-from pscluster.core.role.options import DATA_PORT_VARIABLE, METRICS_PORT_VARIABLE, data_port_of, metrics_port_of
+from pscluster.core.role.options import (
+    DATA_PORT_VARIABLE,
+    JOIN_VARIABLES,
+    METRICS_PORT_VARIABLE,
+    data_port_of,
+    metrics_port_of,
+)
 from pscluster.core.security.tls import SERVER_ONLY_VARIABLE, TLS_VARIABLE
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from pscluster.ps.storage.options import DURABILITY_VARIABLE, STATE_VARIABLE, durability_named
@@ -59,7 +65,8 @@ def role_environ(
 
 def child_environ(env: Mapping[str, str], tf_config: str, token: str, tls_folder: str = "") -> dict[str, str]:
     """Return this process's environment with what a process of the cluster needs."""
-    others = (TOKEN_FILE_VARIABLE, TLS_VARIABLE, SERVER_ONLY_VARIABLE)  # these would name files of another cluster
+    # These would name files, a coordinator or a task of another cluster.
+    others = (TOKEN_FILE_VARIABLE, TLS_VARIABLE, SERVER_ONLY_VARIABLE, *JOIN_VARIABLES)
     inherited = {name: value for name, value in os.environ.items() if name not in others}
     environ = {**inherited, **env, "TF_CONFIG": tf_config, TOKEN_VARIABLE: token}
     if tls_folder:
