@@ -271,7 +271,7 @@ def test_who_may_register() -> None:
         service.register(valid(), Call())  # type: ignore[arg-type]
 
 
-@hypothesis.given(messages(coordinator_pb2.RegisterRequest.DESCRIPTOR, 1))
+@hypothesis.given(messages(cast("Any", coordinator_pb2.RegisterRequest.DESCRIPTOR), 1))
 def test_rubbish(request: coordinator_pb2.RegisterRequest) -> None:
     """Whatever a request holds, it is taken or refused; only the caller's own address is dialled."""
     job = Joined()

@@ -19,11 +19,13 @@ from tests.conftest import search
 
 from pscluster.coordinator.local.supervisor import (
     Action,
+    Added,
     Event,
     Exited,
     GiveUp,
     Log,
     Phase,
+    Removed,
     RestartPolicy,
     RestartRequested,
     Signal,
@@ -333,6 +335,61 @@ def test_restart_during_backoff_comes_at_once() -> None:
 def test_describe_exit(code: int | None, text: str) -> None:
     """Signals are shown by name where they have one."""
     assert describe_exit(code) == text
+
+
+W2 = ("worker", 2)
+
+
+def test_a_task_that_is_added_is_one_like_any_other() -> None:
+    """It is started at once, restarted when it dies, and stopped with the others."""
+    world = World()
+    world.up()
+    assert world.tell(Added(W2)) == [Start(W2)]
+    pid = world.start(W2)
+    assert world.tell(Added(W2)) == [], "there is one"
+    assert world.tell(Exited(W2, pid, 1)) == [Start(W2)]
+    pid = world.start(W2)
+    assert Signal(W2, pid, signal.SIGTERM) in world.tell(StopRequested())
+    assert world.tell(Added(("worker", 3))) == [], "the cluster stops"
+
+
+def test_a_task_that_is_removed_stops_cleanly_and_is_forgotten() -> None:
+    """It gets SIGTERM, SIGKILL after its grace, and no other process, however it ends."""
+    world = World()
+    pid = world.up()[W1]
+    assert world.tell(Removed(W1)) == [Signal(W1, pid, signal.SIGTERM)]
+    assert world.tell(RestartRequested(W1)) == []
+    world.now += GRACE
+    assert Signal(W1, pid, signal.SIGKILL) in world.tell(Tick())
+    assert world.supervisor.has(W1)
+    assert world.tell(Exited(W1, pid, -signal.SIGKILL)) == []
+    assert not world.supervisor.has(W1)
+    assert world.supervisor.why_gone(W1) == "the local cluster was scaled down"
+    assert world.tell(Removed(W1)) == []
+    assert world.tell(Added(W1)) == [Start(W1)]
+
+
+def test_what_is_removed_before_it_runs() -> None:
+    """One that is being started is stopped once it is; one that waits, or has ended, is forgotten at once."""
+    world = World()
+    world.tell(Tick())
+    world.start(PS)
+    assert world.tell(Removed(W0)) == []
+    assert world.tell(Started(W0, 77)) == [Signal(W0, 77, signal.SIGTERM)]
+    assert world.tell(Removed(W1)) == []
+    assert world.tell(StartFailed(W1, "no memory")) == [], "nobody is told of what nobody wants"
+    assert not world.supervisor.has(W1)
+    assert world.tell(Exited(W0, 77, 0)) == []
+    assert [state.task for state in world.supervisor.states()] == [PS]
+    assert world.tell(Added(W1)) == [Start(W1)]
+    pid = world.start(W1)
+    for _ in range(2):
+        world.tell(Exited(W1, pid, 1))
+        if world.phase(W1) is Phase.WAITING:
+            break
+        pid = world.start(W1)
+    assert world.tell(Removed(W1)) == []
+    assert not world.supervisor.has(W1)
 
 
 TASKS: list[TaskKey] = [("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]

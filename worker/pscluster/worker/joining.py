@@ -278,6 +278,9 @@ class Joining:
             except PsClusterError as error:
                 logger.error("%s", error)
                 self._stop.ask(f"it can't serve again: {error}")
+            except Exception:
+                logger.exception("can't join; trying again")
+                self._stop.event.wait(_CHECK_SECONDS)
 
     def _is_lost(self) -> bool:
         """Return whether no coordinator is attached for AWAIT_SECONDS."""
