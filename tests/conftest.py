@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import hypothesis
 import pytest
+from tests import fork_client
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -107,7 +108,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option that shows whether a failure comes from the quick starts."""
+    parser.addoption("--plain-starts", action="store_true", help="Start all processes in new interpreters.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Restore Ctrl-C, which some tests send: a shell that starts them in the background makes all processes ignore
     it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -116,6 +122,16 @@ def pytest_configure() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["PSCLUSTER_STATE_DIR"] = folder
     os.environ["XDG_CONFIG_HOME"] = folder  # and use a token of this user that is not the real one
+    for library in ("OMP", "OPENBLAS", "MKL"):  # the cores are shared by many processes
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    if not config.getoption("plain_starts"):
+        fork_client.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start processes quickly, unless the test is about that."""
+    fork_client.enabled = item.get_closest_marker("plain_starts") is None
 
 
 def wait_for_file(path: str) -> None:

@@ -1,5 +1,7 @@
 """Jobs without pickles: making or reading one is fatal in every process, and the jobs complete.
 
+pytestmark = pytest.mark.plain_starts
+
 The hook is `sitecustomize`, which Python imports before everything else. A job with pickles shows that it works.
 """
 

@@ -16,6 +16,8 @@ from tests.waiting import until
 from pscluster.core.transport.frames import CHUNK_BYTES, pack
 from pscluster.v1 import ps_pb2
 
+pytestmark = pytest.mark.plain_starts
+
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 

@@ -41,6 +41,8 @@ from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import MIN_BITS, strength, user_token_file
 from pscluster.core.transport.methods import Method, methods
 
+pytestmark = pytest.mark.plain_starts
+
 TOKEN = "correct-horse-battery-staple"
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 WRONG: dict[str, Metadata] = {
