@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ _MODULES = ("pscluster.ps", "pscluster.worker", "pscluster.coordinator")
 # What an interpreter and the libraries read once, at their start; and what a forked process is told all the same.
 _EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "GRPC_", "OMP_", "OPENBLAS_", "MKL_", "NPY_")
 _LATE = ("PYTHONPATH", "PYTHONUNBUFFERED")
-_INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)  # where they are ignored
 _PLAIN: dict[str, Any] = {
     "executable": None,
     "preexec_fn": None,
@@ -61,25 +60,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Server:
     """The server, and requests to it. Any thread may make one."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None).prctl
-        self._early = _early(os.environ)
         self._socket, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
                 [sys.executable, fork_server.__file__, str(its.fileno())],
                 stdin=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name not in _LATE},
+                env={name: value for name, value in environ.items() if name not in _LATE},
                 pass_fds=[its.fileno()],
             )
         atexit.register(self._close)
-
-    def fits(self, environ: Mapping[str, str]) -> bool:
-        """Whether a forked process can have this environment, and what else it would inherit from this one."""
-        return _early(environ) == self._early and not any(
-            signal.getsignal(number) is signal.SIG_IGN for number in _INHERITED
-        )
 
     def start(self, request: Request, streams: Sequence[int]) -> int:
         """Start a process, and return its pid. OSError if the server can't."""
@@ -106,12 +98,28 @@ def _early(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_EARLY) and name not in _LATE}
 
 
+def _ignored() -> list[int]:
+    return [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def plain_starts() -> Iterator[None]:
+    """Start the processes of a fixture as usual, like those of a test with this mark."""
+    global enabled
+    before, enabled = enabled, False
+    try:
+        yield
+    finally:
+        enabled = before
+
+
 def install() -> None:
     """Let `subprocess.Popen` start the commands of this module's docstring through a server, begun at the first."""
     plain: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     names = list(inspect.signature(plain).parameters)[1:]
     lock = threading.Lock()
     server: _Server | None = None
+    environ, early, ignored = dict(os.environ), _early(os.environ), _ignored()
 
     def server_for(wanted: Mapping[str, Any]) -> _Server | None:
         nonlocal server
@@ -123,10 +131,12 @@ def install() -> None:
             return None
         if wanted["cwd"] is not None and not os.path.isdir(wanted["cwd"]):
             return None
+        if _early(_environ(wanted)) != early or _ignored() != ignored:  # it would inherit others
+            return None
         with lock:
             if server is None:
-                server = _Server()
-        return server if server.fits(_environ(wanted)) else None
+                server = _Server(environ)
+        return server
 
     def execute_child(process: Any, *given: Any) -> None:
         wanted = dict(zip(names, given, strict=True))

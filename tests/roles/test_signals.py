@@ -16,8 +16,6 @@ from tests.waiting import until
 from pscluster.core.transport.frames import CHUNK_BYTES, pack
 from pscluster.v1 import ps_pb2
 
-pytestmark = pytest.mark.plain_starts
-
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
@@ -292,6 +290,7 @@ def left_over(mark: str) -> list[str]:
     return command_lines
 
 
+@pytest.mark.plain_starts
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_run(signum: signal.Signals, tmp_path: Path) -> None:
     """`pscluster run` ends the script and the roles on a signal, leaves nothing, and exits with 128 + n."""
@@ -308,6 +307,7 @@ def test_run(signum: signal.Signals, tmp_path: Path) -> None:
         assert "Traceback" not in process.output
 
 
+@pytest.mark.plain_starts
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_run_before_the_script_has_a_cluster(signum: signal.Signals, tmp_path: Path) -> None:
     """A signal before the script has begun a job ends `pscluster run` as well."""
@@ -320,6 +320,7 @@ def test_run_before_the_script_has_a_cluster(signum: signal.Signals, tmp_path: P
         assert left_over(mark) == []
 
 
+@pytest.mark.plain_starts
 def test_run_that_is_killed(tmp_path: Path) -> None:
     """When `pscluster run` is killed by SIGKILL its roles end by themselves."""
     script, mark = tmp_path / "script.py", uuid.uuid4().hex

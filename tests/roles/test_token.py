@@ -17,6 +17,7 @@ import grpc
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.fork_client import plain_starts
 from tests.roles.processes import (
     DONE,
     IDLE,
@@ -40,8 +41,6 @@ from pscluster.core.role.open_health import PATH
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import MIN_BITS, strength, user_token_file
 from pscluster.core.transport.methods import Method, methods
-
-pytestmark = pytest.mark.plain_starts
 
 TOKEN = "correct-horse-battery-staple"
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
@@ -72,8 +71,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     cluster = make_cluster()
     with Roles(cluster, folder, {"PSCLUSTER_TOKEN": TOKEN}) as roles:
-        ps, worker = roles.ps(), roles.worker()
-        coordinator = roles.coordinator(IDLE, str(folder / "gate"))
+        with plain_starts():  # their command lines are looked at
+            ps, worker = roles.ps(), roles.worker()
+            coordinator = roles.coordinator(IDLE, str(folder / "gate"))
         coordinator.wait_for("connected")
         yield Guarded({job: cluster[job][0] for job in SERVICES}, [ps, worker, coordinator])
 
@@ -407,6 +407,7 @@ def test_bind_elsewhere_with_a_token(tmp_path: Path) -> None:
         roles.ps(0, "--bind", address).wait_for(f"serving on {address}")
 
 
+@pytest.mark.plain_starts
 def test_run_keeps_its_token_to_itself(tmp_path: Path) -> None:
     """`pscluster run` makes a token that is in no command line and no output."""
     said = 'from pscluster.core.security.tokens import load_token; print("connected", load_token(None)'
@@ -451,6 +452,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.plain_starts
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it shows an environment on Linux")
 def test_the_token_is_in_no_environment(tmp_path: Path) -> None:
     """Functions on workers and servers, the script, and what they start have the token, but not in the environment."""

@@ -28,8 +28,6 @@ from pscluster.core.cluster.spec import TFConfig, validate_for_strategy
 from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
 from pscluster.core.role.process import main_of
 
-pytestmark = pytest.mark.plain_starts
-
 # Behaves as the roles' contract says, and obeys a line sent to its port. What it does it writes to a diary.
 ROLE = """
 import json, os, signal, socket, subprocess, sys, threading
