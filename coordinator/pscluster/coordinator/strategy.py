@@ -33,8 +33,8 @@ PS_TIMEOUT = 600.0
 class ParameterServerStrategy(Strategy):
     """Variables on parameter servers, functions on workers.
 
-    Making one connects to the cluster: it waits until all parameter servers and workers answer, in whatever order they
-    start, and takes the servers for its job.
+    Making one connects to the cluster: it waits until all parameter servers and workers that its description names
+    answer, in whatever order they start, and takes the servers for its job. Other workers may join while it runs.
 
     Args:
         cluster_resolver: a `TFConfigClusterResolver`, another resolver, or a running `LocalCluster`.

@@ -969,7 +969,7 @@ def test_a_worker_joins_and_leaves(fake: Callable[..., FakeCluster]) -> None:
         await until(lambda: worker.connections and worker.last.functions == [1])
         other = cluster.join(2, "here:2", 2)
         await until(lambda: cluster.dispatcher.state.workers_up == 2)
-        assert (cluster.dispatcher.places([5, 2]), cluster.dispatcher.is_up(5)) == ([0, 1], True)
+        assert (cluster.dispatcher.places([5, 2]), cluster.dispatcher.is_there(5)) == ([0, 1], True)
         worker.last.leaves.set()
         await until(lambda: worker.last.steps_ended)
         assert left == []
@@ -1023,6 +1023,7 @@ def test_a_worker_stays_away(fake: Callable[..., FakeCluster], monkeypatch: pyte
             worker.last.end(UnavailableError("gone"))
         await until(lambda: len(listed.connections) > 1 and len(joined.connections) > 1)
         assert left == [], "they are expected"
+        assert not cluster.dispatcher.is_there(0), "another process may take its place"
         if how == "forgotten":
             monkeypatch.setattr(dispatch_state, "FORGET_SECONDS", 0.0)
             await until(lambda: left == [joined.peer])

@@ -127,16 +127,22 @@ class JobContext:
         async def take() -> PeerAddress:
             if self.closed:
                 raise UnavailableError("the job is over: the worker joins the next one")
-            dispatcher = self.dispatcher
-            is_up = (lambda _: False) if dispatcher is None else dispatcher.is_up
-            mine = replace(peer, index=self._members.claim(claim, time.monotonic(), is_up))
+            mine = replace(peer, index=self._members.claim(claim, time.monotonic(), self._presence(peer)))
             self._boot_ids[mine.index] = boot_id
             self._set_workers([*(worker for worker in self.workers if worker.index != mine.index), mine])
-            if dispatcher is not None:
-                dispatcher.join(mine, boot_id)
+            if self.dispatcher is not None:
+                self.dispatcher.join(mine, boot_id)
             return mine
 
         return loop.run(take())
+
+    def _presence(self, peer: PeerAddress) -> Callable[[int], bool]:
+        """Return what says, to one that registers at the place of `peer`, whether the worker with an index is there."""
+        if self.dispatcher is not None:
+            return self.dispatcher.is_there
+        # Nobody has tried yet to connect to those that TF_CONFIG names: only who is at their address takes their task.
+        named = {worker.index: worker.address for worker in self.workers if worker.index not in self._boot_ids}
+        return lambda index: named.get(index, peer.address) != peer.address
 
     def retire_worker(self, index: int) -> None:
         """Let a worker leave the cluster for good when it is next down: it is being stopped."""

@@ -11,7 +11,8 @@ A task is an index, which one worker at a time has:
     PENDING, UP --claim, without--------------------------> refused
     any     --left----------------------------------------> FREE
 
-The tasks that TF_CONFIG names are AWAY until the coordinator is connected to them, and otherwise like the others.
+The tasks that TF_CONFIG names are like the others, but they are not AWAY before the coordinator has tried to connect to
+them for a while.
 
 A worker that gives a name has the same index for as long as the job lasts, as one that gives an index has: nobody gets
 it who asks for none, unless no other index is left. A worker that gives neither has its index while it lives, and also
@@ -82,18 +83,19 @@ class Members:
         """Return the indices that have a worker, rising."""
         return sorted(self._members)
 
-    def claim(self, claim: Claim, now: float, is_up: Callable[[int], bool]) -> int:
+    def claim(self, claim: Claim, now: float, is_there: Callable[[int], bool]) -> int:
         """Give a worker an index. BusyError if the task has a worker, or the cluster is full, RefusedError if it has
         no such task; nothing has changed then.
 
-        `is_up` says whether the coordinator is connected to the worker with an index.
+        `is_there` says whether the coordinator is connected to the worker with an index, or about to be: it has not had
+        the time to find out that there is none.
         """
         claim.check()
         secret = hashlib.sha256(claim.secret).digest()
         index = self._wanted(claim, secret)
         if index is None:
             index = self._lowest_free()
-        elif self._is_taken(index, secret, now, is_up):
+        elif self._is_taken(index, secret, now, is_there):
             raise BusyError(
                 f"worker {index} is another process, which is in the cluster now: stop that one, or give this one "
                 "another --task, or none"
@@ -107,11 +109,11 @@ class Members:
             self._keep_name(claim.task, index)
         return index
 
-    def _is_taken(self, index: int, secret: bytes, now: float, is_up: Callable[[int], bool]) -> bool:
+    def _is_taken(self, index: int, secret: bytes, now: float, is_there: Callable[[int], bool]) -> bool:
         member = self._members.get(index)
         if member is None or member.secret == secret:
             return False
-        return is_up(index) or now - member.since < PENDING_SECONDS
+        return is_there(index) or now - member.since < PENDING_SECONDS
 
     def _wanted(self, claim: Claim, secret: bytes) -> int | None:
         """Return the index that this worker has, or asks for; None if any will do."""

@@ -208,9 +208,10 @@ class Dispatcher:
         known = {handle.peer.index: place for place, handle in enumerate(self.state.workers)}
         return [known[index] for index in indices]
 
-    def is_up(self, index: int) -> bool:
-        """Return whether the worker with this index is connected. From any thread."""
-        return any(handle.up for handle in self.state.workers if handle.peer.index == index)
+    def is_there(self, index: int) -> bool:
+        """Return whether the worker with this index is connected, or expected to be for the first time."""
+        workers = zip(self.state.workers, self._scheduler.workers, strict=True)
+        return any(handle.up or worker.awaited for handle, worker in workers if handle.peer.index == index)
 
     async def _supervised(self, job: Coroutine[Any, Any, None]) -> None:
         """Make a job's failure the cluster's error: others would wait forever for a job that ended unnoticed."""
