@@ -9,8 +9,8 @@ learns how it ended, and its own arguments, environment, working directory, sess
 Only its command line and first environment in /proc are the server's. Other commands, and what only a new interpreter
 can have, start as usual; so does everything in tests marked `plain_starts`, whose subject is a process itself.
 
-One request is under way at a time, under a lock, and only then does this process adopt what is orphaned below it. If
-the server can't serve, everything starts as usual.
+One request is under way at a time, under a lock, and only then does this process adopt what is orphaned below it. The
+server ends early only if a module of ours can't be imported: then none of these commands starts, as none could anyway.
 """
 
 from __future__ import annotations
@@ -74,22 +74,26 @@ class _Server:
         atexit.register(self._close)
 
     def start(self, request: Request, streams: Sequence[int]) -> int:
-        """Start a process, and return its pid. OSError if the server can't."""
-        text = request.encode()
+        """Start a process, and return its pid. OSError if the server or the process has failed."""
+        text, answer = request.encode(), b""
         with self._lock:
             self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 socket.send_fds(self._socket, [LENGTH.pack(len(text))], streams)
                 self._socket.sendall(text)
                 answer = self._socket.recv(ANSWER.size, socket.MSG_WAITALL)
+            except ConnectionError:
+                pass  # the server has ended
             finally:
                 self._prctl(_PR_SET_CHILD_SUBREAPER, 0)
         pid: int = ANSWER.unpack(answer)[0] if answer else 0
         if not pid:
-            raise OSError("the server of forks has failed")
+            what = "the process" if answer else "tests/fork_server.py"
+            raise OSError(f"{what} has failed, with an error on standard error; try --plain-starts")
         return pid
 
     def _close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # forks of this process may hold it, too
         self._socket.close()
         self._process.wait()
 
@@ -114,20 +118,23 @@ def plain_starts() -> Iterator[None]:
 
 
 def install() -> None:
-    """Let `subprocess.Popen` start the commands of this module's docstring through a server, begun at the first."""
+    """Let `subprocess.Popen` start the commands of this module's docstring through a server, begun at the first.
+
+    Nothing changes where processes can't be adopted, which is everywhere but on Linux.
+    """
+    if sys.platform != "linux":
+        return
     plain: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     names = list(inspect.signature(plain).parameters)[1:]
     lock = threading.Lock()
     server: _Server | None = None
-    environ, early, ignored = dict(os.environ), _early(os.environ), _ignored()
+    parent, environ, early, ignored = os.getpid(), dict(os.environ), _early(os.environ), _ignored()
 
     def server_for(wanted: Mapping[str, Any]) -> _Server | None:
         nonlocal server
-        if (
-            not enabled
-            or not _is_ours(wanted["args"])
-            or any(wanted.get(name, at) != at for name, at in _PLAIN.items())
-        ):
+        if not enabled or os.getpid() != parent or not _is_ours(wanted["args"]):
+            return None
+        if any(wanted.get(name, usual) != usual for name, usual in _PLAIN.items()):
             return None
         if wanted["cwd"] is not None and not os.path.isdir(wanted["cwd"]):
             return None

@@ -104,16 +104,19 @@ def _serve(client: socket.socket) -> Request | None:
                 its.send(ANSWER.pack(process))
                 os._exit(0)
             ours.close()
+            client.detach()
             _set_up(request, descriptors, its)
             return request
         for descriptor in descriptors:
             os.close(descriptor)
         its.close()
         os.waitpid(middle, 0)
-        with ours:
+        answer = ANSWER.pack(0)
+        with ours, contextlib.suppress(ConnectionError):  # the process or the middle has died
             pid = ours.recv(ANSWER.size)
             ours.send(b"\n")
-            client.sendall(pid if ours.recv(1) else ANSWER.pack(0))
+            answer = pid if ours.recv(1) else answer
+        client.sendall(answer)
 
 
 def _receive(client: socket.socket, length: int) -> bytes:
