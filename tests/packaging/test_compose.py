@@ -73,6 +73,7 @@ def compose(
     with subprocess.Popen(
         command,
         cwd=ROOT,
+        env=os.environ | {"COMPOSE_HTTP_TIMEOUT": "300"},  # of one call of the engine, on a busy machine
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

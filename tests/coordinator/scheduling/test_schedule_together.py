@@ -92,8 +92,8 @@ def test_each_runs_on_a_worker_of_its_own_with_its_own_argument(
     [
         (0, "workers is 0; it must be a whole number, 1 or more, or their indices"),
         (4, "workers is 4, but the cluster has 3"),
-        ([0, 0], r"workers is \[0, 0\]; give different indices of workers, from 0 to 2"),
-        ([3], r"workers is \[3\]; give different indices of workers, from 0 to 2"),
+        ([0, 0], r"workers is \[0, 0\]; give different indices of workers; the cluster has 3 tasks \(0 to 2\)"),
+        ([3], r"workers is \[3\]; give different indices of workers; the cluster has 3 tasks \(0 to 2\)"),
         ([], r"workers is \[\]; give different indices"),
     ],
 )

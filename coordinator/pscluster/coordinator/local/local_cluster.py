@@ -447,6 +447,8 @@ class LocalCluster(ClusterResolver, StaysHere):
     def why_gone(self, role: str, index: int) -> str:
         """Return why a task has no process and gets none unless asked for; empty if it has one, or will."""
         with self._changed:
+            if index < self._counts.get(role, 0) and not self._supervisor.has((role, index)):
+                return ""  # it is being added
             return self._supervisor.why_gone((role, index))
 
     def cluster_spec(self) -> ClusterSpec:

@@ -306,7 +306,7 @@ class FunctionQueue(StaysHere):
             indices = [checks.whole("a worker's index", index, at_least=0) for index in workers]
             if not indices or len(set(indices)) < len(indices) or not set(indices).issubset(there):
                 raise ValueError(
-                    f"workers is {list(workers)}; give different indices of workers, of which the cluster has "
+                    f"workers is {list(workers)}; give different indices of workers; the cluster has "
                     f"{tasks_in_words(there)}"
                 )
             return self._dispatcher.places(indices), len(indices)
