@@ -31,10 +31,10 @@ class StepIterators:
         """Note that a step begins."""
         self.before = self.given
 
-    def confirm(self) -> None:
-        """Note that the step is complete: what it took is not given again."""
-        for iterator in self._iterators.values():
-            iterator.confirm()
+    def confirm(self, positions: Mapping[int, int] | None = None) -> None:
+        """Note that what the steps took is not given again: all of it, or what is before these positions."""
+        for key, iterator in self._iterators.items():
+            iterator.confirm(None if positions is None else positions[key])
 
     def rewind(self) -> None:
         """Give again what was taken since the last step that was confirmed."""

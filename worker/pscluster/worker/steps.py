@@ -37,6 +37,7 @@ from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext
 from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
 from pscluster.worker.job import Job
+from pscluster.worker.step_iterators import StepIterators
 from pscluster.worker.step_results import NumberedResults
 
 _NO_COLLECTIVES = (
@@ -50,27 +51,20 @@ class WorkerSteps(ReplicaSteps):
 
     def __init__(self, *args: Any, **member: Any) -> None:
         super().__init__(*args, **member)
-        self.iterators: dict[int, WorkerIterator] = {}
+        self.iterators = StepIterators()
 
         self._calls = 0  # of collectives, before the step
-        self._after: dict[int, int] = {}  # positions after the last step that is taken and not committed
-        self._before: dict[int, int] = {}  # and before it
+        self._before: Mapping[int, int] = {}  # positions before the last step that is taken and not committed
 
     def take_from(self, iterator: WorkerIterator) -> None:
         """Note that a step takes elements from an iterator."""
-        key = int(iterator.handle_key)
-        if key not in self.iterators:
-            self.iterators[key] = iterator
-            self._after.setdefault(key, iterator.given - 1)
-
-    def positions(self) -> dict[int, int]:
-        """Return, by iterator, how many elements it has given."""
-        return {key: iterator.given for key, iterator in self.iterators.items()}
+        self.iterators.take_from(iterator)
 
     def begin_step(self, function: FunctionContext, number: int) -> None:
         """Prepare for a step, of this number in the call."""
         function.begin_step(number)
         function.steps = self
+        self.iterators.begin()
         self._calls = function.replica.calls
 
     # Steps that are taken together
@@ -88,7 +82,6 @@ class WorkerSteps(ReplicaSteps):
         if not function.replica.all_reduce("min", int(copies is not None)) or copies is None or self.forms is None:
             return False
         self._client = client
-        self._after = self.positions()
         self.joint = JointSteps(function.replica, self.forms, copies)
         return True
 
@@ -102,20 +95,19 @@ class WorkerSteps(ReplicaSteps):
         if function.replica.calls != self._calls:
             self.note_other()
         taken = self.take(function, ended=ended)
+        after = self.iterators.given if taken else self.iterators.before
         if taken:
-            self._before, self._after = self._after, self.positions()
+            self._before = self.iterators.before
             if not joint.due and not last:
                 return True
-        self.commit_taken(function, self._after, self._before)
-        for key, iterator in self.iterators.items():
-            iterator.confirm(self._after[key])
+        self.commit_taken(function, after, self._before)
+        self.iterators.confirm(after)
         if not taken or last:
             self.joint = None
         else:
             self._fetch(joint.copies, function, self._client)
         if ended:
-            for iterator in self.iterators.values():
-                iterator.rewind()
+            self.iterators.rewind()
         return taken
 
     def commit_before_error(self, function: FunctionContext) -> None:
@@ -197,13 +189,12 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
                 if not steps.end(context, {}, ended=True):
                     break
                 continue  # dropped: the data has ended for a later step
-            if not steps.end(context, steps.positions()):
+            if not steps.end(context, steps.iterators.given):
                 break
-            for iterator in steps.iterators.values():
-                if steps.dropped and asked.requeue_dropped:
-                    iterator.rewind()
-                else:
-                    iterator.confirm()
+            if steps.dropped and asked.requeue_dropped:
+                steps.iterators.rewind()
+            else:
+                steps.iterators.confirm()
             results.add(number, result, dropped=steps.dropped)
             if steps.dry:
                 steps.step = last
@@ -215,8 +206,7 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
         context.drop_step(updated=steps.updated_at_once)
         raise
     finally:
-        for iterator in steps.iterators.values():
-            iterator.rewind()
+        steps.iterators.rewind()
     return steps.step, results.collected() if asked.backup else results.of_all()
 
 
