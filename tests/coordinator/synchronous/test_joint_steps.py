@@ -125,7 +125,7 @@ def test_they_leave_what_single_steps_leave(strategy: SynchronousStrategy, alone
     model, numbers = Model(strategy, "model"), numbers_of(strategy)
     before = strategy.traffic().pushed
     results = [result for steps in (5, 7) for result in run(model, lambda i: model.step(next(i)), numbers, steps)]
-    assert [together for _, together in results] == [False, *[True] * 4, False, *[True] * 6]
+    assert [together for _, together in results] == [False, *[True] * 11]  # the second call goes on like the first one
     assert strategy.traffic().pushed >= before
     model.check(alone)
     with pytest.raises(errors.EndOfDatasetError):
@@ -189,6 +189,43 @@ def test_a_step_may_ask_what_only_servers_know(
         *[False] * 7,
     ]
     model.check(alone)
+
+
+def test_a_call_goes_on_like_the_last_one(strategy: SynchronousStrategy) -> None:
+    """It expects the same gradients from its first step on, with the values and rates that there are then."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w", partitioner=FixedShardsPartitioner(2))
+        sgd = optimizers.SGD(1.0)
+
+    def step(iterator: Iterator[int]) -> tuple[float, bool]:
+        number, before = next(iterator), float(w.read_value()[1])
+        if number == 9:
+            assert sgd.iterations == 9
+        if number == 15:
+            replica_context().barrier()
+        if number == 21:
+            w.sparse_read([1])
+        rows = np.ones(2)
+        sgd.apply_gradients([(IndexedSlices(rows, np.arange(2)) if number == 27 else rows, w)])
+        return before, joint()
+
+    def call(*, first: float) -> list[bool]:
+        """Take three steps, check the values that they read, and return which are taken with others."""
+        results = strategy.run(step, (numbers,), steps=3, collect="all")
+        (begin, second, end), together = zip(*strategy.local_results(results)[1], strict=True)
+        assert (begin, second, end) == (first, first - 3 * rate, first - 6 * rate)
+        return list(together)
+
+    numbers, rate = numbers_of(strategy, 99), 1.0
+    assert call(first=0) == [False, True, True]
+    w.assign([0, 10])
+    assert call(first=10) == [True, True, True]
+    sgd.learning_rate = rate = 0.5
+    assert call(first=1) == [True, True, True]
+    for odd in (9, 15, 21, 27):  # what is odd about this step is found out at its end
+        assert call(first=1 - 1.5 * (odd - 6)) == [True, False, False]
+        assert call(first=1 - 1.5 * (odd - 3)) == [False, True, True]
+    assert sgd.iterations == 33
 
 
 def test_a_step_may_update_rows(strategy: SynchronousStrategy) -> None:

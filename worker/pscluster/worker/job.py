@@ -19,6 +19,7 @@ from pscluster.core.functions.definitions import FunctionHandle, resolve
 from pscluster.core.handles import Handle
 from pscluster.core.transport.frames import Buffer
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.copies import Copies
 from pscluster.ps.handles.registry import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.collectives.links import Ways
@@ -69,6 +70,8 @@ class Job:
         """Large arrays of results, by function, until they have been fetched."""
         self.steps_taken: dict[int, tuple[int, int]] = {}
         """By replica: the synchronous run of which it has last taken a step here, and how many steps it then had."""
+        self.joint_copies: dict[int, tuple[str, Copies]] = {}
+        """By replica: the function whose steps were last taken together here, and the copies that they update."""
         self._hosted: Collection[int] = ()  # replicas that have last run here
         self._fetched = threading.Condition(self._lock)
         self._pipelines: dict[str, Pipeline] = {}  # by dataset id

@@ -346,7 +346,7 @@ class Runner:
         """Call a function, or call it for each synchronous step that it is to take."""
         if not step.gang.HasField("steps"):
             return call()
-        return run_steps(step.gang, context, self._job, call)
+        return run_steps(step, context, self._job, call)
 
     def _arguments(
         self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]

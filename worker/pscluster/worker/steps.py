@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from pscluster.core.context import MAX_STEPS, FunctionContext
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
@@ -69,20 +71,19 @@ class WorkerSteps(ReplicaSteps):
 
     # Steps that are taken together
 
-    def begin_joint(self, function: FunctionContext, client: PsClient) -> bool:
-        """Take the next steps together, if the last one is such that this works for all replicas; return whether it is.
+    def begin_joint(self, function: FunctionContext, client: PsClient, copies: Copies | None) -> bool:
+        """Take the next steps together, if all replicas expect gradients of the same forms; return whether they do.
 
         Errors as of reads and collectives.
         """
-        copies = None
-        if self.forms is not None and function.replica.calls == self._calls:
-            copies = Copies(self.forms)
-            if not self._fetch(copies, function, client):
-                copies = None
-        if not function.replica.all_reduce("min", int(copies is not None)) or copies is None or self.forms is None:
+        if copies is not None and (function.replica.calls != self._calls or not self._fetch(copies, function, client)):
+            copies = None
+        digest = 0 if copies is None else copies.digest
+        low, high = function.replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
+        if copies is None or low != -high:
             return False
         self._client = client
-        self.joint = JointSteps(function.replica, self.forms, copies)
+        self.joint = JointSteps(function.replica, copies)
         return True
 
     def take_one(self, function: FunctionContext, *, ended: bool, last: bool) -> bool:
@@ -127,15 +128,15 @@ class WorkerSteps(ReplicaSteps):
             self.forget_reads()
 
 
-def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call: Callable[[], Any]) -> tuple[int, Any]:
+def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: Callable[[], Any]) -> tuple[int, Any]:
     """Call a function for each step of a message; return how many are committed, and the results that are collected.
 
     MisuseError if results can't be averaged; what the function raises; errors as of `ReplicaSteps.end`.
     """
-    asked, gang, client = message.steps, Gang.of(message), job.client()
+    asked, gang, client = step.gang.steps, Gang.of(step.gang), job.client()
     check_count(asked.count, MAX_STEPS - 1, "steps of one function")
     if asked.staleness:
-        return run_bounded(message, context, job, call)
+        return run_bounded(step.gang, context, job, call)
     last = asked.first + asked.count
     steps = WorkerSteps(
         client.exchanges,
@@ -159,7 +160,10 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
             _go_on(steps, last, job, gang.rank)
         elif asked.backup:
             steps.open()
-        together = asked.count > 1 and not asked.backup and not steps.dry
+        together = last - steps.step > 1 and not asked.backup and not steps.dry
+        # They are expected to be like those of this function's last call. If not, the first one is taken by itself.
+        definition, copies = job.joint_copies.get(gang.rank, ("", None))
+        guessed = together and steps.begin_joint(context, client, copies if definition == step.definition else None)
         while steps.step < last:
             number = steps.step + steps.taken - asked.first
             ended = again = False
@@ -180,8 +184,10 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
                 if steps.take_one(context, ended=ended or again, last=number + 1 == asked.count):
                     results.add(number, result)
                     job.steps_taken[gang.rank] = asked.run, steps.step
+                    guessed = False
                     continue
-                together = False
+                together, guessed = guessed, False
+                job.joint_copies.pop(gang.rank, None)
                 job.steps_taken[gang.rank] = asked.run, steps.step
                 if again:
                     continue
@@ -200,7 +206,10 @@ def run_steps(message: worker_pb2.Gang, context: FunctionContext, job: Job, call
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
             if together and steps.step < last:
-                together = steps.begin_joint(context, client)
+                copies = None if steps.forms is None else Copies(steps.forms)
+                together = steps.begin_joint(context, client, copies)
+                if together and copies is not None:
+                    job.joint_copies[gang.rank] = step.definition, copies
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
     except BaseException:
         context.drop_step(updated=steps.updated_at_once)

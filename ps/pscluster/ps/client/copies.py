@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
@@ -50,15 +51,25 @@ class GradientForm:
         return self.compute_dtype.name, self.dtype.name, self.optimizer, self.weighted
 
 
+Forms = tuple[GradientForm, ...]
+"""Of one gradient a shard, in the order of `GradientForm.order`."""
+
+
+def digest_of(forms: Forms) -> int:
+    """Return a positive number of 63 bits, the same for the same forms."""
+    return xxhash.xxh3_64_intdigest(repr(forms).encode()) >> 1 | 1
+
+
 @dataclass(slots=True)
 class _Run:
     """Copies of shards that are neighbours and are applied alike, as if they were one."""
 
     forms: list[GradientForm]
+    first: int  # of them
     rule: UpdateRule
     values: Array  # flat
     slots: dict[str, Array]
-    gradients: int  # applied so far
+    gradients: int = 0  # applied so far
 
     @property
     def size(self) -> int:
@@ -68,13 +79,18 @@ class _Run:
 class Copies:
     """Copies of the shards that gradients of these forms update. For one thread."""
 
-    def __init__(self, forms: Sequence[GradientForm]) -> None:
-        """Take the forms, of one gradient a shard, in the order of `GradientForm.order`."""
-        self._forms = forms
-        self._runs: list[_Run] = []
-        self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
+    def __init__(self, forms: Forms) -> None:
+        self.forms = forms
+        self.digest = digest_of(forms)
         self.variables = frozenset(form.variable for form in forms)
+        self._heads = np.zeros((len(forms), 2), "<u8")  # of each shard: how many gradients, and which optimizer
+        self._optimizers: Array | None = None  # those of `_groups`
+        self._groups: list[_Run] = []  # all that are applied alike
+        self._runs: list[_Run] = []  # those of them that have had as many gradients
+        self._reads: list[ShardRead] = []  # of everything
+        self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
         self._wholes: dict[int, WholeVariable] = {}
+        self._clear()
 
     def fetch(
         self, read: Callable[[Sequence[ShardRead]], None], describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]
@@ -83,39 +99,64 @@ class Copies:
 
         `describe` looks up an optimizer by its number, on a server; None if it is unknown here.
         """
+        while True:
+            read(self._reads)
+            optimizers = self._heads[:, 1]
+            if self._optimizers is not None and (optimizers == self._optimizers).all():
+                break
+            self._clear()  # the first time, or after a change of an optimizer
+            if not self._lay_out(describe):
+                return False
+            self._optimizers = optimizers.copy()
+        self._runs = [run for group in self._groups for run in self._divided(group)]
+        return True
+
+    def _clear(self) -> None:
+        """Read the heads only, until the optimizers are known."""
+        rows = ps_pb2.Rows(gradients=True)
+        self._optimizers = None
+        self._groups = []
+        self._reads = [
+            ShardRead(form.server, _item(form, rows, optimizer=True), head.nbytes, view(head))
+            for form, head in zip(self.forms, self._heads, strict=True)
+        ]
+
+    def _lay_out(self, describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]) -> bool:
+        """Prepare memory, and what to read into it. Return False if a rule is not one of pscluster's own."""
         by_number: dict[int, UpdateRule] = {}
-        for optimizer, server in {form.optimizer: form.server for form in self._forms}.items():
+        for optimizer, server in {form.optimizer: form.server for form in self.forms}.items():
             spec = describe(optimizer, server)
             if spec is None or (rule_class := RULES.get(spec.rule)) is None:
                 return False
             by_number[optimizer] = rule_of(spec, rule_class)
-        counts = np.empty(len(self._forms), "<u8")
-        rows = ps_pb2.Rows(gradients=True)
-        read(
-            [
-                ShardRead(form.server, _item(form, rows, optimizer=True), 8, view(counts[at : at + 1]))
-                for at, form in enumerate(self._forms)
-            ]
-        )
-        self._runs.clear()
-        reads: list[ShardRead] = []
-        of_form = zip(self._forms, counts.tolist(), strict=True)
-        for (_, count), group in itertools.groupby(of_form, lambda pair: (pair[0].order, pair[1])):
-            forms = [form for form, _ in group]
+        first = 0
+        for _, group in itertools.groupby(self.forms, lambda form: form.order):
+            forms = list(group)
             rule, size, dtype = by_number[forms[0].optimizer], sum(form.size for form in forms), forms[0].dtype
-            run = _Run(forms, rule, np.empty(size, dtype), new_slots(rule, (size,), dtype), count)
-            self._runs.append(run)
+            run = _Run(forms, first, rule, np.empty(size, dtype), new_slots(rule, (size,), dtype))
+            first += len(forms)
+            self._groups.append(run)
             at = 0
             for form in forms:
                 span = slice(at, at + form.size)
                 at += form.size
                 values = self._values[form.variable, form.shard] = run.values[span]
-                reads.append(ShardRead(form.server, _item(form), values.nbytes, view(values)))
+                self._reads.append(ShardRead(form.server, _item(form), values.nbytes, view(values)))
                 for name, slot in run.slots.items():
                     item = _item(form, optimizer=True, slot=name)
-                    reads.append(ShardRead(form.server, item, slot[span].nbytes, view(slot[span])))
-        read(reads)
+                    self._reads.append(ShardRead(form.server, item, slot[span].nbytes, view(slot[span])))
         return True
+
+    def _divided(self, group: _Run) -> Iterator[_Run]:
+        """Yield the parts of a group that have had as many gradients."""
+        counts = self._heads[group.first : group.first + len(group.forms), 0].tolist()
+        start = at = 0
+        for count, same in itertools.groupby(zip(group.forms, counts, strict=True), lambda pair: pair[1]):
+            forms = [form for form, _ in same]
+            stop = start + sum(form.size for form in forms)
+            slots = {name: slot[start:stop] for name, slot in group.slots.items()}
+            yield _Run(forms, group.first + at, group.rule, group.values[start:stop], slots, count)
+            start, at = stop, at + len(forms)
 
     def apply(self, sums: Mapping[np.dtype[Any], Array]) -> list[tuple[GradientForm, Array]]:
         """Apply gradients as their servers will: of each type in which they are computed, one behind the other.

@@ -8,15 +8,18 @@ Only steps that do no more than this are taken so (see `fits`):
 - They may add to other variables, such as metrics, which they do not read. This is sent when the steps are committed.
 - They call no collectives: after an error of one replica, others may wait for it there.
 
-Each replica's steps, by what it knows after the first one of a call:
+Each replica's steps, in one call:
 
+    begin   --the last call of this function went on in joint, with the same forms on all replicas--> joint, new copies
+            --otherwise----------------------------------------------------------------------------> alone
     alone   a step is committed by itself, in the ordinary way
             --it fits, and the replicas agree that it does for all of them--> joint, with new copies
     joint   --after a step: all replicas have done the same again--> the step is `taken`: its sums are applied to the
                                                                      copies, and kept
             --enough are taken, or it was the last one------------> they are committed; joint, with new copies
             --a step is not like the others on some replica-------> those that are taken are committed, then this step
-                                                                    by itself; alone until the call ends
+                                                                    by itself; alone until the call ends,
+                                                                    unless none was taken
 
 What was taken and is not committed is lost with any replica, and then all take these steps again: at most half a second
 of work, and what one message to a server may hold. In the middle of a step a function may ask for what only the servers
@@ -36,10 +39,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from pscluster.core.transport.frames import Buffer, padding, view
-from pscluster.ps.client.copies import Array, Copies, GradientForm
+from pscluster.ps.client.copies import Array, Copies, Forms, GradientForm
 from pscluster.ps.client.reduction import Reducer
 from pscluster.ps.spec import MAX_TOGETHER
 from pscluster.v1 import ps_pb2
@@ -98,7 +100,7 @@ class Reads:
         self.other = False
 
 
-def fits(items: Items, reads: Reads) -> tuple[GradientForm, ...] | None:
+def fits(items: Items, reads: Reads) -> Forms | None:
     """Return the sorted forms of a step's gradients; None if such steps can't be taken together."""
     forms: dict[tuple[int, int], GradientForm] = {}
     kinds: dict[int, int] = {}
@@ -184,8 +186,9 @@ class _Sum:
 class JointSteps:
     """The steps of one replica that are taken and not committed. For one thread."""
 
-    def __init__(self, replica: Reducer, forms: Sequence[GradientForm], copies: Copies) -> None:
-        self._replica, self._forms, self.copies = replica, forms, copies
+    def __init__(self, replica: Reducer, copies: Copies) -> None:
+        self._replica, self.copies = replica, copies
+        self._forms = forms = copies.forms
         self.taken = 0
         """How many."""
         self._commit_due = False
@@ -212,7 +215,7 @@ class JointSteps:
     @property
     def digest(self) -> int:
         """Identify what must be the same for all replicas."""
-        return xxhash.xxh3_64_intdigest(repr((self.taken, self._forms)).encode())
+        return self.copies.digest ^ self.taken
 
     def knows(self, variable: int) -> bool:
         """Return whether the servers do not know the value of a variable, after the steps that are taken."""

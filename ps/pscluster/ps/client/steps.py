@@ -33,7 +33,7 @@ from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
-from pscluster.ps.client.copies import Array, GradientForm
+from pscluster.ps.client.copies import Array, Forms
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.joint_steps import JointSteps, Kept, Reads, StepAlone, fits
 from pscluster.ps.client.read_plans import WholeVariable
@@ -96,7 +96,7 @@ class ReplicaSteps:
         self._together = 1  # steps that are committed
         self.joint: JointSteps | None = None
         """The steps that are taken together, from when they are."""
-        self.forms: tuple[GradientForm, ...] | None = None
+        self.forms: Forms | None = None
         """Of the gradients of the last step that was ended by itself, if such steps can be taken together."""
         self._reduction = Reduction()
         self._committed_in = epoch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnavailableError, UnknownVariableError
 from pscluster.core.geometry import Partition
@@ -46,6 +47,10 @@ class HeldOptimizer:
     rule: UpdateRule
     definition: definition_pb2.Definition | None = None  # of a rule of the user's own
     by_value: bool = False  # its class came as a pickle
+    digest: int = field(init=False)  # of the spec
+
+    def __post_init__(self) -> None:
+        self.digest = xxhash.xxh3_64_intdigest(self.spec.SerializeToString(deterministic=True))
 
 
 Contents = tuple[list[HeldVariable], list[HeldOptimizer], dict[int, ps_pb2.OptimizerSpec]]

@@ -175,7 +175,10 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
             )
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "version" or which == "gradients":
-        array = np.array([shard.version if which == "version" else shard.steps.get(item.optimizer, 0)], "<u8")
+        numbers = [shard.version]
+        if which == "gradients":
+            numbers = [shard.steps.get(item.optimizer, 0), store.directory.optimizer(item.optimizer).digest]
+        array = np.array(numbers, "<u8")
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")
