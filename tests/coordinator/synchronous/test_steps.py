@@ -416,3 +416,28 @@ def test_per_replica_arguments_and_collectives_work_in_steps(strategy: Synchrono
 
     result = strategy.run(step, (PerReplica([1.0, 2.0, 3.0]),), steps=3)
     assert strategy.local_results(result) == ((1.0, 6.0), (2.0, 6.0), (3.0, 6.0))
+
+
+@pytest.mark.parametrize("odd_one", range(REPLICAS))
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+def test_a_replica_that_leaves_a_collective_out_is_named(
+    strategy: SynchronousStrategy, odd_one: int, together: bool
+) -> None:
+    """It waits for the end of the step, and the others for it: they would for a minute, three times."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step(numbers: Iterator[int]) -> None:
+        number = next(numbers)
+        if number == 3 and rank() != odd_one:
+            replica_context().all_reduce("sum", 1.0)
+        sgd.apply_gradients([(np.ones(2), w)])
+
+    numbers = iter(strategy.distribute_datasets_from_function(lambda _: range(8)))
+    if not together:
+        strategy.run(step, (numbers,), steps=3)
+    with pytest.raises(errors.MisuseError, match=r"replica . .* has called all_reduce\(sum\) .* at .*test_steps\.py"):
+        strategy.run(step, (numbers,), steps=5 if together else 1)
+    committed = 1 if together else 3  # nothing is committed any more once the replicas disagree
+    assert w.numpy().tolist() == [-3.0 * committed] * 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pscluster.core.errors import MisuseError
 from pscluster.core.geometry import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.optim.kernels import compute_dtype
@@ -45,6 +46,8 @@ class Reducer(Protocol):
     def num_replicas(self) -> int: ...
 
     def all_reduce(self, op: str, structure: Any) -> Any: ...
+
+    def calls_ahead(self) -> Mapping[int, MisuseError]: ...
 
     def summed(self, array: Any, what: str) -> Any: ...
 

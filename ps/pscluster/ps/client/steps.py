@@ -287,8 +287,12 @@ class ReplicaSteps:
             state = self._ask(_Kind.COMMIT, commit, function)
         while not state.ended and state.committed <= self.step:
             self._check(function, state, deadline)
+            ahead = function.replica.calls_ahead()
             kind, updates = (_Kind.COMMIT, commit) if state.unknown else (_Kind.WAIT, None)
             state = self._ask(kind, updates, function)
+            # Those that have yet to end this step were in it when they called.
+            for replica in ahead.keys() & set(state.missing):
+                raise ahead[replica]
         if not state.ended:
             self._follow(self.step + self._together)
         return not state.ended

@@ -3,7 +3,7 @@
 There is one exchange in each direction between two members, each opened by its sender, over a connection of its own.
 What a member sends goes out on its function's thread. A link's thread opens the exchange, and receives the one reply:
 how the other function has ended. So a member that waits for another one opens a link to it, even if it has nothing to
-send: otherwise it would not learn of the other's end.
+send: otherwise it would not learn of the other's end, nor the other one of the call.
 
     opening --opened--> open --their function has ended, and this one--> END is sent --> over; the connection is kept
             --refused, or unreachable--> broken      open --the connection breaks, or is cancelled--> broken
@@ -302,14 +302,20 @@ class MemberLinks:
             self._wait_ready(link)
         header = worker_pb2.ExchangeRequest(sequence=self.mailbox.sequence)
         if link.begun != header.sequence:
-            link.begun = header.sequence
-            header.signature.CopyFrom(self._signature)
             if sum(map(len, buffers)) > _ALONE_BYTES:
-                header.alone = True
-                link.send(*parts_of(header))
-                header = worker_pb2.ExchangeRequest(sequence=header.sequence)
+                self._announce(link)
+            else:
+                link.begun = header.sequence
+                header.signature.CopyFrom(self._signature)
         link.sent += 1  # before: a message that was sent is counted, whenever the function ends
         link.send(*parts_of(header, buffers))
+
+    def _announce(self, link: Link) -> None:
+        """Tell a member which collective was called, unless it knows."""
+        if link.begun != self.mailbox.sequence:
+            link.begun = self.mailbox.sequence
+            header = worker_pb2.ExchangeRequest(sequence=link.begun, signature=self._signature, alone=True)
+            link.send(*parts_of(header))
 
     def post(self, source: int, memory: memoryview) -> Posted:
         return self.mailbox.post(source, memory)
@@ -345,8 +351,9 @@ class MemberLinks:
                     f"{self.gang.members[posted.source]} has sent nothing for {self.gang.seconds:g} s: it hangs, or it "
                     "computes for longer than that before it makes the same call"
                 )
-            if posted.source not in self._links:
-                self._link(posted.source)
+            link = self._links.get(posted.source) or self._link(posted.source)
+            if link.ready.is_set():
+                self._announce(link)  # it may wait for something else, and never make this call
 
     def _wait_ready(self, link: Link) -> None:
         awake = AwakeTime(CHECK_SECONDS)

@@ -142,6 +142,18 @@ class Mailbox:
             finally:
                 self._awaited = None
 
+    def calls_ahead(self) -> dict[int, MisuseError]:
+        """Return which members have called a collective that this one has not, with the error if it never will."""
+        with self._lock:
+            return {
+                rank: _disagreement(
+                    f"{self._names[rank]} has called {_called(state.announced[-1][1])}, where "
+                    f"{self._names[self._rank]} has ended its step"
+                )
+                for rank, state in enumerate(self._sources)
+                if state.announced and state.announced[-1][0] > self.sequence
+            }
+
     def check_target(self, rank: int) -> None:
         """Raise an error if a member takes no messages any more, or the members' calls disagree."""
         state = self._sources[rank]
@@ -258,10 +270,7 @@ class Mailbox:
         return False
 
     def _disagree(self, how: str) -> None:
-        self._failure = MisuseError(
-            f"the replicas disagree: {how}. All replicas must make the same calls in the same order, with arrays of "
-            "the same types and shapes"
-        )
+        self._failure = _disagreement(how)
         self._changed.notify_all()
 
     def _why_never(self, posted: Posted) -> PsClusterError | None:
@@ -284,10 +293,16 @@ class Mailbox:
             return MemberUnavailableError(f"{name} has failed: {ended.reason}")
         if ended.kind == _OUTCOMES.STOPPED:
             return MemberUnavailableError(f"{name} was told to stop")
-        return MisuseError(
-            f"the replicas disagree: {name} has returned, where {self._names[self._rank]} has called "
-            f"{_called(self._signature)}. All replicas must make the same calls in the same order"
+        return _disagreement(
+            f"{name} has returned, where {self._names[self._rank]} has called {_called(self._signature)}"
         )
+
+
+def _disagreement(how: str) -> MisuseError:
+    return MisuseError(
+        f"the replicas disagree: {how}. All replicas must make the same calls in the same order, with arrays of the "
+        "same types and shapes"
+    )
 
 
 def _called(signature: worker_pb2.Signature) -> str:

@@ -209,6 +209,10 @@ class ReplicaContext:
         size = self._links.size
         return lambda array: np.divide(array, array.dtype.type(size), out=array)
 
+    def calls_ahead(self) -> dict[int, MisuseError]:
+        """Return which replicas have called a collective that this one has not, with the error if it never will."""
+        return {} if self._gang is None else self._gang.mailbox.calls_ahead()
+
     def refuse_collectives(self, why: str) -> None:
         """Have all collectives of this function raise MisuseError."""
         self._refusal = why
