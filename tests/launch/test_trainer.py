@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -167,27 +168,37 @@ def test_barriers_and_broadcasts(tmp_path: Path) -> None:
     assert result.return_values == [({"seed": 7}, 0)] * 2
 
 
-def test_parameters_on_the_servers(tmp_path: Path) -> None:
-    """The function finds the variables that were made for it; the servers keep them while a worker is restarted."""
+@pytest.mark.parametrize("resumes", [False, True])
+def test_parameters_on_the_servers(tmp_path: Path, resumes: bool) -> None:
+    """The function finds the variables that were made for it; the servers keep them while a worker is restarted.
+
+    It begins from its start, or from the newest checkpoint: each update counts once.
+    """
 
     def variables(config: dict[str, Any]) -> dict[str, Any]:
         return {"w": Variable(np.zeros(3), name="w"), "sgd": optimizers.SGD(config["lr"])}
 
     def train(config: dict[str, Any]) -> list[float]:
-        made = get_context().variables
-        for step in range(10):
+        made, first = get_context().variables, 0
+        if config["resumes"] and (checkpoint := get_checkpoint()) is not None:
+            first = checkpoint.get_metadata()["next"]
+        for step in range(first, 10):
             made["sgd"].apply_gradients([(np.ones(3), made["w"])])
-            report({"step": step})
+            with tempfile.TemporaryDirectory() as folder:
+                mine = Checkpoint.from_directory(folder) if get_context().world_rank == 0 and step % 3 == 2 else None
+                if mine is not None:
+                    mine.set_metadata({"next": step + 1})
+                report({"step": step}, mine)
             if step == 4 and get_context().world_rank == 1 and first_time(config["folder"], "died"):
                 os.kill(os.getpid(), signal.SIGKILL)
         barrier()
         values: list[float] = made["w"].numpy().tolist()
         return values
 
-    config = {"lr": 1.0, "folder": str(tmp_path)}
+    config = {"lr": 1.0, "folder": str(tmp_path), "resumes": resumes}
     result = Trainer(train, config, run=RunConfig("ps", str(tmp_path / "runs")), variables=variables).fit()
     assert len(result.metrics_history) == 10
-    assert result.return_values == [[-20.0] * 3] * 2, "updates of the first attempt count once"
+    assert result.return_values == [[-20.0] * 3] * 2, "updates of both attempts count once"
 
 
 def test_a_function_that_raises(tmp_path: Path) -> None:

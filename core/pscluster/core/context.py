@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -73,6 +73,17 @@ class FunctionContext:
             self._first_nth = number * STEP_UPDATES
             self._has_updated |= bool(self._updates)
             self._updates.clear()
+
+    def update_counts(self) -> dict[int, int]:
+        """Return how many updates of each variable it has requested."""
+        with self._lock:
+            return dict(self._updates)
+
+    def go_on_after(self, counts: Mapping[int, int]) -> None:
+        """Number the next updates as an earlier attempt did that had requested so many: it goes on from there."""
+        with self._lock:
+            for variable, count in counts.items():
+                self._updates[variable] = max(self._updates[variable], count)
 
     def drop_step(self, *, updated: bool) -> None:
         """Forget the updates of a synchronous step that ended too early. `updated`: some were applied at once."""

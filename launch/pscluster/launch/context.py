@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.checks import type_of
+from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import encode
 from pscluster.launch.checkpoint import Checkpoint
@@ -83,6 +84,8 @@ class Member:
     resume_from: str | None = None
     restored: Mapping[str, Position] = field(default_factory=dict)  # positions that were reported with it
     furthest: Mapping[str, Position] = field(default_factory=dict)  # those of the last report
+    function: FunctionContext | None = None  # None: it can't update variables on the servers
+    updates: Mapping[int, int] = field(default_factory=dict)  # that it had made at the newest checkpoint, in this fit()
     reports: int = 0  # the number of the last report
     _meetings: int = 0  # since then
     _is_restored: bool = False
@@ -115,6 +118,7 @@ class Member:
                     "files": files,
                     "name": name,
                     "positions": positions,
+                    "updates": [] if self.function is None else [*map(list, self.function.update_counts().items())],
                 }
             )
             self.reports, self._meetings = number, 0
@@ -130,6 +134,8 @@ class Member:
                 if self._shards:
                     raise MisuseError("call get_checkpoint() before get_dataset_shard(), whose position it restores")
                 self.reports, self._is_restored = number, True
+                if self.function is not None:  # else the servers would take its next updates for those before
+                    self.function.go_on_after(self.updates)
             return Checkpoint(path)
 
     def meet(self, do: str, **sent: Any) -> Any:

@@ -111,6 +111,7 @@ class _Fit:
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ports: dict[int, list[int]] = {}  # by attempt
         self._workers: dict[int, int] = {}  # by rank: where it ran last
+        self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
         self._events: EventWriter | None = None
         self._setup = Setup(
             name=folder.name,
@@ -243,7 +244,8 @@ class _Fit:
                 question.reply(self._standing(rank, attempt))
                 return []
             case "report":
-                report = Report(asked["metrics"], asked["files"], asked["name"], asked["positions"])
+                updates = {int(variable): int(count) for variable, count in asked["updates"]}
+                report = Report(asked["metrics"], asked["files"], asked["name"], asked["positions"], updates)
                 return self._session.report(rank, attempt, int(asked["number"]), report, question, now)
             case "barrier" | "broadcast":
                 number, nth = asked["place"]
@@ -261,6 +263,7 @@ class _Fit:
             "latest": None if latest is None else [latest.number, latest.path],
             "restored": {} if latest is None else folder.positions(latest.number, rank),
             "furthest": folder.positions(self._session.committed, rank) if self._session.committed else {},
+            "updates": [*map(list, self._updates.get(rank, {}).items())],
         }
 
     def _ports_of(self, attempt: int) -> list[int]:
@@ -284,6 +287,8 @@ class _Fit:
             path = self._folder.commit(number, reports)
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
+        if path is not None:
+            self._updates = {rank: report.updates for rank, report in reports.items()}
         metrics = reports[min(reports)].metrics
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         self._show(number, numbers)

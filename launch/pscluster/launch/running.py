@@ -61,7 +61,9 @@ def run_here(
 ) -> Any:
     """Run a training function in this worker's process, as one member; return what it returns."""
     context = _function()
-    return run_member(train_fn, config, Setup(**setup), datasets, rank, context.ask, variables=variables)
+    return run_member(
+        train_fn, config, Setup(**setup), datasets, rank, context.ask, variables=variables, function=context
+    )
 
 
 def run_in_process(
@@ -105,6 +107,7 @@ def run_member(
     ask: Ask,
     *,
     variables: Any = None,
+    function: FunctionContext | None = None,
 ) -> Any:
     """Run a training function as one member, in this process; return what it returns."""
     info = ask({"do": "begin"})
@@ -130,6 +133,8 @@ def run_member(
         resume_from=setup.resume_from,
         restored=_positions(info["restored"]),
         furthest=_positions(info["furthest"]),
+        function=function,
+        updates=dict(info["updates"]),
     )
     with membership(member):
         return train_fn() if config is None else train_fn(config)
