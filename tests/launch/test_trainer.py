@@ -201,6 +201,47 @@ def test_parameters_on_the_servers(tmp_path: Path, resumes: bool) -> None:
     assert result.return_values == [[-20.0] * 3] * 2, "updates of both attempts count once"
 
 
+def test_a_checkpoint_of_the_servers_variables(tmp_path: Path) -> None:
+    """A run that goes on, and one that is resumed from a checkpoint, begin with its values and slots."""
+
+    def variables(_: object) -> dict[str, Any]:
+        return {"w": Variable(np.zeros(3), name="w"), "adam": optimizers.Adam(0.1)}
+
+    def train(config: dict[str, Any]) -> tuple[int, list[float]]:
+        made, rank, first = get_context().variables, get_context().world_rank, 0
+        if (checkpoint := get_checkpoint()) is not None:
+            with checkpoint.as_directory() as folder:
+                first = int(Path(folder, "epoch").read_text())
+        for epoch in range(first, config["epochs"]):
+            barrier()
+            made["adam"].apply_gradients([(np.full(3, 1.0 + epoch), made["w"])])
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "epoch").write_text(str(epoch + 1))
+                report({"epoch": epoch}, Checkpoint.from_variables(folder) if rank == 0 else None)
+        barrier()
+        return made["adam"].iterations, made["w"].numpy().tolist()
+
+    def fit(name: str, epochs: int, **more: Any) -> Result:
+        run = RunConfig(name, str(tmp_path), checkpoint=CheckpointConfig(num_to_keep=1))
+        return Trainer(train, {"epochs": epochs}, run=run, variables=variables, **more).fit()
+
+    whole = fit("whole", 3)
+    fit("parts", 2)
+    parts = fit("parts", 3)
+    assert parts.return_values == whole.return_values
+    assert parts.checkpoint is not None
+    assert parts.checkpoint.has_variables
+    resumed = fit("resumed", 4, resume_from=parts.checkpoint)
+    assert resumed.return_values == fit("parts", 4).return_values
+    assert [iterations for iterations, _ in resumed.return_values or []] == [8, 8]
+
+    def without() -> None:
+        with pytest.raises(errors.MisuseError, match=r"Trainer\(variables=\)"):
+            report({}, Checkpoint.from_variables())
+
+    Trainer(without, scaling=ScalingConfig(workers=0), run=RunConfig("none", str(tmp_path))).fit()
+
+
 def test_a_function_that_raises(tmp_path: Path) -> None:
     def raises() -> None:
         report({"x": 1.0})

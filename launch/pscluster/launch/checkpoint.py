@@ -1,4 +1,4 @@
-"""Checkpoint: a directory that a training function saved, wherever it is."""
+"""Checkpoint: a directory that a training function saved, wherever it is, perhaps with variables of the servers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import CheckpointError
 
 _METADATA = ".metadata.json"
+VARIABLES = ".variables"
+"""In its directory: a checkpoint of the parameter servers, as `pscluster.coordinator.Checkpoint` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class Checkpoint:
 
     Args:
         path: of the directory: a path, or a URL of fsspec.
+        with_variables: save all variables on the parameter servers with it when it is reported.
     """
 
     path: str
+    with_variables: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+        if not isinstance(self.path, str | os.PathLike) or not (os.fspath(self.path) or self.with_variables):
             raise TypeError(f"the path of a checkpoint is {type_of(self.path)}; give a path or a URL")
         object.__setattr__(self, "path", str(os.fspath(self.path)).rstrip("/"))
 
@@ -40,12 +44,33 @@ class Checkpoint:
             raise CheckpointError(f"{os.fspath(path)} is no directory: write the checkpoint's files into one first")
         return cls(os.path.abspath(path))
 
+    @classmethod
+    def from_variables(cls, path: str | os.PathLike[str] | None = None) -> Checkpoint:
+        """Return a checkpoint for `report` of all variables on the parameter servers, with their optimizers' slots.
+
+        The servers write them, each its own shards, as they are once all members have reported. `fit` restores them
+        when the run goes on, or another one is resumed from this checkpoint.
+
+        Args:
+            path: a directory on this machine whose files belong to it, too. CheckpointError if there is none.
+        """
+        return cls("" if path is None else cls.from_directory(path).path, with_variables=True)
+
     def _located(self) -> tuple[Any, str]:
         """Return the file system and the path in it."""
         import fsspec  # in a tenth of a second: not every function has a checkpoint
 
         located: tuple[Any, str] = fsspec.core.url_to_fs(self.path)
         return located
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether variables of parameter servers were saved with it. CheckpointError if that can't be found out."""
+        try:
+            fs, path = self._located()
+            return bool(fs.exists(f"{path}/{VARIABLES}"))
+        except (OSError, ValueError, ImportError) as error:
+            raise CheckpointError(f"the checkpoint {self.path} can't be read: {error}") from error
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:

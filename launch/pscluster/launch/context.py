@@ -96,10 +96,16 @@ class Member:
         plain = _plain_metrics(metrics)
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint is {type_of(checkpoint)}; give Checkpoint.from_directory(path)")
+        with_variables = checkpoint is not None and checkpoint.with_variables
+        if with_variables and self.context.variables is None:
+            raise MisuseError(
+                "Checkpoint.from_variables() saves what is on parameter servers, where this run has nothing: make "
+                "variables in the function that Trainer(variables=) takes, or give Checkpoint.from_directory(path)"
+            )
         with self._lock:
             number = self.reports + 1
             files = None
-            if checkpoint is not None and number > self.committed:
+            if checkpoint is not None and checkpoint.path and number > self.committed:
                 from pscluster.launch.run_folder import upload  # with fsspec, which takes a tenth of a second
 
                 files = upload(
@@ -118,6 +124,7 @@ class Member:
                     "files": files,
                     "name": name,
                     "positions": positions,
+                    "with_variables": with_variables,
                     "updates": [] if self.function is None else [*map(list, self.function.update_counts().items())],
                 }
             )
@@ -201,7 +208,7 @@ def report(
 
     Args:
         metrics: numbers, strings, bools and None by name; also arrays of one number.
-        checkpoint: of this member: a directory. Its files are copied.
+        checkpoint: of this member: a directory, whose files are copied, or `Checkpoint.from_variables()`.
         checkpoint_name: for people; the run lists it with the checkpoint.
 
     Raises:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pscluster.coordinator.checkpoints.checkpoint import Checkpoint as Variables
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
@@ -33,10 +34,17 @@ from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteVal
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.coordinator.training.events import EventWriter
-from pscluster.core.errors import CancelledError, ConfigurationError, MisuseError, ProtocolError, PsClusterError
+from pscluster.core.errors import (
+    CancelledError,
+    CheckpointError,
+    ConfigurationError,
+    MisuseError,
+    ProtocolError,
+    PsClusterError,
+)
 from pscluster.core.functions.definitions import capture, partial_of
 from pscluster.core.sanitize import shown
-from pscluster.launch.checkpoint import Checkpoint
+from pscluster.launch.checkpoint import VARIABLES, Checkpoint
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.result import Result
@@ -112,6 +120,7 @@ class _Fit:
         self._ports: dict[int, list[int]] = {}  # by attempt
         self._workers: dict[int, int] = {}  # by rank: where it ran last
         self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
+        self._variables: Variables | None = None
         self._events: EventWriter | None = None
         self._setup = Setup(
             name=folder.name,
@@ -155,6 +164,7 @@ class _Fit:
             if job.variables is not None:
                 with strategy.scope():
                     variables = job.variables(job.config)
+                self._restore_variables(strategy)
             coordinator = ClusterCoordinator(strategy, max_attempts=self._run.failure.limit + 1)
             values = self._schedule(coordinator, variables)
             try:
@@ -163,6 +173,25 @@ class _Fit:
                 coordinator.cancel(values)
                 raise
             return [value.fetch() for value in values]
+
+    def _restore_variables(self, strategy: ParameterServerStrategy) -> None:
+        """Give variables the values that they had at the newest checkpoint which has them.
+
+        That of the run itself, if there is one, else that of the one that it resumes from.
+        """
+        self._variables = variables = Variables(strategy, pause=False)
+        path, resumed = self._folder.variables(), self._job.resume_from
+        if path is None and resumed is not None and resumed.has_variables:
+            path = f"{resumed.path}/{VARIABLES}"
+        if path is not None:
+            variables.read(path, progress=False)
+            logger.info("the variables are those of %s", path)
+
+    def _save_variables(self, path: str) -> None:
+        """Save all variables. Members that have reported wait, and no others run."""
+        if self._variables is None:
+            raise CheckpointError("there are no variables on parameter servers to save")
+        self._variables.write(path)
 
     def _schedule(self, coordinator: ClusterCoordinator, variables: Any) -> list[RemoteValue]:
         job, setup = self._job, plain_setup(self._setup)
@@ -245,7 +274,10 @@ class _Fit:
                 return []
             case "report":
                 updates = {int(variable): int(count) for variable, count in asked["updates"]}
-                report = Report(asked["metrics"], asked["files"], asked["name"], asked["positions"], updates)
+                with_variables = bool(asked["with_variables"])
+                report = Report(
+                    asked["metrics"], asked["files"], asked["name"], asked["positions"], with_variables, updates
+                )
                 return self._session.report(rank, attempt, int(asked["number"]), report, question, now)
             case "barrier" | "broadcast":
                 number, nth = asked["place"]
@@ -284,7 +316,7 @@ class _Fit:
 
     def _commit(self, number: int, reports: Mapping[int, Report]) -> list[Action]:
         try:
-            path = self._folder.commit(number, reports)
+            path = self._folder.commit(number, reports, self._save_variables)
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
         if path is not None:

@@ -2,7 +2,7 @@
 
     run.json                    state, begin and end, configuration, what the members returned
     reports/000004.json         report number 4: the metrics, positions and files of each member
-    checkpoints/000004/rank-0/  the files that rank 0 gave with it
+    checkpoints/000004/rank-0/  the files that rank 0 gave with it; in .variables those of the parameter servers
     metrics.jsonl               the reports' metrics once more, a line each, for other tools
 
 A report is committed once its file is there: it is written beside, synced, and moved to its name, after the files that
@@ -23,7 +23,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,7 @@ import fsspec
 
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.ids import VERSION
-from pscluster.launch.checkpoint import is_local
+from pscluster.launch.checkpoint import VARIABLES, is_local
 from pscluster.launch.session import Report
 
 _COPY_BYTES = 1 << 20
@@ -228,14 +228,24 @@ class RunFolder:
             if path.rstrip("/").rpartition("/")[2] not in names:
                 self._fs.rm(path, recursive=True)
 
-    def commit(self, number: int, reports: Mapping[int, Report]) -> str | None:
+    def variables(self) -> str | None:
+        """Return the path of the newest variables of parameter servers that are kept; None if there are none."""
+        kept = [report for report in self._reports.values() if report["checkpoint"] and report.get("variables")]
+        return f"{self.path}/{kept[-1]['checkpoint']}/{VARIABLES}" if kept else None
+
+    def commit(
+        self, number: int, reports: Mapping[int, Report], save_variables: Callable[[str], object] | None = None
+    ) -> str | None:
         """Commit a report of all members; return the path of its checkpoint, if it has one.
+
+        `save_variables` saves those of the parameter servers to a path, if a member has asked for that.
 
         After this has returned nothing loses it. CheckpointError if it can't be written: then it is not committed.
         """
         files = {rank: report.files for rank, report in reports.items() if report.files is not None}
         folder = None
-        if files:
+        with_variables = save_variables is not None and any(report.with_variables for report in reports.values())
+        if files or with_variables:
             folder = f"checkpoints/{number:06d}"
             if len(files) == 1:
                 (rank,) = files
@@ -248,6 +258,7 @@ class RunFolder:
             "positions": {str(rank): dict(report.positions) for rank, report in reports.items()},
             "checkpoint": folder,
             "files": {str(rank): list(of) for rank, of in files.items()},
+            "variables": with_variables,
         }
         with _explained(self.path, "can't be written"):
             for file in (file for of in files.values() for file in of if file["sha256"]):
@@ -257,12 +268,20 @@ class RunFolder:
                         f"{path}, which a worker has written, is not there: all machines need the same storage, such "
                         "as a network file system or an object store"
                     )
+            if save_variables is not None and with_variables:
+                with contextlib.suppress(FileNotFoundError):  # of an attempt that failed
+                    self._fs.rm(f"{self._root}/{folder}/{VARIABLES}", recursive=True)
+                save_variables(f"{self.path}/{folder}/{VARIABLES}")
+                if self._is_local:
+                    for above in Path(self._root, str(folder), VARIABLES).parents:
+                        if above.is_relative_to(self._root):
+                            _sync_folder(above)
             self._put(f"reports/{number:06d}.json", record)
         self._reports[number] = record
         with contextlib.suppress(OSError):  # both are done anew when the run goes on
             self._add_line(record)
             # What attempts at this report have left that did not come to it.
-            self._keep_only(f"checkpoints/{number:06d}", {_folder_of(of) for of in files.values()})
+            self._keep_only(f"checkpoints/{number:06d}", {VARIABLES, *(_folder_of(of) for of in files.values())})
         return None if folder is None else f"{self.path}/{folder}"
 
     def retain(self, num_to_keep: int | None, score: str | None, order: str) -> None:

@@ -43,6 +43,7 @@ class Report:
     files: Sequence[Mapping[str, Any]] | None = None  # of its part of a checkpoint; None: it has none
     name: str = ""  # of the checkpoint, as the member asks for
     positions: Mapping[str, Sequence[int]] = field(default_factory=dict)  # in its datasets
+    with_variables: bool = False  # its checkpoint has those of the servers
     updates: Mapping[int, int] = field(default_factory=dict)  # of variables, so far in its function
 
 

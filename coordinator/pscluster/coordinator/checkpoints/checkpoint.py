@@ -51,11 +51,13 @@ class Checkpoint(StaysHere):
     Args:
         strategy: whose variables to save.
         barrier_timeout: seconds within which running functions must end; otherwise a save fails.
+        pause: if False, functions may be running: they must not update anything meanwhile, nor run again.
     """
 
     instead = "save and restore in the script"
 
-    def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS) -> None:
+    def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS, pause: bool = True) -> None:
+        self._pauses = pause
         with configuration_errors():
             self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
         self.context = strategy.context
@@ -107,7 +109,7 @@ class Checkpoint(StaysHere):
         return MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
-        dispatcher = self.context.dispatcher
+        dispatcher = self.context.dispatcher if self._pauses else None
         return contextlib.nullcontext() if dispatcher is None else dispatcher.waits.barrier(self.barrier_timeout)
 
     def write(self, path: str) -> str:
