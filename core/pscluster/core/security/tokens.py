@@ -209,10 +209,13 @@ def load_token(token_file: Path | None, environ: Mapping[str, str] = os.environ)
 def _warn_of_readers(file: Path) -> None:
     """Warn, once per process, if others could read the token."""
     try:
-        mode = file.stat().st_mode
+        status = file.stat()
     except OSError:
         return
-    if mode & (modes.S_IRWXG | modes.S_IRWXO) and file not in _warned:
+    mode, excess = status.st_mode, modes.S_IRWXG | modes.S_IRWXO
+    if status.st_uid == 0 != os.geteuid() and status.st_gid in {os.getegid(), *os.getgroups()}:
+        excess &= ~modes.S_IRGRP  # root has given it to our group to read, as Kubernetes does with a Secret
+    if mode & excess and file not in _warned:
         _warned.add(file)
         logger.warning(
             "other users can read the token file %s (mode %04o): `chmod 600` it, and change the token if they may have "
