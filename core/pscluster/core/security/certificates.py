@@ -16,7 +16,7 @@ import ipaddress
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from cryptography import x509
@@ -106,12 +106,21 @@ def make_certificates(
     return True
 
 
-def renew_certificates(folder: Path, hosts: Iterable[str] = (), days: float = DAYS) -> None:
+def hosts_in(folder: Path, role: str) -> set[str]:
+    """Return the hosts for which the role's certificate is valid. Raises as `renew_certificates`."""
+    with _explained(folder):
+        return set(_hosts_of(x509.load_pem_x509_certificate((folder / role / CERTIFICATE).read_bytes())))
+
+
+def renew_certificates(
+    folder: Path, hosts: Iterable[str] = (), days: float = DAYS, by_role: Mapping[str, Iterable[str]] | None = None
+) -> None:
     """Issue new certificates of the same CA for the same keys and hosts, and more hosts. Running roles reload them.
 
-    Raise ConfigurationError if `make_certificates` has made none there, or they can't be written.
+    `hosts` are added for all roles, `by_role` for one each. Raise ConfigurationError if `make_certificates` has made
+    none there, or they can't be written.
     """
-    try:
+    with _explained(folder):
         authority = x509.load_pem_x509_certificate((folder / AUTHORITIES).read_bytes())
         key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -119,13 +128,24 @@ def renew_certificates(folder: Path, hosts: Iterable[str] = (), days: float = DA
         for role in ROLES:
             path = folder / role / CERTIFICATE
             old = x509.load_pem_x509_certificate(path.read_bytes())
-            names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            known = [str(name.value) for name in names if not isinstance(name, x509.UniformResourceIdentifier)]
+            names = [*_hosts_of(old), *hosts, *(by_role or {}).get(role, ())]
             public = old.public_key()
             assert isinstance(public, ec.EllipticCurvePublicKey)
             draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            _write(draft, _pem(_issue(role, public, [*known, *hosts], days, authority, key)))
+            _write(draft, _pem(_issue(role, public, names, days, authority, key)))
             draft.replace(path)  # atomic: a role that checks just now finds one or the other
+
+
+def _hosts_of(certificate: x509.Certificate) -> list[str]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names if not isinstance(name, x509.UniformResourceIdentifier)]
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Raise ConfigurationError for files that can't be used, or are not as `make_certificates` makes them."""
+    try:
+        yield
     except OSError as error:
         raise ConfigurationError(
             f"can't renew the certificates in {folder}: {error.filename}: {error.strerror}; name the folder that "
