@@ -98,6 +98,27 @@ def test_coordinator_in_join(signum: signal.Signals, tmp_path: Path) -> None:
         assert after.wait() == 0
 
 
+def test_coordinator_that_keeps_its_job(tmp_path: Path) -> None:
+    """With --keep-job SIGTERM leaves the variables on the servers, and the same script continues with them."""
+    source = IDLE.replace('"connected"', '"resumed" if strategy.resumed else "began"')
+    with Roles(make_cluster(), tmp_path) as roles:
+        roles.ps()
+        roles.worker()
+        gate = tmp_path / "gate"
+        first = roles.coordinator(source, str(gate), options=["--keep-job"])
+        first.wait_for("began")
+        first.send(signal.SIGTERM)
+        assert first.wait() == 143
+        assert "the job is left to the next coordinator" in first.output
+        second = roles.coordinator(source, str(gate), options=["--keep-job"])
+        second.wait_for("resumed")
+        gate.touch()
+        assert second.wait() == 0
+        third = roles.coordinator(source, str(gate))
+        third.wait_for("began")  # a script that ends has ended its job
+        assert third.wait() == 0
+
+
 def test_script_that_handles_the_signal(tmp_path: Path) -> None:
     """A script sees SIGTERM as a KeyboardInterrupt, and may end in its own way and with its own code."""
     source = HELD.replace(

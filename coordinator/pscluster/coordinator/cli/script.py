@@ -32,13 +32,17 @@ class _Stopped(KeyboardInterrupt):
     """SIGTERM or Ctrl-C; a KeyboardInterrupt, which scripts normally do not catch."""
 
 
-def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role: str = "chief") -> int:
+def run_coordinator(
+    script: str, args: Sequence[str], options: RoleOptions, role: str = "chief", *, keep_job: bool = False
+) -> int:
     """Run the script as `__main__`, then tell the cluster that the job is over. Return the exit code.
 
     That is 0 at the end of the script, and 128 + n if signal n stopped it before, as for `pscluster run`; but 0 for an
     evaluator, which never ends by itself. `sys.exit` sets its own code. An exception is shown with its traceback, and
     the code is 1. Errors of the cluster rather than the script are shown in one line: the code is 2 if the
     configuration is wrong, 1 if tasks were missing or refused the job.
+
+    With `keep_job`, SIGTERM before the end of the script does not end the job: the next coordinator continues it.
     """
     path = script_at(script)
     name = "coordinator" if role == "chief" else role
@@ -99,7 +103,10 @@ def run_coordinator(script: str, args: Sequence[str], options: RoleOptions, role
             trace = error.__traceback__
             error.__traceback__ = trace.tb_next if trace is not None else None  # the first frame is ours
             sys.excepthook(type(error), error, error.__traceback__)
-    close_all(reason)
+    if keep_job and unfinished == signal.SIGTERM:
+        logger.warning("the job is left to the next coordinator (--keep-job)")
+    else:
+        close_all(reason)
     # A clean stop is a success for a role, but the caller of this command must not take the job for done.
     return 128 + unfinished if unfinished and code == 0 and role == "chief" else code
 
@@ -125,11 +132,16 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.command("coordinator", context_settings=_SETTINGS, help="Run SCRIPT as the coordinator that TF_CONFIG names.")
 @dashboard_options(shown=False)
 @joining_options
+@click.option(
+    "--keep-job",
+    is_flag=True,
+    help="On SIGTERM leave the job to the next coordinator, as if this one had been killed, instead of ending it.",
+)
 @role_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, args: tuple[str, ...], options: RoleOptions) -> None:
-    _end(run_coordinator(script, args, options))
+def command(script: str, args: tuple[str, ...], options: RoleOptions, keep_job: bool) -> None:
+    _end(run_coordinator(script, args, options, keep_job=keep_job))
 
 
 @click.command("evaluator", context_settings=_SETTINGS, help="Run SCRIPT as the evaluator of TF_CONFIG.")
