@@ -24,6 +24,7 @@ from pscluster.coordinator.variables.partitioners import (
     Partitioner,
 )
 from pscluster.core import errors as errors
+from pscluster.core.cluster.kubernetes import KubernetesClusterResolver
 from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.context import experimental_get_current_worker_index
@@ -54,6 +55,7 @@ __all__ = [
     "History",
     "IndexedSlices",
     "InputContext",
+    "KubernetesClusterResolver",
     "LocalCluster",
     "MaxSizePartitioner",
     "MinSizePartitioner",

@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from pscluster.core.cluster.spec import Task, TFConfig, is_on_this_machine
+from pscluster.core.cluster.kubernetes import config_of_pod, is_pod
+from pscluster.core.cluster.spec import VARIABLE, Task, TFConfig, is_on_this_machine
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options, choose, chosen_policy, policy_of
 from pscluster.core.role.open_health import OPEN_HEALTH_VARIABLE
@@ -307,8 +308,11 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def own_task(role: str) -> tuple[TFConfig, int]:
-    """Return TF_CONFIG and this task's index in it. Raise ConfigurationError if the task has another role."""
-    config = TFConfig.from_environ()
+    """Return TF_CONFIG and this task's index in it. Raise ConfigurationError if the task has another role.
+
+    A pod of `pscluster k8s render` has no TF_CONFIG: its other variables say the same.
+    """
+    config = config_of_pod() if VARIABLE not in os.environ and is_pod() else TFConfig.from_environ()
     if config.task is None:
         raise ConfigurationError(
             f'TF_CONFIG: task is missing; this {role} needs one such as {{"task": {{"type": "{role}", "index": 0}}}}'
