@@ -175,7 +175,10 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "docs/from_ddp.md", "docs/guarantees.md", "docs/security.md"])
+OTHERS = [f"docs/{name}.md" for name in ("from_ddp", "guarantees", "kubernetes", "security")]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
 def test_links_and_lines(name: str) -> None:
     """A document is in the README's list, its links to files are valid, and its lines are not too long."""
     path = ROOT / name

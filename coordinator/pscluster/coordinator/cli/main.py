@@ -103,6 +103,7 @@ for _name, _module, _attribute, _summary in (
     ("coordinator", _SCRIPT, "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", _SCRIPT, "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),
     ("runs", "pscluster.launch.cli", "runs", "List the runs of a Trainer."),
+    ("k8s", "pscluster.launch.kubernetes.cli", "k8s", "Render the manifests of a cluster on Kubernetes."),
 ):
     cli.add_command(_LazyCommand(_name, _module, _attribute, _summary))
 

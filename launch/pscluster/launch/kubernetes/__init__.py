@@ -1,0 +1,1 @@
+"""Manifests that run a cluster on Kubernetes: `pscluster k8s render`."""
