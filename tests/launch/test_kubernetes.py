@@ -165,7 +165,9 @@ def test_tasks_and_arguments(objects: list[Object]) -> None:
         assert variables["OMP_NUM_THREADS"] == "3"
         assert '"1e-3"' in render(*OPTIONS["everything"])
     elif scripts := by_kind(objects, "ConfigMap"):
-        assert words[-1] == "/job/train.py"
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "script")
+        assert words[-1] == mount["mountPath"] == "/job/train.py"
+        assert mount["subPath"] == "train.py"  # the same path in every pod, without links
         (data,) = (found["data"] for found in scripts.values())
         assert data == {"train.py": "print('é', \"\\t\")\t\n# " + "x" * 200}
 

@@ -97,7 +97,10 @@ def _container(spec: Deployed, role: str) -> Object:
     if role == PS:
         mounts.append({"name": "state", "mountPath": STATE})
     if role == COORDINATOR and spec.source is not None:
-        mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
+        # By a subPath, since a ConfigMap's folder has links to another folder for each pod: the job is named after the
+        # script's path, and the next coordinator is to find it.
+        path = f"{SCRIPTS}/{spec.script_name}"
+        mounts.append({"name": "script", "mountPath": path, "subPath": spec.script_name, "readOnly": True})
     return {
         "name": role,
         "image": spec.image,
