@@ -237,6 +237,12 @@ def test_wrong_options(arguments: list[str], message: str) -> None:
         render(*arguments)
 
 
+def test_an_unknown_option_is_not_the_script() -> None:
+    """Options before SCRIPT are this command's, those after it the script's."""
+    done = CliRunner().invoke(k8s, ["render", "--lr", "1", "train.py"])
+    assert (done.exit_code, "No such option" in done.output) == (2, True)
+
+
 def test_scripts_that_no_config_map_can_hold(tmp_path: Path) -> None:
     """A script that is too large, or that workers would need as a file, belongs in the image: the error says so."""
     script = tmp_path / "train.py"

@@ -32,7 +32,7 @@ def _resource_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@k8s.command("render", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@k8s.command("render", context_settings={"allow_interspersed_args": False})
 @click.option("--name", help=f"The cluster's name, at most {MAX_NAME} characters. Default: that of SCRIPT.")
 @click.option("--namespace", help="The namespace of all objects. Default: the one that kubectl uses.")
 @click.option(
