@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
 
 
+@cache
 def can_read_all(user: int) -> bool:
     """Whether this user can run our commands: a checkout in root's home is for root alone."""
     command = ["setpriv", f"--reuid={user}", "--clear-groups", sys.executable, "-c", "import pscluster.coordinator.api"]
