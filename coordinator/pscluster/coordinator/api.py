@@ -26,6 +26,7 @@ from pscluster.coordinator.variables.partitioners import (
 from pscluster.core import errors as errors
 from pscluster.core.cluster.kubernetes import KubernetesClusterResolver
 from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.slurm import SlurmClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.ids import VERSION
@@ -75,6 +76,7 @@ __all__ = [
     "ShardedVariable",
     "SidecarEvaluator",
     "SimpleClusterResolver",
+    "SlurmClusterResolver",
     "SynchronousStrategy",
     "TFConfigClusterResolver",
     "Variable",
