@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The tests that need torch run in .venv-frameworks, so that nothing else can come to depend on it.
 FRAMEWORKS := .venv-frameworks
+# And those of the launchers, which start schedulers, in .venv-launch.
+LAUNCH := .venv-launch
 # Tests and examples start many processes; without the files of compiled modules each would compile all of ours.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test frameworks check proto bench bench-peers chaos fuzz soak clean
+.PHONY: run test frameworks test-launch check proto bench bench-peers chaos fuzz soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -21,6 +23,9 @@ test: $(STAMP)  ## run all tests, the longest files first
 frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch and JAX, which make test leaves out
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
+
+test-launch: $(LAUNCH)/.installed  ## start jobs on a real Slurm, where its daemons are installed, as root
+	$(LAUNCH)/bin/python -m pytest tests/launchers
 
 check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies
 	$(BIN)/ruff check .
@@ -52,7 +57,7 @@ bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for b
 	$(PYTHON) benchmarks/install_peers.py .venv-peers
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(LAUNCH) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -64,4 +69,9 @@ $(STAMP): pyproject.toml
 $(FRAMEWORKS)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[frameworks]'
+	touch $@
+
+$(LAUNCH)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(LAUNCH)
+	$(LAUNCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[launch]'
 	touch $@

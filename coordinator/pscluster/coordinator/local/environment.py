@@ -28,7 +28,7 @@ _RESERVED = {
     STATE_VARIABLE,
     PICKLE_VARIABLE,
 }
-_THREADS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+THREADS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def role_environ(
@@ -49,7 +49,7 @@ def role_environ(
         )
     # Numeric libraries take all cores in each process; several workers would get in each other's way.
     threads = str(max(1, (os.cpu_count() or 1) // num_workers))
-    environ = {name: threads for name in _THREADS_VARIABLES if name not in os.environ}
+    environ = {name: threads for name in THREADS_VARIABLES if name not in os.environ}
     environ |= {**env, DURABILITY_VARIABLE: durability_named(durability).value}
     # All processes are on one machine, so a given port would serve only one of them: each takes a free one.
     for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
