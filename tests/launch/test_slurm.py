@@ -61,6 +61,8 @@ def test_options_that_are_refused(option: str, message: str) -> None:
         ("JobId=7 JobState=COMPLETED Reason=None ExitCode=0:0", True, 0),
         ("JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=7:0", True, 7),
         ("JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15", True, 143),
+        ("JobId=7 JobState=PREEMPTED Reason=None Requeue=1 ExitCode=0:0", False, 1),
+        ("JobId=7 JobState=PREEMPTED Reason=None Requeue=0 ExitCode=0:0", True, 1),
         ("JobId=7 JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", True, 1),
     ],
 )
@@ -90,7 +92,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         other.bind(("0.0.0.0", 0))
         other.listen()
         cluster = ClusterSpec({"worker": [f"n1:{other.getsockname()[1]}"]})
-        with pytest.raises(ConfigurationError, match="of n1, which SLURM_JOB_ID 7 gives to worker 0, .* --port-base"):
+        with pytest.raises(ConfigurationError, match=r"of n1, which SLURM_JOB_ID 7 gives to worker 0, .* --port-base"):
             check_port(Task("worker", 0), cluster)
 
 

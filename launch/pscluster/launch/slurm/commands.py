@@ -19,9 +19,7 @@ logger = logging.getLogger(__name__)
 STEP_SECONDS = 5.0
 """For commands inside a job: Slurm's SIGKILL follows 30 s after its SIGTERM."""
 
-_FINAL = frozenset(
-    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-)
+_FINAL = frozenset(("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"))
 
 
 class SlurmError(PsClusterError):
@@ -36,11 +34,12 @@ class JobState:
     reason: str
     code: int
     signal_number: int
+    requeues: bool = False  # after a preemption, or the failure of a node
 
     @property
     def is_final(self) -> bool:
         """Return whether the job has ended, and does not run again."""
-        return self.name in _FINAL
+        return self.name in _FINAL or (self.name in ("PREEMPTED", "NODE_FAIL") and not self.requeues)
 
     @property
     def exit_code(self) -> int:
@@ -51,11 +50,13 @@ class JobState:
     @classmethod
     def parse(cls, text: str) -> JobState:
         """Read the output of `scontrol show job`. SlurmError if it says nothing of a job."""
-        found = dict(re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", text))
+        found = dict(re.findall(r"\b(JobState|Reason|ExitCode|Requeue)=(\S+)", text))
         code = re.fullmatch(r"(\d+):(\d+)", found.get("ExitCode", "0:0"))
         if "JobState" not in found or code is None:
             raise SlurmError(f"scontrol answered {shown(text[:200])!r}, which says nothing of a job")
-        return cls(found["JobState"], found.get("Reason", "None"), int(code[1]), int(code[2]))
+        return cls(
+            found["JobState"], found.get("Reason", "None"), int(code[1]), int(code[2]), found.get("Requeue") == "1"
+        )
 
 
 def check_installed(command: str = "sbatch") -> None:
