@@ -109,7 +109,11 @@ def commands(folder: Path, sbatch: str) -> dict[str, str]:
     ("sbatch", "code", "message"),
     [
         ("", 2, "sbatch is not on the PATH: run this on a login node"),
-        ("echo 'sbatch: error: invalid partition' >&2; exit 1", 1, "sbatch refused: invalid partition"),
+        (
+            "echo 'sbatch: error: invalid partition' >&2; exit 1",
+            1,
+            "sbatch refused: invalid partition; nothing was submitted: correct what",
+        ),
         ("exec /bin/sleep 60", 1, "sbatch did not answer within 1 s: .* `squeue --me` shows whether"),
     ],
 )

@@ -97,7 +97,10 @@ def _submit(run: Path, text: str, timeout: float) -> str:
         if "did not answer" in str(error):
             raise SlurmError(f"{error}; `squeue --me` shows whether the job was submitted all the same") from None
         shutil.rmtree(run, ignore_errors=True)
-        raise
+        raise SlurmError(
+            f"{error}; nothing was submitted: correct what it names (--dry-run prints the job script, `sinfo` the "
+            "partitions)"
+        ) from None
 
 
 _FIRST_SECONDS, _MOST_SECONDS = 0.5, 10.0
