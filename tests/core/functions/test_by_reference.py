@@ -420,6 +420,7 @@ NOT_FOR_PEERS = {
     *("PerWorkerIterator", "ReplicaContext"),
     *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
     *("SidecarEvaluator", "SimpleClusterResolver", "SynchronousStrategy", "TFConfigClusterResolver"),
+    *("KubernetesClusterResolver", "SlurmClusterResolver"),
     *("callbacks", "optimizers"),
 }
 """Of the public names those that make sense on the coordinator alone, or that only the library makes."""
