@@ -95,9 +95,13 @@ class Reduction:
         self._used[kind] += len(given)
         if memory is not None and start + len(given) <= len(memory):
             copy = memory[start : start + len(given)]
-            copy[...] = given
         else:
-            copy = given.astype(kind)
+            copy = np.empty(len(given), kind)
+        if item.HasField("weight"):
+            with np.errstate(all="ignore"):
+                np.multiply(given, kind.type(item.weight), out=copy)
+        else:
+            copy[...] = given
         self._gradients.append(_Large(len(self._gradients) + 1, server, item, dtype, copy))
 
     def clear(self) -> None:
@@ -110,7 +114,7 @@ class Reduction:
 
         The others must call this, too. What the collectives raise is raised here.
         """
-        self._share(replica)
+        totals = self._total_weights(replica)
         by_type: defaultdict[np.dtype[Any], list[_Large]] = defaultdict(list)
         for gradient in self._gradients:
             by_type[gradient.values.dtype].append(gradient)
@@ -122,19 +126,19 @@ class Reduction:
             for gradient, begin in zip(gradients, ends, strict=False):
                 low, high = max(begin, start), min(begin + len(gradient.values), stop)
                 if low < high:
-                    yield gradient.server, *_piece(gradient, low - begin, block[low - start : high - start])
+                    piece = block[low - start : high - start]
+                    if total := totals.get(gradient.number):  # without any examples the sum is 0, and so is the mean
+                        with np.errstate(all="ignore"):
+                            np.divide(piece, dtype.type(total), out=piece)
+                    yield gradient.server, *_piece(gradient, low - begin, piece)
 
-    def _share(self, replica: Reducer) -> None:
-        """Multiply each gradient that is to be averaged by this replica's share of the examples."""
+    def _total_weights(self, replica: Reducer) -> dict[int, float]:
+        """Return the sum of all replicas' weights for each gradient that is to be averaged, by its number."""
         averaged = [gradient for gradient in self._gradients if gradient.item.HasField("weight")]
         if not averaged:
-            return
-        weights = np.array([gradient.item.weight for gradient in averaged])
-        totals = replica.all_reduce("sum", weights)
-        shares = np.divide(weights, totals, out=np.zeros_like(weights), where=totals != 0)
-        with np.errstate(all="ignore"):
-            for gradient, share in zip(averaged, shares, strict=True):
-                np.multiply(gradient.values, gradient.values.dtype.type(share), out=gradient.values)
+            return {}
+        totals = replica.all_reduce("sum", np.array([gradient.item.weight for gradient in averaged]))
+        return {gradient.number: float(total) for gradient, total in zip(averaged, totals, strict=True)}
 
     def _joined(self, dtype: np.dtype[Any], gradients: list[_Large]) -> Array:
         """Return the gradients of one type as one array, in memory that the next step uses again."""
