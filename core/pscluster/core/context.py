@@ -80,7 +80,7 @@ class FunctionContext:
             return dict(self._updates)
 
     def go_on_after(self, counts: Mapping[int, int]) -> None:
-        """Number the next updates as an earlier attempt did that had requested so many: it goes on from there."""
+        """Number the next updates from those counts on, as an earlier attempt did after as many updates."""
         with self._lock:
             for variable, count in counts.items():
                 self._updates[variable] = max(self._updates[variable], count)

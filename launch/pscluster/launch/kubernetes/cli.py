@@ -99,7 +99,7 @@ def render(
     Without --output the manifests are printed. A Secret never is: pods refer to the Secrets NAME-token, NAME-ps-tls,
     NAME-worker-tls and NAME-coordinator-tls, which `kubectl apply -k DIR` creates from the files that --output writes.
     Those are made once and stay when you render again. DIR/secrets is for you alone (mode 0700, and ignored by git):
-    whoever has it can run code on the cluster.
+    anyone who has it can run code on the cluster.
     """
     resources = {role: Resources(role, options.pop(f"{role}_cpu"), options.pop(f"{role}_memory")) for role in ROLES}
     spec = Deployed(
