@@ -23,7 +23,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -273,9 +273,7 @@ class RunFolder:
                     self._fs.rm(f"{self._root}/{folder}/{VARIABLES}", recursive=True)
                 save_variables(f"{self.path}/{folder}/{VARIABLES}")
                 if self._is_local:
-                    for above in Path(self._root, str(folder), VARIABLES).parents:
-                        if above.is_relative_to(self._root):
-                            _sync_folder(above)
+                    _sync_folders([f"{self._root}/{folder}"], self._root)
             self._put(f"reports/{number:06d}.json", record)
         self._reports[number] = record
         with contextlib.suppress(OSError):  # both are done anew when the run goes on
@@ -365,11 +363,7 @@ def upload(run_path: str, number: int, rank: int, attempt: int, directory: Path)
                     os.fsync(written.fileno())
             files.append({"path": f"{folder}/{name}", "size": size, "sha256": digest.hexdigest()})
         if is_local(fs):
-            above = {
-                ancestor for parent in folders for ancestor in Path(parent).parents if ancestor.is_relative_to(root)
-            }
-            for written_to in sorted({*map(Path, folders), *above}, reverse=True):
-                _sync_folder(written_to)
+            _sync_folders(folders, root)
     return files or [{"path": f"{folder}/", "size": 0, "sha256": ""}]
 
 
@@ -416,6 +410,14 @@ def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _sync_folders(folders: Iterable[str], root: str) -> None:
+    """Sync these folders and those above them, up to the root."""
+    places = {place for folder in map(Path, folders) for place in (folder, *folder.parents)}
+    for place in sorted(places, reverse=True):
+        if place.is_relative_to(root):
+            _sync_folder(place)
 
 
 def _sync_folder(folder: Path) -> None:

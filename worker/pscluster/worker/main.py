@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import click
 
-from pscluster.core.cluster.spec import ClusterSpec, TFConfig
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, ClusterSpec, TFConfig
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import (
     ADVERTISE_VARIABLE,
-    COORDINATOR_VARIABLE,
     JOB_NAME_VARIABLE,
     TASK_VARIABLE,
     RoleOptions,

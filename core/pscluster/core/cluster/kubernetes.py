@@ -20,21 +20,20 @@ import re
 from collections.abc import Mapping
 
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import MAX_INDEX, ClusterSpec, Task, TFConfig, split_address
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, MAX_INDEX, ClusterSpec, Task, TFConfig, split_address
 from pscluster.core.errors import ConfigurationError
 
 POD_VARIABLE = "PSCLUSTER_POD"
 ROLE_VARIABLE = "PSCLUSTER_POD_ROLE"
 SERVICE_VARIABLE = "PSCLUSTER_PS_SERVICE"
 REPLICAS_VARIABLE = "PSCLUSTER_PS_REPLICAS"
-_COORDINATOR_VARIABLE = "PSCLUSTER_COORDINATOR"  # which is also how a worker finds it
 
 _EXAMPLES = {
     POD_VARIABLE: "train-ps-0, from metadata.name by the downward API",
     ROLE_VARIABLE: "ps, worker or coordinator",
     SERVICE_VARIABLE: "train-ps:2222",
     REPLICAS_VARIABLE: "2",
-    _COORDINATOR_VARIABLE: "train-coordinator:2222",
+    COORDINATOR_VARIABLE: "train-coordinator:2222",
 }
 _JOBS = {"ps": "ps", "worker": "worker", "coordinator": "chief"}
 _SOURCE = "the pod's environment"
@@ -90,8 +89,8 @@ def config_of_pod(environ: Mapping[str, str] = os.environ) -> TFConfig:
 
 
 def _cluster_of(environ: Mapping[str, str]) -> ClusterSpec:
-    coordinator = _value(environ, _COORDINATOR_VARIABLE)
-    split_address(coordinator, _COORDINATOR_VARIABLE)
+    coordinator = _value(environ, COORDINATOR_VARIABLE)
+    split_address(coordinator, COORDINATOR_VARIABLE)
     servers = server_addresses(_value(environ, SERVICE_VARIABLE), _replicas(environ))
     return ClusterSpec({"ps": servers, "chief": [coordinator]}, source=_SOURCE)
 

@@ -34,6 +34,9 @@ _T = TypeVar("_T")
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
 VARIABLE = "TF_CONFIG"
+COORDINATOR_VARIABLE = "PSCLUSTER_COORDINATOR"
+"""The address of the coordinator that a worker joins."""
+
 _MAX_QUOTED = 80
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?)\]")

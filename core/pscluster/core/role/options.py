@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from pscluster.core.cluster.kubernetes import config_of_pod, is_pod
-from pscluster.core.cluster.spec import VARIABLE, Task, TFConfig, is_on_this_machine
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE, Task, TFConfig, is_on_this_machine
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import add_pickle_options, choose, chosen_policy, policy_of
 from pscluster.core.role.open_health import OPEN_HEALTH_VARIABLE
@@ -71,7 +71,6 @@ class RoleOptions:
 
 MAX_WORKERS_VARIABLE = "PSCLUSTER_MAX_WORKERS"
 WORKER_RANGE_VARIABLE = "PSCLUSTER_WORKER_RANGE"
-COORDINATOR_VARIABLE = "PSCLUSTER_COORDINATOR"
 TASK_VARIABLE = "PSCLUSTER_TASK"
 ADVERTISE_VARIABLE = "PSCLUSTER_ADVERTISE"
 JOB_NAME_VARIABLE = "PSCLUSTER_JOB_NAME"

@@ -11,9 +11,9 @@ from pscluster.core.cluster.kubernetes import (
     SERVICE_VARIABLE,
     server_addresses,
 )
-from pscluster.core.cluster.spec import VARIABLE, ClusterSpec, Task, TFConfig
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE, ClusterSpec, Task, TFConfig
 from pscluster.core.ids import VERSION
-from pscluster.core.role.options import COORDINATOR_VARIABLE, DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
+from pscluster.core.role.options import DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
 from pscluster.core.security.tls import AUTHORITIES, CERTIFICATE, KEY, TLS_VARIABLE
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE
 from pscluster.launch.kubernetes.spec import COORDINATOR, PS, Deployed
@@ -168,7 +168,7 @@ def _probes(role: str) -> Object:
 
     readiness = probe(periodSeconds=10, failureThreshold=3)
     if role == COORDINATOR:
-        # It serves while the script has a strategy. What the script does before and after is nobody's to judge.
+        # It serves while the script has a strategy. What the script does before and after is not judged.
         return {"readinessProbe": readiness}
     # A server may have to restore a large state; a worker serves once it has joined. Nothing is lost if one that waits
     # for a coordinator is restarted after two hours.

@@ -9,9 +9,10 @@ from decimal import Decimal
 from typing import Any
 
 from pscluster.core.cluster.kubernetes import POD_VARIABLE, REPLICAS_VARIABLE, ROLE_VARIABLE, SERVICE_VARIABLE
-from pscluster.core.cluster.spec import VARIABLE
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.role.options import COORDINATOR_VARIABLE, DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
+from pscluster.core.functions.policy import PICKLE_VARIABLE
+from pscluster.core.role.options import DATA_PORT_VARIABLE, MAX_WORKERS_VARIABLE
 from pscluster.core.security.tls import TLS_VARIABLE
 from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from pscluster.ps.storage.options import STATE_VARIABLE
@@ -161,9 +162,9 @@ class Deployed:
         if not re.fullmatch(r"[\w.-]{1,253}", self.script_name, re.ASCII):
             limit = "a ConfigMap's keys have letters, digits, '-', '_' and '.' only: rename the file"
             raise _wrong("SCRIPT", self.script_name, limit)
-        if self.env.get("PSCLUSTER_ALLOW_PICKLE") == "0":
+        if self.env.get(PICKLE_VARIABLE) == "0":
             raise ConfigurationError(
-                "PSCLUSTER_ALLOW_PICKLE is 0, so workers need the script's file, and --script-from-file gives it to "
+                f"{PICKLE_VARIABLE} is 0, so workers need the script's file, and --script-from-file gives it to "
                 "the coordinator only: put the script into the image, and leave out --script-from-file"
             )
 

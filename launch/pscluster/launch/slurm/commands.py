@@ -11,8 +11,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, VARIABLE
 from pscluster.core.errors import ConfigurationError, PsClusterError
+from pscluster.core.role.options import ADVERTISE_VARIABLE, TASK_VARIABLE
 from pscluster.core.sanitize import shown
+from pscluster.core.security.tls import INSECURE_VARIABLE, SERVER_ONLY_VARIABLE, TLS_VARIABLE
+from pscluster.core.security.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +93,8 @@ def run_command(command: Sequence[str], timeout: float, env: Mapping[str, str] |
 def submit(script: str, timeout: float) -> str:
     """Submit a job script, and return the job's id. Raises as `run_command`."""
     # sbatch sends the environment to Slurm, which stores it; and SBATCH_ variables overrule the script's lines.
-    private = {"PSCLUSTER_TOKEN", "PSCLUSTER_TOKEN_FILE", "PSCLUSTER_TLS", "PSCLUSTER_TLS_SERVER_ONLY", "TF_CONFIG"}
-    private |= {"PSCLUSTER_COORDINATOR", "PSCLUSTER_TASK", "PSCLUSTER_ADVERTISE", "PSCLUSTER_INSECURE"}
+    private = {TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, TLS_VARIABLE, SERVER_ONLY_VARIABLE, INSECURE_VARIABLE, VARIABLE}
+    private |= {COORDINATOR_VARIABLE, TASK_VARIABLE, ADVERTISE_VARIABLE}
     private |= {f"SBATCH_{name}" for name in ("OUTPUT", "ERROR", "JOB_NAME", "NO_KILL", "OPEN_MODE", "EXPORT", "WAIT")}
     private |= {f"SBATCH_{name}" for name in ("REQUEUE", "NO_REQUEUE", "ARRAY_INX", "DISTRIBUTION", "TEST_ONLY")}
     env = {name: value for name, value in os.environ.items() if name not in private}

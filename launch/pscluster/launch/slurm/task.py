@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import random
-import re
 import select
 import signal
 import socket
@@ -58,6 +57,7 @@ from pscluster.core.role.options import DATA_PORT_VARIABLE, METRICS_PORT_VARIABL
 from pscluster.core.role.process import complain, configure_logging, main_of
 from pscluster.launch.slurm.commands import is_cancelled, signal_step
 from pscluster.launch.slurm.job_script import CLUSTER, EXIT_CODE, STATE
+from pscluster.ps.storage.options import state_folder
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ def check_port(task: Task, cluster: ClusterSpec) -> None:
 
 def adopt_state(state: Path, index: int, address: str) -> None:
     """Give the state that this server saved on another node, before a requeue, the name that it has here."""
-    own = state / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
-    others = [path for path in state.glob(f"ps-{index}-*") if path != own]
+    own = state_folder(state, index, address)
+    others = [path for path in state.glob(f"{state_folder(state, index, '').name}*") if path != own]
     if others and not own.exists():
         max(others, key=lambda path: path.stat().st_mtime).rename(own)
 

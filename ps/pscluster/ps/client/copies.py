@@ -55,17 +55,11 @@ Forms = tuple[GradientForm, ...]
 """Of one gradient a shard, in the order of `GradientForm.order`."""
 
 
-def digest_of(forms: Forms) -> int:
-    """Return a positive number of 63 bits, the same for the same forms."""
-    return xxhash.xxh3_64_intdigest(repr(forms).encode()) >> 1 | 1
-
-
 @dataclass(slots=True)
 class _Run:
     """Copies of shards that are neighbours and are applied alike, as if they were one."""
 
     forms: list[GradientForm]
-    first: int  # of them
     rule: UpdateRule
     values: Array  # flat
     slots: dict[str, Array]
@@ -81,16 +75,21 @@ class Copies:
 
     def __init__(self, forms: Forms) -> None:
         self.forms = forms
-        self.digest = digest_of(forms)
+        self.digest = xxhash.xxh3_64_intdigest(repr(forms).encode()) >> 1 | 1
+        """Identifies the forms: a positive number of 63 bits."""
         self.variables = frozenset(form.variable for form in forms)
         self._heads = np.zeros((len(forms), 2), "<u8")  # of each shard: how many gradients, and which optimizer
+        rows = ps_pb2.Rows(gradients=True)
+        self._head_reads = [
+            ShardRead(form.server, _item(form, rows, optimizer=True), head.nbytes, view(head))
+            for form, head in zip(forms, self._heads, strict=True)
+        ]
         self._optimizers: Array | None = None  # those of `_groups`
         self._groups: list[_Run] = []  # all that are applied alike
         self._runs: list[_Run] = []  # those of them that have had as many gradients
-        self._reads: list[ShardRead] = []  # of everything
+        self._reads: list[ShardRead] = []  # of values and slots
         self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
         self._wholes: dict[int, WholeVariable] = {}
-        self._clear()
 
     def fetch(
         self, read: Callable[[Sequence[ShardRead]], None], describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]
@@ -100,26 +99,16 @@ class Copies:
         `describe` looks up an optimizer by its number, on a server; None if it is unknown here.
         """
         while True:
-            read(self._reads)
-            optimizers = self._heads[:, 1]
+            read([*self._head_reads, *self._reads])
+            optimizers = self._heads[:, 1].copy()
             if self._optimizers is not None and (optimizers == self._optimizers).all():
                 break
-            self._clear()  # the first time, or after a change of an optimizer
-            if not self._lay_out(describe):
+            if not self._lay_out(describe):  # the first time, or after a change of an optimizer
                 return False
-            self._optimizers = optimizers.copy()
-        self._runs = [run for group in self._groups for run in self._divided(group)]
+            self._optimizers = optimizers
+        counts = iter(self._heads[:, 0].tolist())
+        self._runs = [run for group in self._groups for run in _divided(group, counts)]
         return True
-
-    def _clear(self) -> None:
-        """Read the heads only, until the optimizers are known."""
-        rows = ps_pb2.Rows(gradients=True)
-        self._optimizers = None
-        self._groups = []
-        self._reads = [
-            ShardRead(form.server, _item(form, rows, optimizer=True), head.nbytes, view(head))
-            for form, head in zip(self.forms, self._heads, strict=True)
-        ]
 
     def _lay_out(self, describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]) -> bool:
         """Prepare memory, and what to read into it. Return False if a rule is not one of pscluster's own."""
@@ -129,12 +118,11 @@ class Copies:
             if spec is None or (rule_class := RULES.get(spec.rule)) is None:
                 return False
             by_number[optimizer] = rule_of(spec, rule_class)
-        first = 0
+        self._groups, self._reads = [], []
         for _, group in itertools.groupby(self.forms, lambda form: form.order):
             forms = list(group)
             rule, size, dtype = by_number[forms[0].optimizer], sum(form.size for form in forms), forms[0].dtype
-            run = _Run(forms, first, rule, np.empty(size, dtype), new_slots(rule, (size,), dtype))
-            first += len(forms)
+            run = _Run(forms, rule, np.empty(size, dtype), new_slots(rule, (size,), dtype))
             self._groups.append(run)
             at = 0
             for form in forms:
@@ -146,17 +134,6 @@ class Copies:
                     item = _item(form, optimizer=True, slot=name)
                     self._reads.append(ShardRead(form.server, item, slot[span].nbytes, view(slot[span])))
         return True
-
-    def _divided(self, group: _Run) -> Iterator[_Run]:
-        """Yield the parts of a group that have had as many gradients."""
-        counts = self._heads[group.first : group.first + len(group.forms), 0].tolist()
-        start = at = 0
-        for count, same in itertools.groupby(zip(group.forms, counts, strict=True), lambda pair: pair[1]):
-            forms = [form for form, _ in same]
-            stop = start + sum(form.size for form in forms)
-            slots = {name: slot[start:stop] for name, slot in group.slots.items()}
-            yield _Run(forms, group.first + at, group.rule, group.values[start:stop], slots, count)
-            start, at = stop, at + len(forms)
 
     def apply(self, sums: Mapping[np.dtype[Any], Array]) -> list[tuple[GradientForm, Array]]:
         """Apply gradients as their servers will: of each type in which they are computed, one behind the other.
@@ -197,6 +174,17 @@ class Copies:
             index: Any = (*block.slices, ...)
             result[index] = self._values[variable, item.shard].reshape(block.shape)
         return result
+
+
+def _divided(group: _Run, counts: Iterator[int]) -> Iterator[_Run]:
+    """Yield the parts of a group that have had as many gradients; `counts` goes on behind the group's."""
+    start = 0
+    for count, same in itertools.groupby(zip(group.forms, counts, strict=False), lambda pair: pair[1]):  # forms first
+        forms = [form for form, _ in same]
+        stop = start + sum(form.size for form in forms)
+        slots = {name: slot[start:stop] for name, slot in group.slots.items()}
+        yield _Run(forms, group.rule, group.values[start:stop], slots, count)
+        start = stop
 
 
 def _item(

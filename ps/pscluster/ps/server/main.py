@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from pscluster.ps.storage.options import (
     DurabilityOptions,
     default_directory,
     durability_named,
+    state_folder,
 )
 from pscluster.ps.storage.roots import Roots
 
@@ -115,8 +115,7 @@ def durability_options(
     fsync: bool = False,
 ) -> DurabilityOptions:
     """Return the durability of the server with this address, as `durability_named` does."""
-    # The address distinguishes clusters that share the directory.
-    folder = (state_dir or default_directory()) / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
+    folder = state_folder(state_dir or default_directory(), index, address)
     return DurabilityOptions(durability_named(kind), folder, every, fsync)
 
 

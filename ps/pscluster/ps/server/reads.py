@@ -175,10 +175,11 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
             )
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "version" or which == "gradients":
-        numbers = [shard.version]
-        if which == "gradients":
-            numbers = [shard.steps.get(item.optimizer, 0), store.directory.optimizer(item.optimizer).digest]
-        array = np.array(numbers, "<u8")
+        if which == "version":
+            array = np.array([shard.version], "<u8")
+        else:
+            digest = store.directory.optimizer(item.optimizer).digest
+            array = np.array([shard.steps.get(item.optimizer, 0), digest], "<u8")
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")

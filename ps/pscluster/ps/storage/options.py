@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def durability_named(kind: str | None) -> Durability:
     except ValueError:
         kinds = ", ".join(repr(kind.value) for kind in Durability)
         raise ConfigurationError(f"durability is {named!r}; give one of {kinds}") from None
+
+
+def state_folder(directory: Path, index: int, address: str) -> Path:
+    """Return where a server keeps its state in a directory that clusters share: the address tells them apart."""
+    return directory / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
 
 
 def default_directory() -> Path:
