@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Checkpoint:
     """
 
     path: str
-    with_variables: bool = False
+    with_variables: bool = field(default=False, repr=False)  # what a saved one has, `has_variables` says
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not (os.fspath(self.path) or self.with_variables):
