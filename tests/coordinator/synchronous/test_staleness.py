@@ -25,6 +25,8 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
+from pscluster.core.context import current_function
+from pscluster.core.errors import FunctionCancelled
 
 REPLICAS = 3
 STALENESS = 2
@@ -237,6 +239,41 @@ def test_whatever_dies_each_step_counts_once(dies: tuple[str, int], tmp_path: Pa
             assert variable.numpy().tolist() == np.ones((REPLICAS, 2 * STEPS)).tolist()
         assert len(list(pids.iterdir())) == len(deaths)
         assert strategy.lost_updates() == {}
+
+
+def test_an_attempt_that_ends_before_the_last_step_is_reported(tmp_path: Path) -> None:
+    """A replica whose clock does not know of it repeats the step, on the same element, for its result."""
+    with (
+        LocalCluster(1, 2, log_level="ERROR") as cluster,
+        SynchronousStrategy(cluster, staleness=STALENESS) as strategy,
+    ):
+        with strategy.scope():
+            total = Variable(np.zeros(2))
+
+        def step(numbers: Iterator[int]) -> int:
+            number = next(numbers)
+            total.scatter_add(IndexedSlices(np.ones(1), np.array([rank()])))
+            mark = tmp_path / str(rank())
+            if number == STEPS - 1 and not mark.exists():
+                mark.touch()
+                if rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                until(was_cancelled, "the attempt is over")
+            return number
+
+        def was_cancelled() -> bool:
+            function = current_function()
+            assert function is not None
+            try:
+                function.check()
+            except FunctionCancelled:
+                return True
+            return False
+
+        numbers = iter(strategy.distribute_datasets_from_function(lambda: range(2 * STEPS)))
+        assert strategy.run(step, (numbers,), steps=STEPS, timeout=TIMEOUT).values == (STEPS - 1,) * 2
+        assert strategy.run(step, (numbers,), timeout=TIMEOUT).values == (STEPS,) * 2
+        assert total.numpy().tolist() == [STEPS + 1] * 2
 
 
 def test_a_server_without_a_log_that_dies(tmp_path: Path) -> None:

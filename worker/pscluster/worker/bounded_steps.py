@@ -14,7 +14,7 @@ Results of steps that only an earlier attempt had computed are lost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.core.context import FunctionContext
@@ -93,6 +93,7 @@ def run_bounded(
             results.add(steps.completed - asked.first, result)
             steps.completed += 1
             job.steps_taken[gang.rank] = asked.run, steps.completed
+            job.before_last_step[gang.rank] = iterators.before
             report = steps.report(iterators.before, iterators.given)
             goes_on = (steps.all_complete if steps.completed == last else steps.may_begin)(context, report)
     finally:
@@ -108,8 +109,11 @@ def _go_on(steps: BoundedSteps, iterators: StepIterators, last: int, job: Job, r
     completed = max(steps.completed, state.own, known)
     if completed > last:
         raise ProtocolError(f"a replica has completed {completed} steps, of {last}")
-    if repeats := completed == last and state.own == completed:
+    positions: Mapping[int, int] = state.after
+    if repeats := completed == last:
         completed -= 1
+        # The clock may not know of the last step: the attempt ended before the report, or the server has restarted.
+        positions = state.before if state.own == last else job.before_last_step[rank]
     steps.completed = completed
-    iterators.move(job, rank, state.before if repeats else state.after, back=repeats)
+    iterators.move(job, rank, positions, back=repeats)
     return repeats

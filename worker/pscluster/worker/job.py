@@ -70,6 +70,8 @@ class Job:
         """Large arrays of results, by function, until they have been fetched."""
         self.steps_taken: dict[int, tuple[int, int]] = {}
         """By replica: the synchronous run of which it has last taken a step here, and how many steps it then had."""
+        self.before_last_step: dict[int, dict[int, int]] = {}
+        """By replica: the positions of its iterators before the last step under a bound that it has taken here."""
         self.joint_copies: dict[int, tuple[str, Copies]] = {}
         """By replica: the function whose steps were last taken together here, and the copies that they update."""
         self._hosted: Collection[int] = ()  # replicas that have last run here
