@@ -20,6 +20,7 @@ class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MAX: _ClassVar[UpdateKind]
     APPLY_GRADIENT: _ClassVar[UpdateKind]
     PUT: _ClassVar[UpdateKind]
+    APPLY_CHANGE: _ClassVar[UpdateKind]
 UPDATE_KIND_UNSPECIFIED: UpdateKind
 ASSIGN: UpdateKind
 ADD: UpdateKind
@@ -30,6 +31,7 @@ MIN: UpdateKind
 MAX: UpdateKind
 APPLY_GRADIENT: UpdateKind
 PUT: UpdateKind
+APPLY_CHANGE: UpdateKind
 
 class AxisSplit(_message.Message):
     __slots__ = ("ends",)
@@ -154,7 +156,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset", "gradients")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset", "gradients", "slot")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class UpdateItem(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -185,7 +188,8 @@ class UpdateItem(_message.Message):
     weight: float
     offset: int
     gradients: int
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ..., gradients: _Optional[int] = ...) -> None: ...
+    slot: str
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ..., gradients: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
     __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term", "contribution")

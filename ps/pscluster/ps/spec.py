@@ -119,5 +119,11 @@ def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None
         )
 
 
-_UPDATED = {ps_pb2.APPLY_GRADIENT: "f", ps_pb2.DIV: "fc", ps_pb2.MIN: "fiu", ps_pb2.MAX: "fiu"}
+_UPDATED = {
+    ps_pb2.APPLY_GRADIENT: "f",
+    ps_pb2.APPLY_CHANGE: "f",
+    ps_pb2.DIV: "fc",
+    ps_pb2.MIN: "fiu",
+    ps_pb2.MAX: "fiu",
+}
 """The kinds of elements that an update takes, if not all numbers."""

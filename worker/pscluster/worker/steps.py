@@ -69,6 +69,11 @@ class WorkerSteps(ReplicaSteps):
         self.iterators.begin()
         self._calls = function.replica.calls
 
+    def end_call(self, function: FunctionContext) -> None:
+        """Note what the step has done, now that its function has returned."""
+        if function.replica.calls != self._calls:
+            self.note_other()
+
     # Steps that are taken together
 
     def begin_joint(self, function: FunctionContext, client: PsClient, copies: Copies | None) -> bool:
@@ -76,7 +81,7 @@ class WorkerSteps(ReplicaSteps):
 
         Errors as of reads and collectives.
         """
-        if copies is not None and (function.replica.calls != self._calls or not self._fetch(copies, function, client)):
+        if copies is not None and not self._fetch(copies, function, client):
             copies = None
         digest = 0 if copies is None else copies.digest
         low, high = function.replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
@@ -93,8 +98,6 @@ class WorkerSteps(ReplicaSteps):
         """
         joint = self.joint
         assert joint is not None
-        if function.replica.calls != self._calls:
-            self.note_other()
         taken = self.take(function, ended=ended)
         after = self.iterators.given if taken else self.iterators.before
         if taken:
@@ -122,7 +125,8 @@ class WorkerSteps(ReplicaSteps):
         """Fetch the copies, as they are after the last step that is committed."""
         joint, self.joint, function.steps = self.joint, None, self
         try:
-            return copies.fetch(client.read, client.optimizer_on)
+            replica = function.replica
+            return copies.fetch(client.read, client.optimizer_on, replica.replica_id, replica.num_replicas)
         finally:
             self.joint, function.steps = joint, None
             self.forget_reads()
@@ -180,6 +184,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 raise
             finally:
                 context.steps = None
+            steps.end_call(context)
             if steps.joint is not None:
                 if steps.take_one(context, ended=ended or again, last=number + 1 == asked.count):
                     results.add(number, result)
@@ -206,7 +211,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
             if together and steps.step < last:
-                copies = None if steps.forms is None else Copies(steps.forms)
+                copies = steps.alike
                 together = steps.begin_joint(context, client, copies)
                 if together and copies is not None:
                     job.joint_copies[gang.rank] = step.definition, copies

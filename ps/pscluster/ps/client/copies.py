@@ -1,4 +1,4 @@
-"""A replica's own copies of the shards that its synchronous steps update.
+"""A replica's own copies of the shards that its synchronous steps update: small ones here, large in `block_copies`.
 
 While several steps are committed together, no server has the values between them. So each replica applies what all of
 them have contributed to copies of its own, by the servers' rules, and reads these. They are fetched when such steps
@@ -15,44 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from pscluster.core.transport.frames import view
+from pscluster.ps.array_pool import ArrayPool
+from pscluster.ps.client.block_copies import BlockCopies
+from pscluster.ps.client.gradient_forms import Array, Describe, Forms, GradientForm, known_rule, read_item
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
-from pscluster.ps.optim.kernels import apply_dense, compute_dtype, new_slots
-from pscluster.ps.optim.rules import RULES, UpdateRule
-from pscluster.ps.optim.specs import rule_of
+from pscluster.ps.optim.kernels import apply_dense, new_slots
+from pscluster.ps.optim.rules import UpdateRule
 from pscluster.v1 import ps_pb2
-
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientForm:
-    """What is the same for a shard's dense gradient in each step, and on all replicas."""
-
-    variable: int
-    shard: int
-    server: int
-    optimizer: int
-    dtype: np.dtype[Any]  # of the shard
-    size: int  # elements
-    weighted: bool  # a mean over the examples of all replicas, not a sum
-
-    @property
-    def compute_dtype(self) -> np.dtype[Any]:
-        """The type in which it is summed and applied."""
-        return compute_dtype(self.dtype)
-
-    @property
-    def order(self) -> tuple[str, str, int, bool]:
-        """Sorts forms so that those that are applied alike are neighbours."""
-        return self.compute_dtype.name, self.dtype.name, self.optimizer, self.weighted
-
-
-Forms = tuple[GradientForm, ...]
-"""Of one gradient a shard, in the order of `GradientForm.order`."""
 
 
 @dataclass(slots=True)
@@ -71,17 +43,23 @@ class _Run:
 
 
 class Copies:
-    """Copies of the shards that gradients of these forms update. For one thread."""
+    """Copies of the shards that gradients of these forms update. For one thread.
 
-    def __init__(self, forms: Forms) -> None:
+    Args:
+        forms: of small gradients, in the order of `GradientForm.order`.
+        large: of those that the replicas reduce, in the order in which the steps apply them.
+    """
+
+    def __init__(self, forms: Forms, large: Forms = ()) -> None:
         self.forms = forms
-        self.digest = xxhash.xxh3_64_intdigest(repr(forms).encode()) >> 1 | 1
+        self.large = BlockCopies(large)
+        self.digest = xxhash.xxh3_64_intdigest(repr((forms, large)).encode()) >> 1 | 1
         """Identifies the forms: a positive number of 63 bits."""
-        self.variables = frozenset(form.variable for form in forms)
+        self.variables = frozenset(form.variable for form in (*forms, *large))
         self._heads = np.zeros((len(forms), 2), "<u8")  # of each shard: how many gradients, and which optimizer
         rows = ps_pb2.Rows(gradients=True)
         self._head_reads = [
-            ShardRead(form.server, _item(form, rows, optimizer=True), head.nbytes, view(head))
+            ShardRead(form.server, read_item(form, rows, optimizer=True), head.nbytes, view(head))
             for form, head in zip(forms, self._heads, strict=True)
         ]
         self._optimizers: Array | None = None  # those of `_groups`
@@ -90,15 +68,15 @@ class Copies:
         self._reads: list[ShardRead] = []  # of values and slots
         self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
         self._wholes: dict[int, WholeVariable] = {}
+        self._given: list[Array] = []  # by `read`, in this step
+        self._pool = ArrayPool()
 
-    def fetch(
-        self, read: Callable[[Sequence[ShardRead]], None], describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]
-    ) -> bool:
-        """Read everything as the servers have it now. Return False if a rule is not one of pscluster's own.
-
-        `describe` looks up an optimizer by its number, on a server; None if it is unknown here.
-        """
-        while True:
+    def fetch(self, read: Callable[[Sequence[ShardRead]], None], describe: Describe, rank: int, replicas: int) -> bool:
+        """Read everything as the servers have it now. Return False if a rule can't be applied here."""
+        if not self.large.fetch(read, describe, rank, replicas):
+            return False
+        self._values.update(self.large.values)
+        while self.forms:
             read([*self._head_reads, *self._reads])
             optimizers = self._heads[:, 1].copy()
             if self._optimizers is not None and (optimizers == self._optimizers).all():
@@ -110,14 +88,13 @@ class Copies:
         self._runs = [run for group in self._groups for run in _divided(group, counts)]
         return True
 
-    def _lay_out(self, describe: Callable[[int, int], ps_pb2.OptimizerSpec | None]) -> bool:
-        """Prepare memory, and what to read into it. Return False if a rule is not one of pscluster's own."""
+    def _lay_out(self, describe: Describe) -> bool:
+        """Prepare memory, and what to read into it. Return False if a rule can't be applied here."""
         by_number: dict[int, UpdateRule] = {}
         for optimizer, server in {form.optimizer: form.server for form in self.forms}.items():
-            spec = describe(optimizer, server)
-            if spec is None or (rule_class := RULES.get(spec.rule)) is None:
+            if (rule := known_rule(describe(optimizer, server))) is None:
                 return False
-            by_number[optimizer] = rule_of(spec, rule_class)
+            by_number[optimizer] = rule
         self._groups, self._reads = [], []
         for _, group in itertools.groupby(self.forms, lambda form: form.order):
             forms = list(group)
@@ -129,9 +106,9 @@ class Copies:
                 span = slice(at, at + form.size)
                 at += form.size
                 values = self._values[form.variable, form.shard] = run.values[span]
-                self._reads.append(ShardRead(form.server, _item(form), values.nbytes, view(values)))
+                self._reads.append(ShardRead(form.server, read_item(form), values.nbytes, view(values)))
                 for name, slot in run.slots.items():
-                    item = _item(form, optimizer=True, slot=name)
+                    item = read_item(form, optimizer=True, slot=name)
                     self._reads.append(ShardRead(form.server, item, slot[span].nbytes, view(slot[span])))
         return True
 
@@ -167,13 +144,16 @@ class Copies:
     def read(self, variable: int) -> Array:
         """Return the values of a variable, which the caller may change."""
         whole = self._wholes[variable]
-        if len(whole.shards) == 1:
-            return self._values[variable, whole.shards[0][1].shard].reshape(whole.shape).copy()
-        result = np.empty(whole.shape, whole.dtype)
+        result = self._pool.take(whole.shape, whole.dtype)
+        self._given.append(result)
         for _, item, block in whole.shards:
             index: Any = (*block.slices, ...)
             result[index] = self._values[variable, item.shard].reshape(block.shape)
         return result
+
+    def end_step(self) -> None:
+        """Use again, in the next step, the memory of those values that the step has not kept."""
+        self._pool.put(self._given)
 
 
 def _divided(group: _Run, counts: Iterator[int]) -> Iterator[_Run]:
@@ -185,16 +165,3 @@ def _divided(group: _Run, counts: Iterator[int]) -> Iterator[_Run]:
         slots = {name: slot[start:stop] for name, slot in group.slots.items()}
         yield _Run(forms, group.rule, group.values[start:stop], slots, count)
         start = stop
-
-
-def _item(
-    form: GradientForm, rows: ps_pb2.Rows | None = None, *, optimizer: bool = False, slot: str = ""
-) -> ps_pb2.ReadItem:
-    """Return what to read of a shard: all of its values unless something else is given."""
-    return ps_pb2.ReadItem(
-        variable=form.variable,
-        shard=form.shard,
-        rows=rows or ps_pb2.Rows(all=True),
-        optimizer=form.optimizer if optimizer else 0,
-        slot=slot,
-    )

@@ -1,10 +1,12 @@
 """Synchronous steps that the replicas take among themselves, and commit together: with servers, only every so often.
 
-It takes less time where steps are short: two messages between replicas a step in place of the requests to the servers.
+It takes less time where steps are short: two messages between replicas a step in place of the requests to the servers;
+and where gradients are large, since neither they nor the new values pass through the servers.
 Only steps that do no more than this are taken so (see `fits`):
 
-- They update variables by small dense gradients, one for each shard, by rules of pscluster's own, which all replicas
-  can apply, too: each has `Copies`.
+- They update variables by dense gradients, one for each shard, by rules of pscluster's own, which all replicas can
+  apply, too: each has `Copies`. Of large gradients each replica applies one block, without averages of the weights and
+  half types: see `block_copies`.
 - They may add to other variables, such as metrics, which they do not read. This is sent when the steps are committed.
 - They call no collectives: after an error of one replica, others may wait for it there.
 
@@ -27,7 +29,7 @@ have, or read what taken steps have added to. They do not know of these steps ye
 (`StepAlone`), and called again for that step once they do.
 
 The sums are bitwise the same on all replicas, and so are the copies, unless a script updates the variables at the same
-time. Each gradient is sent to its server by one replica.
+time. Each small gradient is sent to its server by one replica; of large ones, by how much they have changed the values.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pscluster.core.transport.frames import Buffer, padding, view
-from pscluster.ps.client.copies import Array, Copies, Forms, GradientForm
-from pscluster.ps.client.reduction import Reducer
+from pscluster.core.transport.frames import Buffer, padded, padding, view
+from pscluster.ps.client.copies import Copies
+from pscluster.ps.client.gradient_forms import Array, Forms, GradientForm
+from pscluster.ps.client.reduction import Reducer, Reduction
 from pscluster.ps.spec import MAX_TOGETHER
 from pscluster.v1 import ps_pb2
 
@@ -60,7 +63,10 @@ Items = Mapping[int, Sequence[Kept]]
 """Updates by server."""
 
 JOINT_BYTES = 256 << 10
-"""The most that one step's updates may take. The replicas have to send it to each other."""
+"""The most that one step's small updates may take. The replicas have to send it to each other."""
+
+LARGE_BYTES = 1 << 30
+"""The most that one step's large gradients may take: a replica keeps the values, and its part of the slots."""
 
 MAX_SECONDS = 0.5
 """Of work that is lost if a replica dies."""
@@ -100,16 +106,24 @@ class Reads:
         self.other = False
 
 
-def fits(items: Items, reads: Reads) -> Forms | None:
-    """Return the sorted forms of a step's gradients; None if such steps can't be taken together."""
+def fits(items: Items, large: Forms, reads: Reads) -> Copies | None:
+    """Return the copies with which steps like this one can be taken together; None if they can't."""
     forms: dict[tuple[int, int], GradientForm] = {}
     kinds: dict[int, int] = {}
     total = 0
     if reads.other:
         return None
+    for form in large:
+        place = form.variable, form.shard
+        if place in forms or form.variable in reads.in_part or form.compute_dtype != form.dtype:
+            return None
+        forms[place] = form
+        kinds[form.variable] = ps_pb2.APPLY_GRADIENT
+    if sum(form.nbytes for form in large) > LARGE_BYTES:
+        return None
     for server, of_server in sorted(items.items()):
         for kept in of_server:
-            item = kept.item
+            item, dtype = kept.item, kept.dtype
             total += len(kept.values)
             if kinds.setdefault(item.variable, item.kind) != item.kind or item.variable in reads.in_part:
                 return None
@@ -117,22 +131,13 @@ def fits(items: Items, reads: Reads) -> Forms | None:
                 if item.variable in reads.whole:
                     return None
                 continue
-            form = _form_of(server, kept)
-            if form is None or (item.variable, item.shard) in forms:
+            if not item.rows.all or dtype is None or (item.variable, item.shard) in forms:
                 return None
-            forms[item.variable, item.shard] = form
-    return tuple(sorted(forms.values(), key=lambda form: form.order)) if total <= JOINT_BYTES else None
-
-
-def _form_of(server: int, kept: Kept) -> GradientForm | None:
-    """Return the form of a gradient; None if it is sparse."""
-    item, dtype = kept.item, kept.dtype
-    if not item.rows.all or dtype is None:
+            forms[item.variable, item.shard] = GradientForm.of(server, item, dtype)
+    if total > JOINT_BYTES:
         return None
-    weighted = item.HasField("weight")
-    return GradientForm(
-        item.variable, item.shard, server, item.optimizer, dtype, item.value_bytes // dtype.itemsize, weighted
-    )
+    small = [form for form in forms.values() if form not in large]
+    return Copies(tuple(sorted(small, key=lambda form: form.order)), large)
 
 
 class _Sum:
@@ -210,7 +215,7 @@ class JointSteps:
     @property
     def variables(self) -> list[int]:
         """The variables that have gradients, in their order."""
-        return list(dict.fromkeys(form.variable for form in self._forms))
+        return list(dict.fromkeys(form.variable for form in (*self._forms, *self.copies.large.forms)))
 
     @property
     def digest(self) -> int:
@@ -221,14 +226,21 @@ class JointSteps:
         """Return whether the servers do not know the value of a variable, after the steps that are taken."""
         return variable in self.copies.variables or variable in self._kinds
 
-    def take(self, items: Items | None) -> bool:
+    def take(self, items: Items | None, reduction: Reduction) -> bool:
         """Take a step, with what this replica has contributed, if all replicas say that it fits; return whether it is.
 
-        None: it does not, here. What the collectives raise is raised here.
+        Args:
+            items: None: it does not fit, here.
+            reduction: the step's large gradients.
+
+        Raises:
+            MemberUnavailableError, MisuseError: as of collectives.
         """
+        self.copies.end_step()
         gradients: dict[tuple[int, int], Kept] = {}
         others: list[tuple[int, Kept]] = []
-        alike = items is not None and self._divide(items, gradients, others)
+        large = self.copies.large
+        alike = items is not None and reduction.forms == large.forms and self._divide(items, gradients, others)
         for of_type in self._sums:
             of_type.begin(gradients if alike else None)
         full = self._is_full or time.monotonic() - self._begin > MAX_SECONDS
@@ -244,6 +256,10 @@ class JointSteps:
         for form, gradient in self.copies.apply(totals):
             if form.server % self._replica.num_replicas == self._replica.replica_id:
                 self._gradients[form].append(view(gradient))
+        if large.forms:
+            for variable, shard, gradient in reduction.sums(self._replica):
+                large.apply(variable, shard, gradient)
+            large.gather(self._replica)
         for server, kept in others:
             self._kinds[kept.item.variable] = kept.item.kind
             self._other_bytes += sum(map(len, kept.buffers))
@@ -253,6 +269,7 @@ class JointSteps:
 
     def clear(self) -> None:
         """Begin again: the steps that were taken are committed."""
+        self.copies.large.committed()
         self.taken, self._commit_due, self._begin = 0, False, time.monotonic()
         self._other_bytes = 0
         self._gradients.clear()
@@ -276,6 +293,8 @@ class JointSteps:
             )
             buffers = [*gradients, bytes(padding(item.value_bytes))]
             result[form.server].append(Kept(item, buffers, memoryview(b"")))
+        for server, item, segments in self.copies.large.contribution(self.taken):
+            result[server].append(Kept(item, padded(segments), memoryview(b"")))
         for server, others in self._others.items():
             result[server] += others
         return result

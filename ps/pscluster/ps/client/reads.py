@@ -49,11 +49,14 @@ class Reader:
         self._planning = threading.Lock()
         self._cache = ReadCache(cache_bytes())
 
-    def read(self, reads: Sequence[ShardRead]) -> None:
-        """Perform every read into its target: one request per server, all servers at once."""
+    def read(self, reads: Sequence[ShardRead], *, whole: bool = False) -> None:
+        """Perform every read into its target: one request per server, all servers at once.
+
+        `whole`: they are of all values of their variables.
+        """
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
-            function.steps.note_reads([read.item.variable for read in reads], whole=False)
+            function.steps.note_reads([read.item.variable for read in reads], whole=whole)
         to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
             reads, to_store = self._without_copies(reads)
@@ -62,8 +65,10 @@ class Reader:
         if to_store:
             self._store_unchanged(to_store)
 
-    def read_planned(self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]) -> list[Array] | None:
-        """Return the values of whole variables, by ids; None if they do not fit in one message.
+    def read_planned(
+        self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]
+    ) -> Sequence[Array | None]:
+        """Return the values of whole variables, by ids; None for each that has yet to be read, if they are large.
 
         Their plan is made only once, from what `describe` returns.
         """
@@ -76,10 +81,7 @@ class Reader:
                 wholes = describe()
                 return [wholes[at] for at in others]
 
-            read = self.read_planned([variables[at] for at in others], describe_others) if others else []
-            if read is None:
-                return None
-            values = iter(read)
+            values = iter(self.read_planned([variables[at] for at in others], describe_others) if others else [])
             return [own[variable] if variable in own else next(values) for variable in variables]
         key = tuple(variables)
         plan = self._plans.get(key)
@@ -90,7 +92,7 @@ class Reader:
                     del self._plans[next(iter(self._plans))]
                 self._plans[key] = plan
         if plan.large:
-            return None
+            return [None] * len(variables)
         if function is not None and function.steps is not None:
             function.steps.note_reads(variables, whole=True)
         results = plan.new_results()

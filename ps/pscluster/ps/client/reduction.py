@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.geometry import even_ends
 from pscluster.core.transport.frames import view
+from pscluster.ps.client.gradient_forms import Array, Forms, GradientForm
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.v1 import ps_pb2
-
-Array = npt.NDArray[Any]
 
 REDUCED_BYTES = 64 << 10
 """A shard's dense gradient is reduced among the replicas from this size on. Smaller ones cost a server less than the
@@ -52,6 +50,8 @@ class Reducer(Protocol):
     def summed(self, array: Any, what: str) -> Any: ...
 
     def reduce_scatter(self, op: str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any: ...
+
+    def gather_parts(self, array: Any, what: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,11 @@ class Reduction:
         ]
         return xxhash.xxh3_64_intdigest(repr(forms).encode())
 
+    @property
+    def forms(self) -> Forms:
+        """Of the gradients, in the order in which the step has applied them."""
+        return tuple(GradientForm.of(each.server, each.item, each.dtype) for each in self._gradients)
+
     def add(self, server: int, item: ps_pb2.UpdateItem, values: memoryview, dtype: np.dtype[Any]) -> None:
         """Take a gradient of a shard of this type, as it is now."""
         given = np.frombuffer(values, dtype)
@@ -110,10 +115,19 @@ class Reduction:
         self._used.clear()
 
     def reduced(self, replica: Reducer) -> Iterator[tuple[int, ps_pb2.UpdateItem, memoryview]]:
-        """Yield what this replica is to push: servers, pieces of gradients, and their values.
+        """Yield what this replica is to push: servers, pieces of gradients, and their values. Errors as of `sums`."""
+        for gradient, start, piece in self._sums(replica):
+            yield gradient.server, *_piece(gradient, start, piece)
+
+    def sums(self, replica: Reducer) -> Iterator[tuple[int, int, Array]]:
+        """Yield the pieces of gradients in this replica's block: variables, shards, and values.
 
         The others must call this, too. What the collectives raise is raised here.
         """
+        for gradient, _, piece in self._sums(replica):
+            yield gradient.item.variable, gradient.item.shard, piece
+
+    def _sums(self, replica: Reducer) -> Iterator[tuple[_Large, int, Array]]:
         totals = self._total_weights(replica)
         by_type: defaultdict[np.dtype[Any], list[_Large]] = defaultdict(list)
         for gradient in self._gradients:
@@ -130,7 +144,7 @@ class Reduction:
                     if total := totals.get(gradient.number):  # without any examples the sum is 0, and so is the mean
                         with np.errstate(all="ignore"):
                             np.divide(piece, dtype.type(total), out=piece)
-                    yield gradient.server, *_piece(gradient, low - begin, piece)
+                    yield gradient, low - begin, piece
 
     def _total_weights(self, replica: Reducer) -> dict[int, float]:
         """Return the sum of all replicas' weights for each gradient that is to be averaged, by its number."""

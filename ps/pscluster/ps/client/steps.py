@@ -33,8 +33,9 @@ from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
-from pscluster.ps.client.copies import Array, Forms
+from pscluster.ps.client.copies import Copies
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.client.gradient_forms import Array
 from pscluster.ps.client.joint_steps import JointSteps, Kept, Reads, StepAlone, fits
 from pscluster.ps.client.read_plans import WholeVariable
 from pscluster.ps.client.reduction import Reduction, is_large
@@ -96,8 +97,8 @@ class ReplicaSteps:
         self._together = 1  # steps that are committed
         self.joint: JointSteps | None = None
         """The steps that are taken together, from when they are."""
-        self.forms: Forms | None = None
-        """Of the gradients of the last step that was ended by itself, if such steps can be taken together."""
+        self.alike: Copies | None = None
+        """The copies for steps like the last one that was ended by itself, if such steps can be taken together."""
         self._reduction = Reduction()
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
@@ -201,7 +202,7 @@ class ReplicaSteps:
             return True
         if ended:
             self._clear()
-        self.forms = None if ended or self._reduction or self.backup else fits(self._items, self._reads)
+        self.alike = None if ended or self.backup else fits(self._items, self._reduction.forms, self._reads)
         commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
         with self._waiting():
             goes_on = self._commit(function, commit)
@@ -229,10 +230,10 @@ class ReplicaSteps:
             MisuseError, MemberUnavailableError: as of collectives.
         """
         assert self.joint is not None
-        alone = ended or self._reads.other or bool(self._reduction)
+        items = None if ended or self._reads.other else self._items
         try:
             with self._waiting():
-                taken = self.joint.take(None if alone else self._items)
+                taken = self.joint.take(items, self._reduction)
         except (MemberUnavailableError, MisuseError):
             function.check()
             raise
@@ -246,17 +247,17 @@ class ReplicaSteps:
 
         Errors as of `end`. `positions` are those of the iterators after the last one, and `before` it.
         """
-        joint, items = self.joint, self._items
+        joint, items, reduction = self.joint, self._items, self._reduction
         if joint is None or not joint.taken:
             return
-        self._items, self._together = joint.contribution(), joint.taken
+        self._items, self._reduction, self._together = joint.contribution(), Reduction(), joint.taken
         commit = _Kind(updated=joint.variables, reduced=joint.digest, positions=positions, before=before)
         try:
             with self._waiting():
                 if not self._commit(function, commit):
                     raise ProtocolError("the data of a replica has ended before steps that it has taken")
         finally:
-            self._items, self._together = items, 1
+            self._items, self._reduction, self._together = items, reduction, 1
         joint.clear()
 
     @contextmanager
@@ -279,7 +280,7 @@ class ReplicaSteps:
                     self._metrics.dropped += 1
                     self._follow(state.committed)
                 return self.dropped
-        elif self._reduction and self._together == 1 and not self._reduce(commit, function):
+        elif self._reduction and not self._reduce(commit, function):
             return False
         if not sent:
             self._stage(function)

@@ -476,21 +476,23 @@ def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
     if not variables:
         return []
     client = _one_client([item.variable if isinstance(item, Shard) else item for item in variables])
-    if set(map(type, variables)) <= _WHOLE:
+    known: Sequence[Array | None] = [None] * len(variables)
+    if are_whole := set(map(type, variables)) <= _WHOLE:
         whole = cast(Sequence[Variable], variables)
-        values = client.read_planned([item.id for item in whole], lambda: [item._whole() for item in whole])
-        if values is not None:
-            return values
+        known = client.read_planned([item.id for item in whole], lambda: [item._whole() for item in whole])
     results: list[Array] = []
     reads: list[ShardRead] = []
-    for item in variables:
-        result = np.empty(item.shape, item.dtype)
+    for item, values in zip(variables, known, strict=True):
+        result = np.empty(item.shape, item.dtype) if values is None else values
         results.append(result)
+        if values is not None:
+            continue
         if isinstance(item, Shard):
             reads.append(item.variable._shard_read(item.index, result, ...))
         else:
             reads += item._whole_reads(result)
-    client.read(reads)
+    if reads:
+        client.read(reads, whole=are_whole)
     return results
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,50 +90,3 @@ class Staging:
         """Return the whole payload, once it has arrived."""
         segments = [(view(array), memoryview(bytes(padding(array.nbytes)))) for array in self._arrays.values()]
         return Payload([chunk for segment in segments for chunk in segment], arrays=self._arrays)
-
-
-class ArrayPool:
-    """Arrays that whole assignments no longer need, for reuse by the next ones. Thread-safe.
-
-    The values of a whole assignment are received into a separate array; afterwards either that array or the one it
-    replaced is unused. If it were freed, malloc would rarely have the same block in one piece for the next assignment,
-    because other allocations take some of it, and the server would come to hold a third array.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._arrays: list[Array] = []  # the oldest first
-        self.nbytes = 0
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a pooled array, or else a new one. Its values are undefined."""
-        with self._lock:
-            for index, array in enumerate(self._arrays):
-                if array.shape == shape and array.dtype == dtype:
-                    self.nbytes -= array.nbytes
-                    return self._arrays.pop(index)
-        return np.empty(shape, dtype)
-
-    def put(self, arrays: list[Array]) -> None:
-        """Empty the list, and pool those of its arrays that have no other references."""
-        with self._lock:
-            while arrays:
-                array = arrays.pop()
-                # The name and the call's argument count; a view, or a read in progress, would add one.
-                if sys.getrefcount(array) == _UNSHARED and array.flags.c_contiguous and array.flags.owndata:
-                    self._arrays.append(array)
-                    self.nbytes += array.nbytes
-
-    def shrink(self, nbytes: int) -> None:
-        """Free the oldest arrays until the rest take no more than `nbytes`."""
-        with self._lock:
-            while self.nbytes > max(nbytes, 0):
-                self.nbytes -= self._arrays.pop(0).nbytes
-
-
-def _unshared() -> int:
-    array = np.empty(0)
-    return sys.getrefcount(array)
-
-
-_UNSHARED = _unshared()

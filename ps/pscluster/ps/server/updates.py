@@ -16,7 +16,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
-from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.metadata import Metadata, check_texts
@@ -35,6 +35,9 @@ _ARITHMETIC: dict[int, np.ufunc] = {
     ps_pb2.MIN: np.minimum,
     ps_pb2.MAX: np.maximum,
 }
+
+
+_BY_OPTIMIZER = ps_pb2.APPLY_GRADIENT, ps_pb2.APPLY_CHANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +87,17 @@ def changes_of(
             continue
         held, shard = store.directory.find(item.variable, item.shard)
         name = held.spec.name
-        if item.kind != ps_pb2.ASSIGN and item.kind != ps_pb2.APPLY_GRADIENT and item.kind not in _ARITHMETIC:
+        if item.kind != ps_pb2.ASSIGN and item.kind not in _BY_OPTIMIZER and item.kind not in _ARITHMETIC:
             raise ProtocolError(f"update kind {item.kind} of {name!r}")
         check_kind(item.kind, held.dtype, name)
         optimizer = None
-        if item.kind == ps_pb2.APPLY_GRADIENT:
+        if item.kind in _BY_OPTIMIZER:
             optimizer = store.directory.optimizer(item.optimizer)
         ids_at = at
         which = item.rows.WhichOneof("kind")
         index: Box | None = None
         if which == "ids":
-            table = table_of(shard.array, item.rows.leading, name)
+            table = _table(item, shard, name)
             expected = item.rows.ids * table.shape[1] * table.itemsize
             at += item.rows.ids * 8 + padding(item.rows.ids * 8)
             if item.scalar:
@@ -110,6 +113,8 @@ def changes_of(
             raise ProtocolError(f"a gradient of {name!r} must be for the whole shard or for rows by number")
         if item.scalar:
             expected = shard.array.itemsize
+        if item.kind == ps_pb2.APPLY_CHANGE and optimizer is not None:
+            _check_change(request, item, held, optimizer, from_peer=context is not None)
         if item.HasField("offset") or item.gradients:
             _check_piece(request, item, shard, name)
             expected = item.value_bytes
@@ -127,9 +132,11 @@ def changes_of(
 def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: Shard, name: str) -> None:
     """Raise ProtocolError for pieces of gradients that are none, or do not lie within the shard's."""
     size, itemsize = shard.array.nbytes, shard.array.itemsize
-    if item.kind != ps_pb2.APPLY_GRADIENT or not item.rows.all:
+    if item.kind not in _BY_OPTIMIZER or not item.rows.all:
         fits = False
-    elif item.gradients:
+    elif item.kind == ps_pb2.APPLY_CHANGE and not item.HasField("offset"):
+        fits = item.value_bytes == size
+    elif item.kind == ps_pb2.APPLY_GRADIENT and item.gradients:
         fits = item.value_bytes == item.gradients * size and not item.offset and item.gradients <= MAX_TOGETHER
     else:
         fits = not (item.offset % itemsize or item.value_bytes % itemsize) and (
@@ -140,6 +147,26 @@ def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: 
             f"{item.value_bytes} bytes at {item.offset} are no piece of a gradient of {name!r}, whose shard "
             f"{item.shard} has {size}"
         )
+
+
+def _check_change(
+    request: ps_pb2.UpdateRequest,
+    item: ps_pb2.UpdateItem,
+    held: HeldVariable,
+    optimizer: HeldOptimizer,
+    *,
+    from_peer: bool,
+) -> None:
+    """Raise ProtocolError for a change that replicas do not make of a variable by an optimizer."""
+    name = held.spec.name
+    if from_peer and not request.HasField("contribution"):
+        raise ProtocolError(f"a change of {name!r} outside a synchronous step")
+    if item.gradients > (0 if item.slot or not item.rows.all else MAX_TOGETHER):
+        raise ProtocolError(f"a change of {name!r} by {item.gradients} gradients; the limit is {MAX_TOGETHER}")
+    if compute_dtype(held.dtype) != held.dtype or optimizer.spec.ema_momentum:
+        raise ProtocolError(f"a change of {name!r}, which replicas can't update by {optimizer.spec.name!r}")
+    if item.slot and item.slot not in optimizer.rule.slots:
+        raise ProtocolError(f"a change of the slot {item.slot[:80]!r}, which {optimizer.spec.name!r} does not have")
 
 
 def _put_of(store: Store, item: ps_pb2.UpdateItem, at: int) -> Change:
@@ -227,9 +254,14 @@ def checked_ids(change: Change, payload: Payload) -> Ids | None:
     if change.item.rows.WhichOneof("kind") != "ids":
         return None
     ids = payload.ids(change.ids_at, change.item.rows.ids)
-    table = table_of(change.shard.array, change.item.rows.leading, change.held.spec.name)
-    check_ids(table, ids, change.held.spec.name)
+    check_ids(_table(change.item, change.shard, change.held.spec.name), ids, change.held.spec.name)
     return ids
+
+
+def _table(item: ps_pb2.UpdateItem, shard: Shard, name: str) -> Array:
+    """Return a shard as the rows that an item numbers: of a change, each element is one."""
+    leading = shard.array.ndim if item.kind == ps_pb2.APPLY_CHANGE else item.rows.leading
+    return table_of(shard.array, leading, name)
 
 
 def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
@@ -257,6 +289,10 @@ def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
         if optimizer not in shard.slots:
             shard.slots[optimizer] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
         slots, step = shard.slots[optimizer], shard.steps.get(optimizer, 0) + 1
+        if change.item.kind == ps_pb2.APPLY_CHANGE:
+            _add(change, ids, slots[change.item.slot] if change.item.slot else shard.array, payload)
+            shard.steps[optimizer] = step - 1 + change.item.gradients
+            return
         if change.item.gradients > 1:
             size, item = shard.array.nbytes, ps_pb2.UpdateItem()
             item.CopyFrom(change.item)
@@ -345,6 +381,20 @@ def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Pa
         else:
             operation = _ARITHMETIC[change.item.kind]
             operation(flat[span], values, out=flat[span], casting="same_kind")
+
+
+def _add(change: Change, ids: Ids | None, array: Array, payload: Payload) -> None:
+    """Add a change to the shard's values, or to a slot."""
+    flat, dtype = array.reshape(-1), array.dtype
+    if ids is not None:
+        change.shard.before_rows_change(ids, array.ndim)
+        flat[ids] += payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+        return
+    for offset, piece in payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize):
+        values = np.frombuffer(piece, dtype)
+        span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+        change.shard.before_span_changes(span.start, span.stop)
+        np.add(flat[span], values, out=flat[span])
 
 
 def _origin(request: ps_pb2.UpdateRequest) -> Origin:

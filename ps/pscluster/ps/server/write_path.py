@@ -31,9 +31,10 @@ from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, pack, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
+from pscluster.ps.array_pool import ArrayPool
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.admission import Budget, check_amount
-from pscluster.ps.server.payload import ArrayPool, Payload, Staging
+from pscluster.ps.server.payload import Payload, Staging
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.server import updates
 from pscluster.ps.server.payload import Payload
@@ -70,7 +70,7 @@ def contribution(
     for variable, ids, values, weight in items:
         array = np.ascontiguousarray(values, np.float32)
         item = request.items.add(variable=variable, kind=kind, value_bytes=array.nbytes, nth=1)
-        if kind == ps_pb2.APPLY_GRADIENT:
+        if kind in (ps_pb2.APPLY_GRADIENT, ps_pb2.APPLY_CHANGE):
             item.optimizer = 9
         if weight is not None:
             item.weight = weight
@@ -163,6 +163,52 @@ def test_only_a_contribution_may_have_pieces(store: Store) -> None:
     sent = pieces_of(store, 0, (0, [1]))
     sent.request.ClearField("contribution")
     with pytest.raises(ProtocolError, match="no piece of a gradient"):
+        updates.changes_of(store, sent.request, 16)
+
+
+def change(store: Store, replica: int, start: int, values: list[float], **fields: Any) -> Contribution:
+    """A piece of what three steps have changed in W."""
+    sent = pieces_of(store, replica, (start, values))
+    item = sent.request.items[0]
+    item.kind, item.gradients = ps_pb2.APPLY_CHANGE, 3
+    for name, value in fields.items():
+        setattr(item, name, value)
+    return sent
+
+
+def test_changes_are_put_together(store: Store) -> None:
+    left = contribution(store, 1, [(W, [2], [[0.5]], None)], ps_pb2.APPLY_CHANGE)
+    combined = combine([change(store, 0, 0, [1]), left, change(store, 2, 1, [2, 3])])
+    assert values_of(combined) == [1, 2, 3]
+    item, remainder = combined.items
+    assert (remainder.rows.ids, remainder.nth) == (1, 2), "it is added last"
+    assert (item.kind, item.gradients, item.HasField("offset")) == (ps_pb2.APPLY_CHANGE, 3, False)
+    payload, total = parts_of_payload(combined)
+    request = ps_pb2.UpdateRequest(job=5, incarnation=1, sequence=1, items=combined.items)
+    updates.apply(store, request, updates.changes_of(store, request, total), payload)
+    assert store.directory.find(W, 0)[1].array.tolist() == [1, 2, 3.5]
+    assert store.directory.find(W, 0)[1].steps == {9: 3}
+
+
+@pytest.mark.parametrize("other", [{"gradients": 2}, {"slot": "momentum"}, {"kind": ps_pb2.APPLY_GRADIENT}])
+def test_changes_that_differ_are_refused(store: Store, other: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="do not make its 12 bytes"):
+        combine([change(store, 0, 0, [1]), change(store, 1, 1, [2, 3], **other)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"slot": "momentum", "gradients": 1}, "by 1 gradients; the limit is"),
+        ({"gradients": 1 << 20}, "by 1048576 gradients; the limit is"),
+        ({"slot": "momentum", "gradients": 0}, "the slot 'momentum', which 'sgd' does not have"),
+        ({"offset": 16}, "no piece of a gradient of 'w'"),
+        ({"optimizer": 99}, "optimizer"),
+    ],
+)
+def test_what_is_no_change_is_refused_when_it_comes(store: Store, fields: dict[str, Any], said: str) -> None:
+    sent = change(store, 0, 0, [1], **fields)
+    with pytest.raises(PsClusterError, match=said):
         updates.changes_of(store, sent.request, 16)
 
 

@@ -103,9 +103,15 @@ def all_gather(links: Links, mine: Array, ends: Sequence[int]) -> Array:
     out = np.empty(ends[-1], mine.dtype)
     start, stop = (0, *ends)[links.rank], ends[links.rank]
     out[start:stop] = mine
+    fill_parts(links, out, ends)
+    return out
+
+
+def fill_parts(links: Links, out: Array, ends: Sequence[int]) -> None:
+    """Fill the parts of all other members with what these have there; `ends` are those of all parts, in elements."""
     if out.nbytes > SMALL_BYTES:
         _ring(links, out, out, ends)
-        return out
+        return
     memory, bounds = view(out), [end * out.itemsize for end in (0, *ends)]
     others = _others(links)
     receipts = [links.post(source, memory[bounds[source] : bounds[source + 1]]) for source in reversed(others)]
@@ -113,7 +119,6 @@ def all_gather(links: Links, mine: Array, ends: Sequence[int]) -> Array:
         links.send(to, memory[bounds[links.rank] : bounds[links.rank + 1]])
     for receipt in receipts:
         receipt.wait()
-    return out
 
 
 def all_to_all(links: Links, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:

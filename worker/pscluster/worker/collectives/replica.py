@@ -120,6 +120,15 @@ class ReplicaContext:
         with self._gang.collective(signature):
             return algorithms.all_reduce(self._links, np.add, array)
 
+    def gather_parts(self, array: Array, what: str) -> None:
+        """Replace each part of a flat array, other than this replica's, by what its replica has there.
+
+        For internal use: the parts are those of `reduce_scatter`. `what` says in errors what is gathered.
+        """
+        if self._gang is not None:
+            with self._collective(f"the parts of {what}", _layout_of(array)):
+                algorithms.fill_parts(self._links, array, even_ends(array.size, self._links.size))
+
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
 

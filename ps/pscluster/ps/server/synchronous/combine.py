@@ -2,7 +2,8 @@
 
 Gradients of a shard are summed in the order of the replicas, or averaged by their weights, and become one gradient,
 which the rule then sees as if one process had computed it. Rows of sparse gradients are joined, and summed by id where
-they are applied. A gradient that the replicas have reduced among themselves comes in pieces, which are put together.
+they are applied. A gradient that the replicas have reduced among themselves comes in pieces, which are put together;
+so does a change that several steps have made, and what its rounding has left is added to it.
 Other updates (additions, minima and the like) are applied one after another, in the order of the replicas. So the
 result does not depend on which contribution came first.
 """
@@ -86,6 +87,7 @@ def combine(contributions: Sequence[Contribution]) -> Combined:
     result = Combined([], [])
     gradients: list[list[Change]] = []  # by replica
     pieces: defaultdict[tuple[int, int, int], list[tuple[Change, Payload]]] = defaultdict(list)
+    remainders: list[tuple[Change, Payload]] = []  # of changes, after which they are added
     for contribution in contributions:
         gradients.append([])
         for change in contribution.changes:
@@ -93,6 +95,8 @@ def combine(contributions: Sequence[Contribution]) -> Combined:
                 pieces[change.item.nth, change.item.variable, change.item.shard].append((change, contribution.payload))
             elif change.item.kind == ps_pb2.APPLY_GRADIENT:
                 gradients[-1].append(change)
+            elif change.item.kind == ps_pb2.APPLY_CHANGE:
+                remainders.append((change, contribution.payload))
             else:
                 result.add(_copy_of(change.item), *_segments(change, contribution.payload))
     payloads = [contribution.payload for contribution in contributions]
@@ -100,6 +104,8 @@ def combine(contributions: Sequence[Contribution]) -> Combined:
         (_join if changes[0].item.rows.WhichOneof("kind") == "ids" else _sum)(result, changes, payloads)
     for _, of_one in sorted(pieces.items()):
         _put_together(result, of_one)
+    for change, payload in remainders:
+        result.add(_copy_of(change.item), *_segments(change, payload))
     numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
     for item in result.items:
         numbers[item.variable, item.shard] += 1
@@ -192,9 +198,11 @@ def _put_together(result: Combined, pieces: list[tuple[Change, Payload]]) -> Non
     """Add a gradient that has come in pieces, without copying them. ProtocolError if they do not make one."""
     pieces.sort(key=lambda piece: piece[0].item.offset)
     first, at, segments = pieces[0][0], 0, list[memoryview]()
-    size = first.shard.array.nbytes * (first.item.gradients or 1)
+    size = first.shard.array.nbytes
+    if first.item.kind == ps_pb2.APPLY_GRADIENT:
+        size *= first.item.gradients or 1
     for change, payload in pieces:
-        if change.item.offset != at or change.item.optimizer != first.item.optimizer:
+        if change.item.offset != at or _made_by(change) != _made_by(first):
             break
         segments += (block for _, block in payload.blocks(change.values_at, change.item.value_bytes, 1))
         at += change.item.value_bytes
@@ -208,6 +216,11 @@ def _put_together(result: Combined, pieces: list[tuple[Change, Payload]]) -> Non
     raise ProtocolError(
         f"the pieces of a gradient of {first.held.spec.name!r}, shard {first.item.shard}, do not make its {size} bytes"
     )
+
+
+def _made_by(change: Change) -> tuple[Any, ...]:
+    item = change.item
+    return item.kind, item.optimizer, item.gradients, item.slot
 
 
 def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payload]) -> None:

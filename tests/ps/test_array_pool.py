@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pscluster.core.transport.frames import view
-from pscluster.ps.server.payload import ArrayPool
+from pscluster.ps.array_pool import ArrayPool
 
 FLOAT = np.dtype(np.float32)
 

@@ -1,0 +1,60 @@
+"""Memory of arrays that nobody uses any more, for new arrays of the same form."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class ArrayPool:
+    """Arrays that are no longer needed, for reuse. Thread-safe.
+
+    New memory costs as much as a copy of it. On a server there is another reason: the values of a whole assignment are
+    received into a separate array; afterwards either that array or the one it replaced is unused. If it were freed,
+    malloc would rarely have the same block in one piece for the next assignment, because other allocations take some
+    of it, and the server would come to hold a third array.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: list[Array] = []  # the oldest first
+        self.nbytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a pooled array, or else a new one. Its values are undefined."""
+        with self._lock:
+            for index, array in enumerate(self._arrays):
+                if array.shape == shape and array.dtype == dtype:
+                    self.nbytes -= array.nbytes
+                    return self._arrays.pop(index)
+        return np.empty(shape, dtype)
+
+    def put(self, arrays: list[Array]) -> None:
+        """Empty the list, and pool those of its arrays that have no other references."""
+        with self._lock:
+            while arrays:
+                array = arrays.pop()
+                # The name and the call's argument count; a view, or a read in progress, would add one.
+                if sys.getrefcount(array) == _UNSHARED and array.flags.c_contiguous and array.flags.owndata:
+                    self._arrays.append(array)
+                    self.nbytes += array.nbytes
+
+    def shrink(self, nbytes: int) -> None:
+        """Free the oldest arrays until the rest take no more than `nbytes`."""
+        with self._lock:
+            while self.nbytes > max(nbytes, 0):
+                self.nbytes -= self._arrays.pop(0).nbytes
+
+
+def _unshared() -> int:
+    array = np.empty(0)
+    return sys.getrefcount(array)
+
+
+_UNSHARED = _unshared()
