@@ -58,3 +58,22 @@ def test_flags() -> None:
     assert checks.flag("x", np.True_) is True
     with pytest.raises(ValueError, match=r"^x is 1; it must be True or False$"):
         checks.flag("x", 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [((), ()), ([3, 0], (3, 0)), (np.array([2, 5]), (2, 5)), (range(2), (0, 1)), (7, (7,)), (np.int32(4), (4,))],
+)
+def test_numbers_per_axis(value: Any, expected: tuple[int, ...]) -> None:
+    """A shape may be any sequence of integers, or the length of a single axis, and becomes a tuple of Python's."""
+    numbers = checks.per_axis("shape", value)
+    assert numbers == expected
+    assert all(type(number) is int for number in numbers)
+
+
+@pytest.mark.parametrize("value", [(3, -1), -1, (2.0,), 2.5, "12", None, ((1, 2),), np.array(3.0)])
+def test_what_is_no_shape_is_refused(value: Any) -> None:
+    """The error has the name, the value and what it should be."""
+    with pytest.raises(ValueError, match="v: shape is ") as refused:
+        checks.per_axis("v: shape", value)
+    assert str(refused.value) == f"v: shape is {value!r}; it must be integers, 0 or more, one for each axis"

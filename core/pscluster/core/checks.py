@@ -59,6 +59,17 @@ def whole(name: str, value: object, mend: str = "", *, kind: str = "whole number
     raise _refusal(name, value, f"a {kind}", limits, mend)
 
 
+def per_axis(name: str, value: Any) -> tuple[int, ...]:
+    """Return an array's shape, or a place in it, as a tuple. ValueError if it is none; an integer is for one axis."""
+    try:
+        numbers = tuple(map(operator.index, value if hasattr(value, "__iter__") else (value,)))
+    except TypeError:
+        numbers = (-1,)
+    if min(numbers, default=0) < 0:
+        raise ValueError(f"{name} is {value!r}; it must be integers, 0 or more, one for each axis")
+    return numbers
+
+
 @contextlib.contextmanager
 def configuration_errors() -> Iterator[None]:
     """Raise a ValueError of the block, such as one of these checks, as a ConfigurationError."""

@@ -23,18 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core import checks
 
-if TYPE_CHECKING:
-    _Draw = Callable[[np.random.Generator, npt.NDArray[Any]], None]  # fills a tile; np.random is slow to import
-
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_Draw = Callable[["np.random.Generator", Array], None]  # fills a tile; in quotes, since np.random is slow to import
+_Scale = tuple[float, float, float]  # factor, shift, highest value
 
 _HALVES = ("float16", "bfloat16")
 _FLOATS = (*_HALVES, "float32", "float64")  # by name: NumPy alone does not know bfloat16
@@ -43,22 +42,24 @@ _PIECE = 1 << 16  # elements made at a time, which fit in the processor's cache
 
 _HALF = 1 << 63
 
+_kinds: dict[str, type[Initializer]] = {}
+INITIALIZERS: Mapping[str, type[Initializer]] = MappingProxyType(_kinds)
+"""The initializers, by name."""
+
 
 def _seed(name: str, value: object) -> int:
     value = secrets.randbits(63) if value is None else value
     return checks.whole(name, value, "; None draws one when the initializer is made", at_least=0, below=_HALF)
 
 
-def _number_or_flag(name: str, value: object) -> float | int:
-    return _number(name, int(value) if isinstance(value, bool | np.bool_) else value, finite=False)
-
-
-def _number(name: str, value: object, *, finite: bool = True) -> float | int:
-    """Return a parameter as an int, if it is an integer, otherwise as a float."""
+def _number(name: str, value: Any, *, of_constant: bool = False) -> float | int:
+    """Return a parameter as an int, if it is an integer, otherwise as a float. Constants may be flags, inf and NaN."""
+    if of_constant and isinstance(value, bool | np.bool_):
+        return int(value)
     try:
-        operator.index(value)  # type: ignore[arg-type]  # the error is the check
+        operator.index(value)
     except TypeError:
-        return checks.real(name, value, finite=finite)
+        return checks.real(name, value, finite=not of_constant)
     return checks.whole(name, value, ", or a float", at_least=-_HALF, below=_HALF)
 
 
@@ -70,9 +71,8 @@ class Initializer(checks.Parameters, ABC):
     """Initial values of an array. Its parameters, integers and floats, are the fields of the dataclass."""
 
     def __init_subclass__(cls, name: str = "") -> None:
-        super().__init_subclass__()
         if name:
-            cls.name = name
+            cls.name, _kinds[name] = name, cls
 
     def __call__(
         self,
@@ -88,47 +88,37 @@ class Initializer(checks.Parameters, ABC):
         """
         if (partition_shape is None) is not (partition_offset is None):
             raise ValueError(f"{self.name}: a block needs both partition_shape and partition_offset: give both or none")
-        size = _shape(shape if partition_shape is None else partition_shape)
+        size = checks.per_axis(f"{self.name}: shape", shape if partition_shape is None else partition_shape)
         made = np.empty(size, np.float32 if dtype is None else dtype)
-        self.generate(shape, made.dtype, [0] * made.ndim if partition_offset is None else partition_offset, made)
+        self.generate(shape, [0] * made.ndim if partition_offset is None else partition_offset, made)
         return made
 
-    def generate(self, shape: Sequence[int], dtype: npt.DTypeLike, partition_offset: Sequence[int], out: Array) -> None:
-        """Fill a C-contiguous array with the block of the whole, of `shape`, that starts at the offset.
+    def generate(self, shape: Sequence[int], partition_offset: Sequence[int], out: Array) -> None:
+        """Fill an array with the block of the whole, of `shape`, that has the array's shape and starts at the offset.
 
-        The block, which has the array's shape, is made in small pieces: additional memory does not grow with its size.
-
-        Raises:
-            ValueError: the block is not inside the whole, `out` has another dtype or is not contiguous, or the
-                initializer can't make such values (see `check`). Nothing was written.
+        The block is made in small pieces: additional memory does not grow with its size. Raises ValueError if it is not
+        inside the whole, or as `check`; then nothing was written.
         """
-        whole, dtype, offset = _shape(shape), np.dtype(dtype), _shape(partition_offset)
-        ends = tuple(map(operator.add, offset, out.shape))
+        whole = checks.per_axis(f"{self.name}: shape", shape)
+        offset = checks.per_axis(f"{self.name}: partition_offset", partition_offset)
+        ends = map(operator.add, offset, out.shape)
         if not len(offset) == out.ndim == len(whole) or any(map(operator.gt, ends, whole)):
             raise ValueError(f"a block of shape {out.shape} at offset {offset} is not inside shape {whole}")
-        if out.dtype != dtype:
-            raise ValueError(f"the array to fill is of {out.dtype}, but {dtype} was asked for: give one of that dtype")
-        if not out.flags.c_contiguous:
-            raise ValueError(f"the array to fill, of shape {out.shape}, is not C-contiguous: fill a copy instead")
-        self.check(whole, dtype)
+        fill = self._filler(whole, out.dtype)
         if out.size:
-            self._fill(whole, offset, out)
+            fill(offset, out)
 
-    @abstractmethod
     def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
         """Raise ValueError, which says why and what to do, if the initializer can't make such values; make none."""
+        self._filler(checks.per_axis(f"{self.name}: shape", shape), np.dtype(dtype))
 
     @abstractmethod
-    def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
-        """Fill `out` with the block, which is not empty."""
-
-    def to_spec(self) -> tuple[str, dict[str, float | int]]:
-        """Return the name, and the parameters by name, for `from_spec`. Integers must not pass through floats."""
-        return self.name, self.values_by_name()
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+        """Return what fills an array with the block, which is not empty, at an offset. ValueError as `check`."""
 
 
 def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
-    """Return the initializer that `to_spec` described. ValueError if it is none, or a parameter is wrong or missing."""
+    """Return the initializer of this name and parameters. ValueError if there is none, or one is wrong or missing."""
     if name not in INITIALIZERS:
         raise ValueError(f"there is no initializer {name!r}; choose one of {', '.join(INITIALIZERS)}")
     initializer = INITIALIZERS[name].made_of(numbers)
@@ -139,26 +129,20 @@ def from_spec(name: str, numbers: Mapping[str, float | int]) -> Initializer:
 
 
 class _Constant(Initializer):
-    """All elements are one value."""
+    """All elements are one value, of any type that can hold it."""
 
     value: float | int
 
-    def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Accept any shape, and any dtype that can hold the value."""
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
         del shape
-        dtype, value = np.dtype(dtype), self.value
-        if dtype.name in _FLOATS or dtype.kind == "c":
-            if math.isfinite(value) and not _is_finite_in(value, dtype):
-                raise ValueError(f"{self.name}: {value!r} is too large for {dtype}: give a smaller one or a wider type")
-        elif dtype.kind in "biu":
+        if dtype.kind in "biu":
             low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-            checks.whole(f"{self.name}: value", value, f", for elements of {dtype}", at_least=low, at_most=high)
-        else:
+            checks.whole(f"{self.name}: value", self.value, f", for elements of {dtype}", at_least=low, at_most=high)
+        elif dtype.name not in _FLOATS and dtype.kind != "c":
             raise ValueError(f"{self.name} makes numbers and bools, not elements of type {dtype}")
-
-    def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
-        del shape, offset
-        out[...] = np.asarray(self.value).astype(out.dtype)
+        elif math.isfinite(self.value):
+            _check_held(f"{self.name}: value is {self.value!r}", self.value, dtype)
+        return lambda _, out: np.copyto(out, np.asarray(self.value).astype(dtype))
 
 
 class Zeros(_Constant, name="zeros"):
@@ -177,7 +161,71 @@ class Ones(_Constant, name="ones"):
 class Constant(_Constant, name="constant"):
     """All elements are `value`, which may be infinite or NaN if they are floats."""
 
-    value: float | int = field(default=0.0, metadata=checks.checked(_number_or_flag))
+    value: float | int = field(default=0.0, metadata=checks.checked(partial(_number, of_constant=True)))
+
+
+class _Random(Initializer):
+    """Every element is a random number, of a float type that is wide enough."""
+
+    seed: int | None
+
+    @abstractmethod
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
+        """Return (draw, shift, factor, below): an element is a drawn number times the factor, plus the shift.
+
+        It is also less than `below`, which may be infinite.
+        """
+
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+        if dtype.name not in _FLOATS:
+            raise ValueError(f"{self.name} makes {', '.join(_FLOATS)}, not {dtype}: choose one of these dtypes")
+        draw, shift, factor, below = self._distribution(shape)
+        # NumPy draws no normal number beyond 13.
+        extreme = abs(shift) + 13 * factor if below == math.inf else max(abs(shift), abs(below), factor)
+        _check_held(f"{self.name}: values may be as large as {extreme:.3g}", extreme, dtype)
+        highest = dtype.type(below)
+        if float(highest) >= below:
+            highest = np.nextafter(highest, dtype.type(-np.inf))
+        if highest < dtype.type(shift):
+            raise ValueError(
+                f"{self.name}: no {dtype} lies in [{shift!r}, {below!r}): give limits further apart or a wider type"
+            )
+        return partial(self._fill, shape, draw, (factor, shift, float(highest)))
+
+    def _fill(self, shape: Shape, draw: _Draw, scale: _Scale | None, offset: Shape, out: Array) -> None:
+        bits = np.random.Philox(key=self.seed)
+        generator, state = np.random.Generator(bits), bits.state
+        drawn = np.empty(_PIECE + 3 * _TILE, np.float32 if out.dtype.name in _HALVES else out.dtype.newbyteorder("="))
+
+        def fill(start: int, shape: Shape, offset: Shape, out: Array) -> None:
+            """Fill a block of the part of the whole that has this shape and starts with this element."""
+            inner, stride = shape[1:], math.prod(shape[1:])
+            start += offset[0] * stride
+            if stride > _TILE:
+                for row in range(len(out)):
+                    fill(start + row * stride, inner, offset[1:], out[row])
+                return
+            # Rows are made in full, though the block may not need all of each.
+            needed = map(slice, offset[1:], map(operator.add, offset[1:], out.shape[1:]))
+            rows, index = max(1, _PIECE // stride), (slice(None), *needed)
+            for row in range(0, len(out), rows):
+                piece = out[row : row + rows]
+                first, skipped = divmod(start + row * stride, _TILE)
+                stop = skipped + len(piece) * stride
+                for tile, begin in enumerate(range(0, stop, _TILE), first):
+                    state["state"]["counter"][1] = tile
+                    bits.state = state
+                    draw(generator, drawn[begin : begin + _TILE])
+                values = drawn[skipped:stop].reshape(-1, *inner)[index]
+                if scale is None:
+                    piece[...] = values
+                else:
+                    factor, shift, highest = scale
+                    values *= factor
+                    values += shift
+                    np.minimum(values, highest, out=piece, casting="same_kind")
+
+        fill(0, shape or (1,), offset or (0,), np.atleast_1d(out))
 
 
 def _uniform(generator: np.random.Generator, tile: Array) -> None:
@@ -194,68 +242,6 @@ def _truncated_normal(generator: np.random.Generator, tile: Array) -> None:
     while beyond.size:
         tile[beyond] = again = generator.standard_normal(beyond.size, tile.dtype.type)
         beyond = beyond[np.abs(again) > 2]
-
-
-class _Random(Initializer):
-    """Every element is a random number."""
-
-    seed: int | None
-
-    def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Accept any shape, and floats that are wide enough for the values."""
-        dtype = np.dtype(dtype)
-        if dtype.name not in _FLOATS:
-            raise ValueError(f"{self.name} makes {', '.join(_FLOATS)}, not {dtype}: choose one of these dtypes")
-        _, shift, factor, below = self._distribution(_shape(shape))
-        # NumPy draws no normal number beyond 13.
-        extreme = abs(shift) + 13 * factor if below is None else max(abs(shift), abs(below), factor)
-        if not _is_finite_in(extreme, dtype):
-            raise ValueError(
-                f"{self.name}: values may be as large as {extreme:.3g}, which {dtype} can't hold: "
-                "give smaller parameters or a wider type"
-            )
-
-    @abstractmethod
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
-        """Return (draw, shift, factor, below): an element is a drawn number times the factor, plus the shift.
-
-        If `below` is not None, it is also less than that.
-        """
-
-    def _fill(self, shape: Shape, offset: Shape, out: Array) -> None:
-        if not shape:
-            shape, offset, out = (1,), (0,), out.reshape(1)
-        dtype = out.dtype.newbyteorder("=")
-        draw, shift, factor, below = self._distribution(shape)
-        highest = None if below is None or dtype.kind in "iu" else _highest_below(below, dtype)
-        bits = np.random.Philox(key=self.seed)
-        generator, state = np.random.Generator(bits), bits.state
-        # Pieces are cut along the first axis with at most a tile per index: that tile is made in full, though the
-        # block may not need all of it. The axes before it are iterated over.
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        axis = next(axis for axis, stride in enumerate(strides) if stride <= _TILE)
-        stride, inner = strides[axis], shape[axis + 1 :]
-        needed = tuple(map(slice, offset, map(operator.add, offset, out.shape)))[axis + 1 :]
-        rows = max(1, _PIECE // stride)
-        tiles = np.empty(rows * stride + 2 * _TILE, np.float32 if dtype.name in _HALVES else dtype)
-        for index in np.ndindex(out.shape[:axis]):
-            base = sum(map(operator.mul, map(operator.add, (*index, 0), offset), strides))
-            for row in range(0, out.shape[axis], rows):
-                piece = out[index][row : row + rows]
-                start = base + row * stride
-                stop = start + len(piece) * stride
-                first = start // _TILE
-                for tile in range(first, -(-stop // _TILE)):
-                    state["state"]["counter"][1] = tile
-                    bits.state = state
-                    draw(generator, tiles[(tile - first) * _TILE :][:_TILE])
-                values = tiles[start - first * _TILE : stop - first * _TILE].reshape(-1, *inner)[:, *needed]
-                if dtype.kind not in "iu":
-                    values *= factor
-                    values += shift
-                    if highest is not None:
-                        np.minimum(values, highest, out=values)
-                piece[...] = values
 
 
 @dataclass(frozen=True)
@@ -278,45 +264,34 @@ class RandomUniform(_Random, name="random_uniform"):
                 "and itself never reached: for one value everywhere use Constant"
             )
 
-    def check(self, shape: Sequence[int], dtype: npt.DTypeLike) -> None:
-        """Accept any shape, and floats and integers that can hold the range."""
-        dtype = np.dtype(dtype)
-        if dtype.kind in "iu":
-            low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-            for item, value, limit in (("minval", self.minval, high), ("maxval", self.maxval, high + 1)):
-                checks.whole(f"{self.name}: {item}", value, f", for elements of {dtype}", at_least=low, at_most=limit)
-            return
-        super().check(shape, dtype)
-        if _highest_below(self.maxval, dtype) < float(np.asarray(self.minval).astype(dtype)):
-            raise ValueError(
-                f"{self.name}: no {dtype} lies in [{self.minval!r}, {self.maxval!r}): "
-                "give limits further apart or a wider type"
-            )
-
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
         del shape
-        return self._draw, self.minval, self.maxval - self.minval, self.maxval
+        return _uniform, self.minval, self.maxval - self.minval, self.maxval
 
-    def _draw(self, generator: np.random.Generator, tile: Array) -> None:
-        if tile.dtype.kind in "iu":
-            tile[:] = generator.integers(int(self.minval), int(self.maxval), tile.size, tile.dtype.type)
-        else:
-            _uniform(generator, tile)
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+        if dtype.kind not in "iu":
+            return super()._filler(shape, dtype)
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        for item, value, limit in (("minval", self.minval, high), ("maxval", self.maxval, high + 1)):
+            checks.whole(f"{self.name}: {item}", value, f", for elements of {dtype}", at_least=low, at_most=limit)
+        return partial(self._fill, shape, self._draw_integers, None)
+
+    def _draw_integers(self, generator: np.random.Generator, tile: Array) -> None:
+        tile[:] = generator.integers(int(self.minval), int(self.maxval), tile.size, tile.dtype.type)
 
 
 @dataclass(frozen=True)
 class RandomNormal(_Random, name="random_normal"):
     """Normal with this mean and standard deviation."""
 
-    truncated: ClassVar[bool] = False
-
     mean: float = 0.0
     stddev: float = field(default=0.05, metadata=checks.checked(partial(checks.real, at_least=0)))
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
         del shape
-        return _truncated_normal if self.truncated else _normal, self.mean, self.stddev, None
+        draw = _truncated_normal if isinstance(self, TruncatedNormal) else _normal
+        return draw, self.mean, self.stddev, math.inf
 
 
 class TruncatedNormal(RandomNormal, name="truncated_normal"):
@@ -324,8 +299,6 @@ class TruncatedNormal(RandomNormal, name="truncated_normal"):
 
     As in Keras, `stddev` is that of the distribution before truncation, which reduces it to 0.88 of that.
     """
-
-    truncated: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -339,13 +312,13 @@ class _Scaled(_Random):
 
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float | None]:
+    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
         fan_in, fan_out = _fans(shape)
         stddev = math.sqrt(2 / (max(1, fan_in) if isinstance(self, HeUniform | HeNormal) else max(2, fan_in + fan_out)))
         if isinstance(self, GlorotUniform | HeUniform):
             limit = math.sqrt(3) * stddev
             return _uniform, -limit, 2 * limit, limit
-        return _truncated_normal, 0.0, stddev / 0.87962566103423978, None  # truncation leaves `stddev`
+        return _truncated_normal, 0.0, stddev / 0.87962566103423978, math.inf  # truncation leaves `stddev`
 
 
 class GlorotUniform(_Scaled, name="glorot_uniform"):
@@ -364,12 +337,6 @@ class HeNormal(_Scaled, name="he_normal"):
     """Truncated normal of standard deviation sqrt(2 / fan_in) (He et al. 2015)."""
 
 
-_KINDS = (Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal)
-_SCALED = (GlorotUniform, GlorotNormal, HeUniform, HeNormal)
-INITIALIZERS: Mapping[str, type[Initializer]] = MappingProxyType({kind.name: kind for kind in (*_KINDS, *_SCALED)})
-"""The initializers, by name."""
-
-
 def _fans(shape: Shape) -> tuple[int, int]:
     """Count input and output units; see `_Scaled`."""
     *field, inputs, outputs = shape if len(shape) > 1 else (shape or (1,)) * 2
@@ -377,19 +344,7 @@ def _fans(shape: Shape) -> tuple[int, int]:
     return inputs * size, outputs * size
 
 
-def _shape(lengths: Sequence[int]) -> Shape:
-    shape = tuple(map(operator.index, lengths))
-    if any(length < 0 for length in shape):
-        raise ValueError(f"lengths and offsets must not be negative, but are {shape}")
-    return shape
-
-
-def _is_finite_in(value: float, dtype: np.dtype[Any]) -> bool:
+def _check_held(what: str, value: float, dtype: np.dtype[Any]) -> None:
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(np.asarray(value, np.float64).astype(dtype)))
-
-
-def _highest_below(limit: float, dtype: np.dtype[Any]) -> float:
-    """Return the largest number of the float dtype that is below the limit."""
-    rounded = np.asarray(limit).astype(dtype)
-    return float(rounded if float(rounded) < limit else np.nextafter(rounded, np.asarray(-np.inf).astype(dtype)))
+        if not np.isfinite(dtype.type(float(value))):
+            raise ValueError(f"{what}, which {dtype} can't hold: give smaller parameters or a wider type")

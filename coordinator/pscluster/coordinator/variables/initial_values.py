@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core import checks
 from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture, split_off_bulk
@@ -71,14 +71,9 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
 
 def _shape_of(requested: Any, name: str) -> tuple[int, ...]:
     try:
-        shape = tuple(map(operator.index, requested if isinstance(requested, Iterable) else (requested,)))
-    except TypeError:
-        shape = (-1,)
-    if min(shape, default=0) < 0:
-        raise MisuseError(
-            f"variable {name!r}: shape is {requested!r}; it must be the lengths of axes: integers, 0 or more"
-        )
-    return shape
+        return checks.per_axis(f"variable {name!r}: shape", requested)
+    except ValueError as error:
+        raise MisuseError(str(error)) from None
 
 
 def _callable_without_arguments(function: Callable[..., Any]) -> bool:
@@ -97,8 +92,7 @@ def _initializers(
     initial: Callable[..., Any], policy: SerializationPolicy
 ) -> Iterator[tuple[ps_pb2.Initializer, bytes]]:
     if isinstance(initial, Initializer):
-        kind, numbers = initial.to_spec()
-        yield ps_pb2.Initializer(name=kind, numbers=json.dumps(numbers)), b""
+        yield ps_pb2.Initializer(name=initial.name, numbers=json.dumps(initial.values_by_name())), b""
         return
     for form in capture(initial, policy=policy).forms():
         message = ps_pb2.Initializer(function=form)

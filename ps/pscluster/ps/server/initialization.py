@@ -31,7 +31,7 @@ def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str)
             built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
         except (TypeError, ValueError, RecursionError, PsClusterError) as error:
             raise InvalidUpdateError(f"variable {name!r}: {error}") from None
-        return lambda shape, start, out: built_in.generate(shape, out.dtype, start, out)
+        return lambda shape, start, out: built_in.generate(shape, start, out)
     function = resolve(initializer.function, bulk, no_handles)
     return lambda shape, start, out: _call(function, shape, start, out, name)
 
