@@ -76,6 +76,12 @@ class Row:
         """The sides that take part."""
         return list(self.n)
 
+    def amount(self, side: str, *, quick: bool, counts: bool) -> int:
+        """Return how much of it a side does in a round: whole calls, at least one; few if it does not count."""
+        full = max(2, self.n[side] // 5) if quick else self.n[side]
+        at_once = self.arguments.get("at_once", 1)
+        return max(1, (full if counts else min(full, 4)) // at_once) * at_once
+
 
 def _rate(per_function: float) -> Callable[[Any, int], float]:
     return lambda seconds, n: n * per_function / seconds
@@ -352,8 +358,7 @@ class Bench:
         cpu: dict[str, list[float]] = {name: [] for name in mine}
         for trial in range(self.rounds + 1):
             for name, side in list(mine.items()):
-                full = max(2, row.n[name] // 5) if self.quick else row.n[name]
-                n = full if trial else min(full, 4)  # the first time does not count
+                n = row.amount(name, quick=self.quick, counts=trial > 0)
                 before, cpu_before = side.loopback_bytes(), side.cpu_seconds()
                 try:
                     answer = side.ask(row.do, n=n, **arguments)
