@@ -328,3 +328,26 @@ def test_an_answer_that_can_not_be_read() -> None:
     )
     (outcome,) = stream.end()
     assert outcome.failure.qualname == "ProtocolError"
+
+
+def test_progress_is_told_before_the_outcome_and_not_waited_for() -> None:
+    """The function goes on at once; what it tells is on the stream before its result."""
+    arrived: list[str] = []
+
+    class Ordered(Asked):
+        def _take(self, reply: worker_pb2.StepsReply) -> None:
+            arrived.extend("told" for question in reply.questions if question.progressed)
+            arrived.extend("ended" for _ in reply.outcomes)
+            super()._take(reply)
+
+    def tell() -> int:
+        function = current_function()
+        assert function is not None
+        stream.runner._questions.tell_progress(function)
+        return 1
+
+    stream = Ordered(tell=tell)
+    stream.send(1, step(1, "tell"))
+    until(lambda: "ended" in arrived, "it has returned")
+    assert arrived == ["told", "ended"]
+    assert stream.results() == {1: 1}

@@ -47,6 +47,8 @@ class FunctionContext:
     """The place of its step on the stream of functions. It names this execution: a retry has the attempt's number."""
     asking: Callable[[FunctionContext, Any], Any] | None = None
     """Takes its questions to the coordinator; see `ask`. None: it is not a function that was scheduled."""
+    tell_progress: Callable[[FunctionContext], object] | None = None
+    """Tells the coordinator that this execution has committed steps of a synchronous run. None: there is no need to."""
     turn: threading.Lock | None = None
     """Shared with the other replicas that run here; None: they may run at the same time, or there are none."""
     _in_turn: int = field(default=0, init=False)  # the thread that has the turn; 0: this function has not

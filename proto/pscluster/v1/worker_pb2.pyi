@@ -222,16 +222,18 @@ class Skipped(_message.Message):
     def __init__(self, examples: _Optional[int] = ..., why: _Optional[str] = ..., part: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("function", "position", "number", "value")
+    __slots__ = ("function", "position", "number", "value", "progressed")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESSED_FIELD_NUMBER: _ClassVar[int]
     function: int
     position: int
     number: int
     value: _value_pb2.Value
-    def __init__(self, function: _Optional[int] = ..., position: _Optional[int] = ..., number: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    progressed: bool
+    def __init__(self, function: _Optional[int] = ..., position: _Optional[int] = ..., number: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., progressed: bool = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("outcomes", "questions")

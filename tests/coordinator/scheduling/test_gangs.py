@@ -11,7 +11,7 @@ from tests.conftest import search
 
 from pscluster.coordinator.scheduling.gangs import Gang, GangState
 from pscluster.coordinator.scheduling.scheduler import Scheduler
-from pscluster.coordinator.scheduling.tasks import RunLimits, State, Task
+from pscluster.coordinator.scheduling.tasks import Loss, RunLimits, State, Task
 
 WORKERS = 3
 _OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)
@@ -184,6 +184,75 @@ def test_a_death_that_others_noticed_first_counts_once() -> None:
     scheduler.requeue(1)
     assert scheduler.settle_gangs() == ([], [])
     assert (list(scheduler.gangs.line), gang.deaths) == ([gang], 1)
+
+
+def die(scheduler: Scheduler[str], gang: Gang[str], index: int) -> Loss | None:
+    """Lose the worker of one member, and go on until the gang can be placed again."""
+    (member,) = (member for member, at in zip(gang.members, gang.placed, strict=True) if at == index)
+    scheduler.lose(index)
+    left_behind, _ = scheduler.settle_gangs()
+    loss = scheduler.decide_loss(index, member)
+    scheduler.requeue(index, ValueError("too many deaths") if loss is Loss.DEADLY else None)
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    scheduler.worker_up(index)
+    for at in range(WORKERS):
+        for other in list(scheduler.workers[at].strays):
+            scheduler.stray_ended(at, other)
+        scheduler.take(at)
+    return loss
+
+
+def test_deaths_count_since_a_step_was_committed_last() -> None:
+    """A gang that takes steps outlives any number of deaths, and fails after as many without a step between them."""
+    scheduler = cluster(0, 1, 2, max_attempts=2)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    for _ in range(5):
+        placed(scheduler, gang)
+        assert scheduler.gangs.progressed(gang.members[1])
+        assert [member.attempts for member in gang.members] == [1, 1]
+        assert die(scheduler, gang, 0) is Loss.AGAIN
+        assert gang.deaths == 1
+    placed(scheduler, gang)
+    assert die(scheduler, gang, 1) is Loss.DEADLY
+    assert gang.state is GangState.FAILED
+
+
+def test_a_death_after_the_step_counts_also_if_it_is_known_first() -> None:
+    """What a member told before another one died may arrive after that; of an earlier generation it means nothing."""
+    scheduler = cluster(0, 1, 2, max_attempts=3)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    earlier = gang.members[1]
+    assert die(scheduler, gang, 0) is Loss.AGAIN
+    assert not scheduler.gangs.progressed(earlier)
+    placed(scheduler, gang)
+    dead, other = gang.members
+    scheduler.lose(0)
+    left_behind, _ = scheduler.settle_gangs()
+    assert scheduler.decide_loss(0, dead) is Loss.AGAIN
+    assert gang.deaths == 2
+    assert scheduler.gangs.progressed(other)
+    assert gang.deaths == 1
+    scheduler.requeue(0)
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    assert (gang.state, gang.deaths, gang.members[0].attempts) == (GangState.WAITING, 1, 1)
+
+
+def test_members_that_miss_each_other_after_each_step_run_again() -> None:
+    scheduler = cluster(0, 1, 2, max_attempts=2)
+    gang = gang_of(2, [0, 1])
+    scheduler.add_gang(gang)
+    for _ in range(4):
+        placed(scheduler, gang)
+        scheduler.gangs.progressed(gang.members[0])
+        for index, member in enumerate(list(gang.members)):
+            give_up(scheduler, index, member)
+        assert scheduler.settle_gangs() == ([], [])
+        assert gang.deaths == 1
 
 
 def test_a_retry_is_one_of_all() -> None:
@@ -439,6 +508,11 @@ class GangMachine(RuleBasedStateMachine):
             self.scheduler.gave_up(index, task, TimeoutError("another one is gone"))
             self.settle()
 
+    @rule(data=st.data())
+    def progress(self, data: st.DataObject) -> None:
+        if running := [task for _, task in self.running() if task.gang is not None]:
+            assert self.scheduler.gangs.progressed(data.draw(st.sampled_from(running)))
+
     @rule(index=st.integers(0, WORKERS - 1))
     def lose(self, index: int) -> None:
         if self.scheduler.workers[index].up:
@@ -505,6 +579,12 @@ class GangMachine(RuleBasedStateMachine):
             if task.gang is not None:
                 assert task in task.gang.members
                 assert task.gang.placed[task.gang.rank_of(task)] == index
+
+    @invariant()
+    def attempts_count_deaths(self) -> None:
+        for gang in self.gangs:
+            assert 0 <= gang.deaths_before <= gang.deaths
+            assert all(0 <= member.attempts - gang.deaths_before <= 1 for member in gang.members)
 
     @invariant()
     def ended_gangs_are_told_of_once(self) -> None:

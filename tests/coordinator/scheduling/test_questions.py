@@ -26,6 +26,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.scheduling.answers import _MAX_UNSENT, Answers
 from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.gangs import Gang
 from pscluster.coordinator.scheduling.questions import Answer, Question
 from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.coordinator.scheduling.tasks import Task
@@ -398,6 +399,44 @@ def test_questions_that_make_no_sense_are_dropped(caplog: pytest.LogCaptureFixtu
     assert desk.numbers == [2]
     assert caplog.text.count("dropped a question from worker 0 at nowhere:1: number 0 of function 1") == 1
     assert len(caplog.records) == 1
+
+
+def test_what_is_only_told_is_not_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """Progress means nothing of a function that runs alone, of another execution, or of one that does not exist."""
+    desk = Desk()
+    for function, position in ((1, 1), (1, 2), (2, 1)):
+        told = worker_pb2.Question(function=function, position=position, progressed=True)
+        desk.answers.take(0, cast("WorkerConnection", desk.connection), [told])
+    assert [record.message for record in caplog.records] == [
+        "dropped a question from worker 0 at nowhere:1: it asks for function 2, which does not exist"
+    ]
+    desk.ask(1)
+    assert desk.numbers == [1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_deaths_before_progress_are_forgotten(late: bool) -> None:
+    """Also if the coordinator learns of the progress only when it has told the member to stop, for another's death."""
+    peers = [PeerAddress("worker", index, "nowhere:1") for index in range(2)]
+    state = DispatchState(peers, [], node_pb2.AttachRequest(), 100, 3)
+    calls = [Call(capture(os.getpid), weakref.ref(cast("Any", state)), deaths=("before",)) for _ in peers]
+    gang = Gang(calls, [1, 2], [0, 1], deaths=1)
+    state.scheduler.add_gang(gang)
+    for index in range(2):
+        state.scheduler.worker_up(index)
+        state.scheduler.take(index)
+    assert state.scheduler.place_gang() is gang
+    for index in range(2):
+        state.scheduler.take(index)
+    if late:
+        state.scheduler.lose(0)
+        calls[0].deaths = (*calls[0].deaths, "after")
+        state.scheduler.settle_gangs()
+        state.scheduler.decide_loss(0, gang.members[0])
+    told = worker_pb2.Question(function=gang.members[1].id, position=gang.members[1].position, progressed=True)
+    Answers(state).take(1, cast("WorkerConnection", FakeConnection(1)), [told])
+    assert gang.deaths == late
+    assert list(calls[0].deaths) == ["after"] * late
 
 
 def test_a_question_that_can_not_be_read_is_answered_with_an_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,7 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
+from pscluster.core.context import current_function
 
 REPLICAS = 3
 
@@ -383,6 +384,50 @@ def test_whatever_dies_the_parameters_are_those_of_one_process(dies: tuple[str, 
             assert sgd.iterations == STEPS
             assert len(list(pids.iterdir())) == len(DEATHS_AT)
             assert strategy.lost_updates() == {}
+
+
+def end_process(marks: Path) -> None:
+    """End this process, once the coordinator has what its replica has told it."""
+    function = current_function()
+    assert function is not None
+    with suppress(errors.ProtocolError):  # steps have nothing that answers; but this comes after what was told before
+        function.ask("are you there?")
+    (marks / str(len(list(marks.iterdir())))).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_deaths_do_not_add_up_over_steps_that_are_committed(tmp_path: Path) -> None:
+    """One call outlives more deaths than `max_attempts`, but not as many without a committed step between them."""
+    deaths, fatal = (3, 10, 17, 24), 32  # far enough apart for workers that come back, which begins an attempt, too
+    with LocalCluster(2, 2, log_level="ERROR") as cluster, SynchronousStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy, max_attempts=2)
+        until(lambda: coordinator.workers_up == 2, "all workers are up")
+        with strategy.scope():
+            w = Variable(np.zeros(40_000), name="w")  # too large for steps that are taken together
+            sgd = optimizers.SGD(0.5)
+
+        def step(numbers: Iterator[int], marks: str) -> int:
+            number = next(numbers)
+            gradient = w.read_value() * 0.01 + number * (rank() + 1)
+            if rank() and number == fatal:
+                end_process(Path(marks))
+            if rank() and number in deaths[len(os.listdir(marks)) :]:
+                end_process(Path(marks))
+            sgd.apply_gradients([(gradient, w)])
+            return number
+
+        numbers = iter(strategy.distribute_datasets_from_function(lambda: range(40)))
+        assert strategy.run(step, (numbers, str(tmp_path)), steps=30, timeout=TIMEOUT).values == (29, 29)
+        assert len(os.listdir(tmp_path)) == len(deaths)
+        weights = 0.0
+        for number in range(30):
+            weights -= 0.5 * sum(weights * 0.01 + number * (replica + 1) for replica in range(2))
+        assert (w.numpy() == weights).all()
+        assert sgd.iterations == 30
+        with pytest.raises(errors.FunctionError, match="step was running on 2 workers that died"):
+            strategy.run(step, (numbers, str(tmp_path)), steps=10, timeout=TIMEOUT)
+        assert len(os.listdir(tmp_path)) == len(deaths) + 2
+        assert sgd.iterations == fatal
 
 
 @pytest.mark.parametrize("dies", [0, 1])

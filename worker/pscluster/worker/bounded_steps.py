@@ -96,6 +96,8 @@ def run_bounded(
             job.before_last_step[gang.rank] = iterators.before
             report = steps.report(iterators.before, iterators.given)
             goes_on = (steps.all_complete if steps.completed == last else steps.may_begin)(context, report)
+            if context.tell_progress is not None:
+                context.tell_progress(context)
     finally:
         iterators.rewind()
         steps.leave()

@@ -13,6 +13,8 @@ A question is lost only with its stream, and with that the attempt that asked: t
 is lost only with the connection. One for which nobody waits is ignored: it is a copy, or comes too late. So that it is
 not taken by a later execution of the same function, whose questions have the same numbers, it names the position of the
 step on the stream, which no other execution has.
+
+In the same way, but without waiting, a function tells that it has committed steps of a synchronous run.
 """
 
 from __future__ import annotations
@@ -101,6 +103,14 @@ class Questions:
         if reply.WhichOneof("answer") == "failure":
             raise rebuild_error(reply.failure)
         return decode(reply.value)
+
+    def tell_progress(self, context: FunctionContext) -> None:
+        """Do what `FunctionContext.tell_progress` promises, once. Does not wait."""
+        context.tell_progress = None
+        with self._lock:
+            question = worker_pb2.Question(function=context.function, position=context.position, progressed=True)
+            self.unsent.append(question)
+            self._wake()
 
     def _stop(self, asked: _Asked) -> None:
         with self._lock:

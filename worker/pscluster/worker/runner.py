@@ -93,7 +93,7 @@ class Runner:
         self._recalled: set[int] = set()  # positions that were recalled before they were read
         self._running: dict[int, FunctionContext] = {}  # by function: one, or the members of a gang that run here
         self._questions = Questions(self._lock, self._running, self._to_send.notify_all)
-        self._asking = self._questions.ask  # one object for all functions
+        self._asking, self._telling = self._questions.ask, self._questions.tell_progress  # one object for all functions
         self._counting = threading.Lock()  # guards the metrics of functions that run at the same time
         self._outbox: deque[Outcome] = deque()
         self._send: Send | None = None
@@ -218,6 +218,7 @@ class Runner:
                 context.position, context.asking, context.turn = position, self._asking, turn
                 if member.gang.HasField("steps"):
                     context.pipeline = member.gang.rank
+                    context.tell_progress = self._telling
             if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
                 self._want_next()
             return group

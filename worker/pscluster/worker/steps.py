@@ -51,8 +51,9 @@ _NO_COLLECTIVES = (
 class WorkerSteps(ReplicaSteps):
     """The steps of this worker, with the iterators that they take elements from."""
 
-    def __init__(self, *args: Any, **member: Any) -> None:
+    def __init__(self, function: FunctionContext, *args: Any, **member: Any) -> None:
         super().__init__(*args, **member)
+        self._function, self._commits = function, 0
         self.iterators = StepIterators()
 
         self._calls = 0  # of collectives, before the step
@@ -73,6 +74,14 @@ class WorkerSteps(ReplicaSteps):
         """Note what the step has done, now that its function has returned."""
         if function.replica.calls != self._calls:
             self.note_other()
+
+    def _follow(self, committed: int) -> None:
+        super()._follow(committed)
+        self._commits += 1
+        # Not at the first: an attempt after a death commits one step by itself before it takes others together. A step
+        # that kills its worker could do so as often as steps were taken together before it.
+        if self._commits > 1 and self._function.tell_progress is not None:
+            self._function.tell_progress(self._function)
 
     # Steps that are taken together
 
@@ -143,6 +152,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
         return run_bounded(step.gang, context, job, call)
     last = asked.first + asked.count
     steps = WorkerSteps(
+        context,
         client.exchanges,
         client.updater.header(context),
         run=asked.run,

@@ -9,6 +9,8 @@ A question comes on the stream of outcomes. Whether its function answers at all,
          --`Call.answer` raises------------------------------> ANSWERED  with that error, which is logged
          --its function ends, or its worker is lost----------> OVER      an answer does nothing
 
+A message may also only tell that a gang has committed steps of a synchronous run, of which the scheduler takes note.
+
 Questions without anything that answers, beyond MAX_QUESTIONS without an answer, or with a value that can't be read are
 answered with an error. What is kept of a question here is a number: the one who answers has the rest.
 
@@ -79,6 +81,9 @@ class Answers:
             if not 0 < function <= self._scheduler.entered:
                 self._complain(index, f"it asks for function {function}, which does not exist")
                 return
+            if message.progressed:
+                self._progressed(index, message)
+                return
             task = self._current(index, function, message.position)
             if task is None:
                 return
@@ -133,6 +138,17 @@ class Answers:
             logger.exception("%r can't be answered", question)
             if not question.answered:
                 question.fail(error)
+
+    def _progressed(self, index: int, message: worker_pb2.Question) -> None:
+        """Note that a member of a gang has committed steps, if it still matters. Under the dispatcher's lock."""
+        worker = self._scheduler.workers[index]
+        task = worker.sent.get(message.function) or worker.strays.get(message.function)  # cancelled since
+        if task is None or task.position != message.position or not self._scheduler.gangs.progressed(task):
+            return
+        gang = task.gang
+        assert gang is not None
+        for call in gang.payloads:
+            call.deaths = call.deaths[-gang.deaths :] if gang.deaths else ()
 
     def _current(self, index: int, function: int, position: int) -> Task[Call] | None:
         """Return a worker's task if it still has it, at that position."""

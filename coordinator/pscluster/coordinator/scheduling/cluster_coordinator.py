@@ -30,8 +30,8 @@ class ClusterCoordinator(FunctionQueue):
     Args:
         strategy: connected to the cluster.
         max_queued: `schedule` blocks while this many functions wait; default 262,144.
-        max_attempts: a function fails when this many workers have died running it: it may be what kills them.
-            Default 3.
+        max_attempts: a function fails when this many workers have died running it: it may be what kills them. Deaths
+            before synchronous steps that it has committed do not count. Default 3.
         worker_lease: seconds for which a worker may be silent, frozen or cut off, before its functions go to others
             and what it still sends is refused; default 30. It is polled three times as often. A step that holds the
             GIL, as some libraries do, makes its worker silent as well.

@@ -16,6 +16,9 @@ A member gives up when another one is gone, or does not answer. The cause is the
 its worker, is on its way, and the others are not cancelled before it has come. If none comes, the attempt counts as if
 a worker had died.
 
+Such deaths are counted since a member has last told that steps of a synchronous run are committed (`progressed`). So a
+gang that takes steps for weeks does not fail because now and then a worker dies, but one that kills its workers does.
+
 All workers are taken at once, when all are free. So that this happens on a busy cluster, one gang at a time, the front
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
 workers are all up: a gang that waits for a worker that is gone holds none, and no gang waits for another that waits.
@@ -69,7 +72,7 @@ class Gang(Generic[P]):
     steps: Any = None  # the steps of a synchronous run that it takes, if it does
     results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned
     failures: int = 0  # that were retried
-    deaths: int = 0  # of workers that ran a member, and attempts in which members lost each other
+    deaths: int = 0  # of workers that ran a member, and attempts in which members lost each other; see `progressed`
     deaths_before: int = 0  # this generation
     gave_up: dict[Task[P], Exception] = field(default_factory=dict)  # members that missed another one
     error: Exception | None = None  # of the first member that failed for good
@@ -235,6 +238,20 @@ class Gangs(Generic[P]):
             gang.state = GangState.DONE
             del self.running[gang]
             self._over.append(gang)
+
+    def progressed(self, task: Task[P]) -> bool:
+        """Note that a member has committed steps: deaths before its generation do not count any more.
+
+        Return whether it is of this generation.
+        """
+        gang = task.gang
+        if gang is None or task not in gang.members:
+            return False
+        gang.deaths -= gang.deaths_before
+        for member in gang.members:
+            member.attempts -= gang.deaths_before
+        gang.deaths_before = 0
+        return True
 
     def break_up(self, gang: Gang[P]) -> None:
         """Note that this generation can't be completed."""
