@@ -93,6 +93,7 @@ _LONGEST = (
     "core/transport/test_payload_sink.py",
     "coordinator/dashboard/test_page.py",
     "roles/test_unix_sockets.py",
+    "roles/test_returning_servers.py",
     "coordinator/observability/test_roles.py",
     "faults/test_evaluation_snapshots.py",
     "benchmarks/test_soak.py",

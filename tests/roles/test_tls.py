@@ -77,7 +77,7 @@ OPEN_TO_OTHERS = {
     "Push": {"worker"},
     "Describe": {"worker"},
     "Exchange": {"worker"},
-    "Register": {"worker"},
+    "Register": {"ps", "worker"},
 }
 """Beside the coordinator. What is new is the coordinator's, until somebody thinks about it and writes it here."""
 

@@ -17,7 +17,7 @@ from pscluster.core.role.lifecycle import run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.security.tokens import hide_token
-from pscluster.ps.server.main import bounds_of_environ, durability_options, serve_ps
+from pscluster.ps.server.main import serve_ps, store_of_environ
 from pscluster.worker.main import serve_worker
 
 
@@ -72,9 +72,8 @@ class Server:
         hide_token()
         if self._role == "ps":
             own = self._spec.task_address("ps", self._index)
-            in_flight_mib, roots = bounds_of_environ()
-            keeping = durability_options(self._index, own)
-            serve = serve_ps(self._index, self._address, self._options, in_flight_mib, keeping, roots, own or "")
+            store = store_of_environ(self._index, own)
+            serve = serve_ps(self._index, self._address, self._options, store, own or "")
         else:
             serve = serve_worker(self._index, self._address, self._spec, self._options)
         run_role(self._role, self._index, self._options, serve)

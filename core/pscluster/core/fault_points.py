@@ -79,6 +79,7 @@ POINTS: dict[str, str] = {
     "worker.download.after": "a large result was sent completely, and is not dropped",
     "worker.recall.after": "functions were given back, and the coordinator has no answer",
     "worker.answer.after": "an answer was taken, and the coordinator does not know",
+    "worker.move.after": "servers are dialled at another place, and the coordinator does not know",
     "worker.stop.before": "the worker was told to stop, and has not announced it",
     "worker.stop.after": "nothing runs and no result is left to be fetched; its streams are open",
     # The coordinator
@@ -97,6 +98,8 @@ POINTS: dict[str, str] = {
     "coordinator.close.before": "a worker is lost, and no server has shut it out",
     "coordinator.close.after": "all servers have, and no worker has its functions",
     "coordinator.retry.after": "its functions wait again",
+    "coordinator.move.before": "a server has registered from another place, and nobody dials it there",
+    "coordinator.move.after": "the coordinator dials it there, and the workers were not told",
     "coordinator.finish.before": "a server has not been told which functions have ended",
     "coordinator.progress.before": "progress is not persisted",
     "coordinator.progress.after": "it is, and the script does not know",

@@ -162,8 +162,18 @@ class WorkerAddress(_message.Message):
     tls_name: str
     def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
+class ServerAddress(_message.Message):
+    __slots__ = ("index", "address", "tls_name")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TLS_NAME_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    address: str
+    tls_name: str
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., tls_name: _Optional[str] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "replicas", "functions_waiting", "workers", "metrics_address", "clock", "recorded")
+    __slots__ = ("identity", "state", "uptime_seconds", "coordinator", "variables", "variable_bytes", "functions_done", "functions_running", "detail", "lost_updates", "memory_bytes", "requests", "bytes_in", "bytes_out", "busiest", "function_seconds", "waited_seconds", "replicas", "functions_waiting", "workers", "moved_servers", "metrics_address", "clock", "recorded")
     class LostUpdatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +201,7 @@ class StatusReply(_message.Message):
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_WAITING_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_SERVERS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
@@ -214,13 +225,14 @@ class StatusReply(_message.Message):
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     functions_waiting: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAddress]
+    moved_servers: _containers.RepeatedCompositeFieldContainer[ServerAddress]
     metrics_address: str
     clock: float
     recorded: _containers.RepeatedCompositeFieldContainer[Recorded]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers", "moved_servers")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +250,7 @@ class AttachRequest(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     PS_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_SERVERS_FIELD_NUMBER: _ClassVar[int]
     coordinator: Identity
     job: int
     num_workers: int
@@ -255,7 +268,8 @@ class AttachRequest(_message.Message):
     term: int
     ps_addresses: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    moved_servers: _containers.RepeatedCompositeFieldContainer[ServerAddress]
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("kind", "identity", "incarnation", "store_id", "restored", "missing_rules", "data_port", "address", "term")

@@ -1,4 +1,5 @@
 from pscluster.v1 import definition_pb2 as _definition_pb2
+from pscluster.v1 import node_pb2 as _node_pb2
 from pscluster.v1 import value_pb2 as _value_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -290,6 +291,18 @@ class ReportSeenRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportSeenReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MoveServersRequest(_message.Message):
+    __slots__ = ("incarnation", "servers")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    servers: _containers.RepeatedCompositeFieldContainer[_node_pb2.ServerAddress]
+    def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[_node_pb2.ServerAddress, _Mapping]]] = ...) -> None: ...
+
+class MoveServersReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

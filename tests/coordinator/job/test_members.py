@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import hypothesis
@@ -202,9 +203,10 @@ def test_where_a_worker_may_be_on_unix_sockets() -> None:
 
 
 class Joined:
-    """A job that takes every worker, and keeps what it is told."""
+    """A job that takes every worker, and keeps what it is told. It has no servers."""
 
-    connected = True
+    connected, closed = True, False
+    client = SimpleNamespace(num_servers=0)
     request = node_pb2.AttachRequest(coordinator=make_identity("chief", 0), job_name="mine")
 
     def __init__(self) -> None:
@@ -239,18 +241,20 @@ def valid(**changes: Any) -> coordinator_pb2.RegisterRequest:
 
 
 def test_who_may_register() -> None:
-    """A worker of the same version and job; every other one is refused with a sentence."""
+    """A worker of the same version and job, or one of its servers; all others are refused with a sentence."""
     job = Joined()
     service = registration(job)
     reply = service.register(valid(job_name="mine"), Call())  # type: ignore[arg-type]
     assert (reply.address, reply.job_name) == ("192.0.2.7:2222", "mine")
     other = valid()
     other.identity.version = "9.9"
-    server = valid()
-    server.identity.role = "ps"
+    tool, server, unnamed = valid(), valid(task="1"), valid(task="first")
+    tool.identity.role, server.identity.role, unnamed.identity.role = "tool", "ps", "ps"
     for request, error, sentence in (
         (other, VersionMismatchError, "runs pscluster 9.9, .* install the same version on every task"),
-        (server, ProtocolError, "a ps registers, but only workers join"),
+        (tool, ProtocolError, "a tool registers, but only workers and parameter servers join"),
+        (server, RefusedError, "the task is 1, but the cluster has 0 parameter servers"),
+        (unnamed, ProtocolError, "a parameter server registers as 'first'; give its index"),
         (
             valid(job_name="another"),
             RefusedError,

@@ -17,6 +17,7 @@ from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import MisuseError, ProtocolError, PSUnavailableError, UnavailableError
 from pscluster.core.functions.definitions import FunctionHandle, resolve
 from pscluster.core.handles import Handle
+from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import Buffer
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
@@ -100,6 +101,14 @@ class Job:
                     raise PSUnavailableError(str(error)) from None
                 self._connected = True
         return self._client
+
+    @property
+    def num_servers(self) -> int:
+        return self._client.num_servers
+
+    def move_server(self, peer: PeerAddress) -> None:
+        """Dial a server there from now on, also for what waits for it."""
+        self._client.move(peer)
 
     def report_seen(self, servers: Sequence[int]) -> None:
         """Tell these servers what this worker knows, for them to compare. Raise ProtocolError if one does not exist."""

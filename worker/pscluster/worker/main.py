@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 import click
 
-from pscluster.core.cluster.spec import COORDINATOR_VARIABLE, ClusterSpec, TFConfig
+from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.ids import make_identity
+from pscluster.core.role.joining import Joiner, join_options, joining_of, serve_joining
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import (
-    ADVERTISE_VARIABLE,
-    JOB_NAME_VARIABLE,
-    TASK_VARIABLE,
     RoleOptions,
     choose_serialization,
     data_port_option,
@@ -29,7 +27,7 @@ from pscluster.core.role.process import main_of
 from pscluster.core.security.tls import Tls
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.client.read_cache import cache_bytes
-from pscluster.worker.joining import JoinOptions, serve_joining
+from pscluster.v1 import node_pb2
 from pscluster.worker.process import WorkerProcess
 from pscluster.worker.servers import watch_listing
 
@@ -64,7 +62,14 @@ def serve_worker(
         own = cluster.task_address("worker", index) or ""
         worker = WorkerProcess(identity, address, own_options, stop, own=own, peers=peers)
         try:
-            wait_for_peers(peers, identity, timeout=options.connect_timeout, stop=stop.event, purpose=f"worker {index}")
+            wait_for_peers(
+                peers,
+                identity,
+                timeout=options.connect_timeout,
+                stop=stop.event,
+                purpose=f"worker {index}",
+                place_of=worker.place_of,
+            )
         except PsClusterError:
             if not stop.event.is_set():
                 worker.close()
@@ -82,51 +87,27 @@ def serve_worker(
 
 
 @click.command("worker", help="Run a worker: the task that TF_CONFIG names, or with --join one that joins a cluster.")
-@click.option(
-    "--join",
-    metavar="HOST:PORT",
-    envvar=COORDINATOR_VARIABLE,
-    help=f"Join the cluster of the coordinator at this address. Or ${COORDINATOR_VARIABLE}.",
-)
-@click.option(
-    "--task",
-    metavar="NAME|INDEX",
-    default="",
-    envvar=TASK_VARIABLE,
-    help="With --join: which worker this is, also after a restart elsewhere. "
-    "Default: the coordinator hands out the lowest free index. Or $PSCLUSTER_TASK.",
-)
-@click.option(
-    "--advertise",
-    metavar="IP[:PORT]",
-    default="",
-    envvar=ADVERTISE_VARIABLE,
-    help="With --join: where the coordinator reaches this worker, which it must allow. "
-    "Default: the address that it sees. Or $PSCLUSTER_ADVERTISE.",
-)
-@click.option(
-    "--job-name",
-    default="",
-    envvar=JOB_NAME_VARIABLE,
-    help="With --join: join only a coordinator of the job with this name. Or $PSCLUSTER_JOB_NAME.",
+@join_options(
+    "worker",
+    "NAME|INDEX",
+    "which worker this is, also after a restart elsewhere. Default: the coordinator hands out the lowest free index.",
 )
 @data_port_option
 @role_options
 def command(join: str | None, task: str, advertise: str, job_name: str, options: RoleOptions) -> None:
-    if not join:
-        if wrong := [name for name, value in (("--task", task), ("--advertise", advertise)) if value]:
-            raise ConfigurationError(
-                f"{wrong[0]} is given, but no coordinator to join: give --join HOST:PORT, or leave it out"
-            )
+    if (joins := joining_of(join, task, advertise, job_name)) is None:
         config, index = own_task("worker")
         address = listen_address(config.cluster.task_address("worker", index), options)
         run_role("worker", index, options, serve_worker(index, address, config.cluster, options))
-    elif TFConfig.from_environ().task is not None:
-        raise ConfigurationError(
-            f"TF_CONFIG names a task, and --join or {COORDINATOR_VARIABLE} a coordinator to join: leave one of them out"
-        )
-    else:
-        run_role("worker", None, options, serve_joining(JoinOptions(join, task, advertise, job_name), options))
+        return
+    cache_bytes()  # an invalid size stops the worker now rather than when a coordinator attaches
+
+    def start(
+        identity: node_pb2.Identity, address: str, own_options: RoleOptions, stop: StopRequest, own: str
+    ) -> WorkerProcess:
+        return WorkerProcess(identity, address, own_options, stop, own=own)
+
+    run_role("worker", None, options, serve_joining(Joiner("worker", "worker", start), joins, options))
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class WorkerProcess:
         self._grace = options.grace
         metrics = ClientMetrics(len(peers))
         servers = ServerList(identity.index, peers, options)
+        self.place_of = servers.place_of
 
         def make_client(request: node_pb2.AttachRequest, incarnation: int) -> PsClient:
             metrics.grow(len(request.store_ids))
@@ -79,11 +80,3 @@ class WorkerProcess:
         self._role.leave(self._grace)
         reach("worker.stop.after")
         self.server.stop(0.5)  # for outcomes that are being sent; the streams do not end by themselves
-
-
-def with_index(identity: node_pb2.Identity, index: int) -> node_pb2.Identity:
-    """Return the identity of the same process under another index."""
-    mine = node_pb2.Identity()
-    mine.CopyFrom(identity)
-    mine.index, mine.name = index, identity.name.replace("worker 0 (", f"worker {index} (", 1)
-    return mine

@@ -1,7 +1,7 @@
 """The parameter servers that a worker uses, and whether their coordinator lists this worker.
 
 The servers and their addresses are those in the worker's own TF_CONFIG. If it lists none, as TensorFlow allows, they
-are those of the coordinator that attaches.
+are those of the coordinator that attaches. A server that has moved is where the coordinator says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pscluster.core.cluster.spec import parse_address, tasks_in_words
 from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError
-from pscluster.core.limits import one_line
+from pscluster.core.limits import MAX_COUNT, check_count, one_line
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.sanitize import shown
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
@@ -33,6 +33,7 @@ class ServerList:
         self.index = index  # of the worker
         self.listed = tuple(listed)
         self._options = options or RoleOptions()
+        self._places: dict[int, PeerAddress] = {}  # of servers that have moved, as the last coordinator has said
         self._logged = ""
 
     def check_count(self, count: int) -> None:
@@ -56,21 +57,37 @@ class ServerList:
 
     def of(self, request: node_pb2.AttachRequest) -> tuple[PeerAddress, ...]:
         """Return the servers. ProtocolError if addresses are missing; ConfigurationError for an insecure way to one."""
-        if self.listed:
-            return self.listed
-        if len(request.ps_addresses) != len(request.store_ids):
-            raise ProtocolError(
-                f"worker {self.index} lists no parameter servers, and the coordinator gives the addresses of "
-                f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
-            )
-        return tuple(self._peer(index, address) for index, address in enumerate(request.ps_addresses))
+        servers = self.listed
+        if not servers:
+            if len(request.ps_addresses) != len(request.store_ids):
+                raise ProtocolError(
+                    f"worker {self.index} lists no parameter servers, and the coordinator gives the addresses of "
+                    f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
+                )
+            servers = tuple(self._peer(index, address) for index, address in enumerate(request.ps_addresses))
+        self._places = {}
+        self.moved(request.moved_servers, len(servers))
+        return tuple(map(self.place_of, servers))
 
-    def _peer(self, index: int, address: str) -> PeerAddress:
+    def moved(self, servers: Sequence[node_pb2.ServerAddress], count: int) -> list[PeerAddress]:
+        """Take where these of `count` servers are now, and return it. Raises as `of`."""
+        check_count(len(servers), MAX_COUNT, "parameter servers that have moved")
+        if wrong := [server.index for server in servers if server.index >= count]:
+            raise ProtocolError(f"parameter server {wrong[0]} has moved, but there are {count}")
+        peers = [self._peer(server.index, server.address, server.tls_name) for server in servers]
+        self._places |= {peer.index: peer for peer in peers}
+        return peers
+
+    def place_of(self, peer: PeerAddress) -> PeerAddress:
+        """Return where a server is by now."""
+        return self._places.get(peer.index, peer)
+
+    def _peer(self, index: int, address: str, tls_name: str = "") -> PeerAddress:
         try:
             parse_address(address, f"the coordinator's cluster.ps[{index}]")
         except ConfigurationError as error:
             raise ProtocolError(str(error)) from None
-        peer = PeerAddress("ps", index, address, self._options.tls, self._options.token)
+        peer = PeerAddress("ps", index, address, self._options.tls, self._options.token, tls_name=tls_name)
         peer.check_plain(insecure=self._options.insecure)
         return peer
 

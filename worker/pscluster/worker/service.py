@@ -161,6 +161,12 @@ class WorkerRole(Role):
             self.job(incarnation)
             return self._runner
 
+    def move_servers(self, request: worker_pb2.MoveServersRequest) -> None:
+        """Dial servers where they are now. Raise as `ServerList.moved`."""
+        job = self.job(request.incarnation)
+        for peer in self._servers.moved(request.servers, job.num_servers):
+            job.move_server(peer)
+
     def leave(self, grace: float) -> None:
         """Give back functions that have not started; wait for the running one, until its result has been fetched."""
         until = time.monotonic() + grace
@@ -277,6 +283,13 @@ class WorkerService:
         check_count(len(request.servers), MAX_COUNT, "parameter servers with updates seen")
         self._role.job(request.incarnation).report_seen(request.servers)
         return worker_pb2.ReportSeenReply()
+
+    def move_servers(
+        self, request: worker_pb2.MoveServersRequest, _context: grpc.ServicerContext
+    ) -> worker_pb2.MoveServersReply:
+        self._role.move_servers(request)
+        reach("worker.move.after")
+        return worker_pb2.MoveServersReply()
 
     def exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[worker_pb2.ExchangeReply]:
         return incoming.serve(frames, context, lambda incarnation: self._role.job(incarnation).membership.gangs)

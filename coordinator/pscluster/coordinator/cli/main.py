@@ -93,7 +93,12 @@ def cli() -> None:
 
 _SCRIPT = "pscluster.coordinator.cli.script"
 for _name, _module, _attribute, _summary in (
-    ("ps", "pscluster.ps.server.main", "command", "Run a parameter server: the task that TF_CONFIG names."),
+    (
+        "ps",
+        "pscluster.ps.server.main",
+        "command",
+        "Run a parameter server: the task that TF_CONFIG names, or with --join one of a running cluster.",
+    ),
     (
         "worker",
         "pscluster.worker.main",

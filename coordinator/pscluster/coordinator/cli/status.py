@@ -133,16 +133,17 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
 
 
 def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False) -> Answers:
-    """Return the answers of these tasks, and of the workers that have joined, where the coordinator says they are."""
+    """Return the answers of these tasks, and of those that have joined or moved, from where the coordinator says."""
     answers = asker.ask(busiest, explained=explained)
     coordinator = next((peer for peer, answer in answers.items() if peer.role == "chief"), None)
     answer = answers.get(coordinator) if coordinator is not None else None
     if coordinator is None or answer is None or isinstance(answer, str):
         return answers
     named = {(peer.role, peer.index): peer for peer in peers}
-    for worker in answer.workers:
-        at, tls = ("worker", worker.index), coordinator.tls
-        named[at] = PeerAddress(*at, worker.address, tls, coordinator.token, tls_name=worker.tls_name)
+    for role, places in (("worker", answer.workers), ("ps", answer.moved_servers)):
+        for place in places:
+            at, tls = (role, place.index), coordinator.tls
+            named[at] = PeerAddress(*at, place.address, tls, coordinator.token, tls_name=place.tls_name)
     if set(named.values()) == set(answers):
         return answers
     asker.follow(named.values())

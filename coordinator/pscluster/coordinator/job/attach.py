@@ -118,11 +118,17 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
             _show(context)
         context.metrics_server = serve_metrics(telemetry, options)
         context.role_server = _serve_role(context)
-        servers = [peer for peer in context.tasks if peer.role == "ps"]
-        wait_for_peers(context.tasks, request.coordinator, timeout=timeout, purpose="coordinator", num_ps=len(servers))
+        wait_for_peers(
+            context.tasks,
+            request.coordinator,
+            timeout=timeout,
+            purpose="coordinator",
+            num_ps=client.num_servers,
+            place_of=context.place_of,
+        )
         client.connect(timeout)
-        must_hold = continue_job(request, client.introductions()) if resume else [0] * len(servers)
-        loop.run(_attach(context, servers, must_hold))
+        must_hold = continue_job(request, client.introductions()) if resume else [0] * client.num_servers
+        loop.run(_attach(context, must_hold))
         if context.resumed:
             client.updater.settle_recorded(client.metadata())
             context.variables.go_on_with(_find_live(client))
@@ -156,6 +162,7 @@ class _CoordinatorRole(Role):
             reply.functions_done = stats.done
         if context is not None:
             reply.workers.extend(addresses_of(context.workers))
+            reply.moved_servers.extend(context.request.moved_servers)
 
 
 def _serve_role(context: JobContext) -> RoleServer | None:
@@ -197,9 +204,10 @@ def _show(context: JobContext) -> None:
         logger.info("the live page is at %s", page.url)
 
 
-async def _attach(context: JobContext, peers: Sequence[PeerAddress], must_hold: Sequence[int]) -> None:
+async def _attach(context: JobContext, must_hold: Sequence[int]) -> None:
     client, request = context.client, context.request
-    servers = [
+    peers = [peer for peer in context.tasks if peer.role == "ps"]
+    servers = context.taking = [
         ServerAttachment(peer, request, client.declare_again, store_id, context.event_log)
         for peer, store_id in zip(peers, must_hold, strict=True)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Protocol
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
+from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
@@ -31,12 +33,15 @@ from pscluster.coordinator.variables.creation import VariableCreator
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import CheckpointError, MisuseError, PSUnavailableError, UnavailableError
+from pscluster.core.fault_points import reach
 from pscluster.core.metrics.exposition import MetricsServer
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
 
 HOPELESS = 10.0
 """Seconds for which a job that is ending waits for an unreachable task."""
@@ -72,6 +77,7 @@ class JobContext:
     variables: VariableCreator  # of variables and optimizers; it keeps them
     tasks: list[PeerAddress]  # the parameter servers and workers
     servers: list[ServerAttachment] = field(default_factory=list)  # once they are attached
+    taking: list[ServerAttachment] = field(default_factory=list)  # while they are being attached
     dispatcher: Dispatcher | None = None  # hands out functions, once there is a ClusterCoordinator
     coordinator: object = None  # that ClusterCoordinator
     dataset_progress: DatasetProgress | None = None  # once there is a ClusterCoordinator
@@ -169,6 +175,50 @@ class JobContext:
         self.request.workers[:] = [peer.index for peer in workers]
         # A worker's index is below it: the number of input pipelines.
         self.request.num_workers = max((peer.index + 1 for peer in workers), default=0)
+
+    # Servers that return elsewhere: on the loop's thread, one at a time
+
+    def register_server(self, claim: ServerClaim, peer: PeerAddress, seen: PeerAddress, *, answers: bool) -> None:
+        """Take a server that has registered at the place of `peer`; `answers`: does one answer at `seen`?
+
+        BusyError if it is in the cluster, RefusedError if this is not the one; nothing has changed then.
+        """
+
+        async def take() -> None:
+            if self.closed:
+                raise UnavailableError("the job is over: the server joins the next one")
+            here = self.client.place_of(peer)
+            if here.address != seen.address:
+                raise UnavailableError(f"{peer.task} has just moved: it tries again")
+            server = next((server for server in self.servers or self.taking if server.peer.index == peer.index), None)
+            store_id, boot_id = (server.store_id, server.boot_id) if server is not None else (0, 0)
+            attached = server is not None and server.is_here
+            place = ServerPlace(peer.index, here.address, store_id, attached or answers, boot_id)
+            if moves(claim, place):
+                self._move_server(peer, server)
+
+        loop.run(take())
+
+    def _move_server(self, peer: PeerAddress, server: ServerAttachment | None) -> None:
+        """Dial a server there from now on, and have all others do so."""
+        logger.info("%s has registered, and is dialled there from now on", peer)
+        self.event_log.record(peer.task, "note", f"is at {peer.address} now")
+        reach("coordinator.move.before")
+        moved = [known for known in self.request.moved_servers if known.index != peer.index]
+        moved.append(node_pb2.ServerAddress(index=peer.index, address=peer.address, tls_name=peer.tls_name))
+        del self.request.moved_servers[:]
+        self.request.moved_servers.extend(moved)
+        self.tasks = [peer if (task.role, task.index) == ("ps", peer.index) else task for task in self.tasks]
+        self.client.move(peer)
+        if server is not None:
+            server.move(peer)
+        reach("coordinator.move.after")
+        if self.dispatcher is not None:
+            self.dispatcher.state.servers_moved()
+
+    def place_of(self, peer: PeerAddress) -> PeerAddress:
+        """Return where a task is by now."""
+        return self.client.place_of(peer) if peer.role == "ps" else peer
 
     # Tasks that are lost
 

@@ -1,4 +1,4 @@
-"""Workers that join: the service at which they register, and the rules for where they may be.
+"""Workers that join, and parameter servers that return: where they register, and the rules for where they may be.
 
 A worker registers, and the coordinator dials it and attaches to it, as to one that TF_CONFIG names. Before anything
 changes, this is checked, in this order:
@@ -18,6 +18,9 @@ Its certificate is not asked for a host name, which such workers do not have, bu
 
 What becomes of the work of a worker that leaves or dies: see `worker_link`. Nothing is kept of a registration but an
 entry of `members`, a handle of the dispatcher and a peer of the job.
+
+A parameter server registers in the same way, also while the coordinator waits for its tasks. It is dialled before it is
+answered, to see what it holds: `server_places` decides whether the task is there from now on.
 """
 
 from __future__ import annotations
@@ -34,14 +37,15 @@ import grpc
 
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.members import Claim
+from pscluster.coordinator.job.server_places import ServerClaim, check_index
 from pscluster.core.cluster.spec import parse_address
-from pscluster.core.errors import ConfigurationError, ProtocolError, RefusedError, UnavailableError
+from pscluster.core.errors import ConfigurationError, ProtocolError, PsClusterError, RefusedError, UnavailableError
 from pscluster.core.ids import check_version
 from pscluster.core.limits import check_name
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.sanitize import shown
-from pscluster.core.security.access import role_host
-from pscluster.core.transport.channels import PeerAddress
+from pscluster.core.security.access import check_role, role_host
+from pscluster.core.transport.channels import PeerAddress, explain, open_peer_channel, say_hello
 from pscluster.core.transport.peer_names import address_of, host_of, is_on_unix_socket
 from pscluster.core.transport.unix_sockets import path_of
 from pscluster.v1 import coordinator_pb2, node_pb2
@@ -50,7 +54,11 @@ logger = logging.getLogger(__name__)
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
+LOOK_SECONDS = 3.0
+"""A server that registers has this long to answer at its place, and the one that it would follow at its own."""
+
 RATE, BURST = 50.0, 200.0
+_MAX_DIGITS = 6
 _MAX_CALLERS = 1024  # addresses whose rate is known; a new one replaces the one that was quiet for longest
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -87,42 +95,43 @@ class RateLimit:
 
 
 def place_of(request: coordinator_pb2.RegisterRequest, caller: str, own: str, ranges: Sequence[Network] = ()) -> str:
-    """Return the address at which to dial a worker; `caller` is gRPC's name of it, `own` the coordinator's address.
+    """Return the address at which to dial one that registers; `caller` is gRPC's name of it, `own` the coordinator's.
 
     Raise RefusedError if it is not allowed, ProtocolError if it is malformed.
     """
+    who = "ps" if request.identity.role == "ps" else "worker"
     if is_on_unix_socket(caller):
         folder = os.path.dirname(path_of(own) or "")
         if not request.path or os.path.dirname(request.path) != folder:
             raise RefusedError(
-                f"the worker listens at {shown(request.path) or 'a port'!r}, but one that joins over a Unix socket has "
-                f"its own in the coordinator's folder: give --bind unix:{folder}/worker-0"
+                f"the {who} listens at {shown(request.path) or 'a port'!r}, but one that joins over a Unix socket has "
+                f"its own in the coordinator's folder: give --bind unix:{folder}/{who}-0"
             )
         address = f"unix:{request.path}"
     else:
         if request.path:
-            raise RefusedError("the worker listens at a Unix socket, but joins over TCP: give it --bind HOST:PORT")
-        address = f"{_host_of(request.host, host_of(caller), ranges)}:{request.port}"
+            raise RefusedError(f"the {who} listens at a Unix socket, but joins over TCP: give it --bind HOST:PORT")
+        address = f"{_host_of(who, request.host, host_of(caller), ranges)}:{request.port}"
     try:
-        parse_address(address, "the worker's address")
+        parse_address(address, f"the {who}'s address")
     except ConfigurationError as error:
         raise ProtocolError(str(error)) from None
     return address
 
 
-def _host_of(advertised: str, caller: str, ranges: Sequence[Network]) -> str:
+def _host_of(who: str, advertised: str, caller: str, ranges: Sequence[Network]) -> str:
     """Return the host to dial, in brackets if it is IPv6."""
     try:
         given = ipaddress.ip_address(advertised.strip("[]") or caller)
         mine = ipaddress.ip_address(caller)
     except ValueError:
         raise RefusedError(
-            f"the worker advertises {shown(advertised[:80])!r}, which is no IP address: give --advertise HOST, or "
+            f"the {who} advertises {shown(advertised[:80])!r}, which is no IP address: give --advertise HOST, or "
             "HOST:PORT, with the IP address of its machine or pod"
         ) from None
     if given != mine and not (given.is_loopback and mine.is_loopback) and not any(given in net for net in ranges):
         raise RefusedError(
-            f"the worker advertises {given}, but calls from {mine}, and the coordinator allows no other address: leave "
+            f"the {who} advertises {given}, but calls from {mine}, and the coordinator allows no other address: leave "
             "--advertise out, or give the coordinator --worker-range with a network that has it"
         )
     return f"[{given}]" if given.version == 6 else str(given)
@@ -141,25 +150,28 @@ class Registration:
     def register(
         self, request: coordinator_pb2.RegisterRequest, call: grpc.ServicerContext
     ) -> coordinator_pb2.RegisterReply:
-        context = self._context()
-        if context is None or not context.connected:
+        context, role = self._context(), request.identity.role
+        if context is None or context.closed or not (context.connected or role == "ps"):
             raise UnavailableError("the coordinator is not ready for workers yet")
         with self._lock:
             if not self._limit.take(address_of(call.peer()), time.monotonic()):
-                raise UnavailableError("too many registrations from there: the worker tries again")
+                raise UnavailableError("too many registrations from there: it tries again")
         check_version(request.identity, context.request.coordinator)
-        if request.identity.role != "worker":
-            raise ProtocolError(f"a {request.identity.role} registers, but only workers join a running cluster")
+        if role not in ("worker", "ps"):
+            raise ProtocolError(f"a {role} registers, but only workers and parameter servers join a running cluster")
+        check_role(call, role, f"registering as a {role}")
         check_name(request.job_name, "a job's name")
         if request.job_name and request.job_name != context.request.job_name:
             raise RefusedError(
-                f"the worker is for the job {shown(request.job_name)!r}, and this coordinator's is "
-                f"{shown(context.request.job_name)!r}: give the worker the address of its own coordinator, or another "
+                f"the {role} is for the job {shown(request.job_name)!r}, and this coordinator's is "
+                f"{shown(context.request.job_name)!r}: give the {role} the address of its own coordinator, or another "
                 "--job-name, or none"
             )
         address = place_of(request, call.peer(), self._own, self._ranges)
+        if role == "ps":
+            return self._register_server(context, request, address)
         claim = Claim(request.secret, request.task, request.last_index if request.had_index else None)
-        peer = context.register(claim, self._peer(address), request.identity.boot_id)
+        peer = context.register(claim, self._peer("worker", address), request.identity.boot_id)
         return coordinator_pb2.RegisterReply(
             index=peer.index,
             address=address,
@@ -167,11 +179,52 @@ class Registration:
             job_name=context.request.job_name,
         )
 
-    def _peer(self, address: str) -> PeerAddress:
-        """Return a worker at that address, whose index is not known yet. RefusedError if it can't be dialled safely."""
+    def _register_server(
+        self, context: JobContext, request: coordinator_pb2.RegisterRequest, address: str
+    ) -> coordinator_pb2.RegisterReply:
+        if not (request.task.isascii() and request.task.isdecimal() and len(request.task) <= _MAX_DIGITS):
+            raise ProtocolError(f"a parameter server registers as {shown(request.task[:80])!r}; give its index")
+        index = int(request.task)
+        check_index(index, context.client.num_servers)
+        peer = self._peer("ps", address, index)
+        hello = self._hello(peer, context)
+        if hello.identity.boot_id != request.identity.boot_id:
+            raise RefusedError(f"another process answers at {address} than the one that registers as {peer.task}")
+        present = context.client.place_of(peer)
+        answers = present.address != address and self._is_at(present, context)
+        claim = ServerClaim(index, address, request.identity.boot_id, hello.store_id)
+        context.register_server(claim, peer, present, answers=answers)
+        return coordinator_pb2.RegisterReply(
+            index=index,
+            address=context.client.place_of(peer).address,
+            coordinator=context.request.coordinator.name,
+            job_name=context.request.job_name,
+        )
+
+    def _hello(self, peer: PeerAddress, context: JobContext) -> node_pb2.HelloReply:
+        """Return what answers at the place of a server. UnavailableError, or another of ours, if it is none."""
+        with open_peer_channel(peer) as channel:
+            try:
+                return say_hello(channel, peer, context.request.coordinator, LOOK_SECONDS)
+            except UnavailableError:
+                why = explain(peer.address, peer.tls, peer.tls_name)
+                raise UnavailableError(
+                    f"the coordinator can't reach {peer}, which registers from there: {why}"
+                ) from None
+
+    def _is_at(self, peer: PeerAddress, context: JobContext) -> bool:
+        """Return whether the server answers there."""
+        try:
+            self._hello(peer, context)
+        except PsClusterError:  # it is another one, or nobody
+            return False
+        return True
+
+    def _peer(self, role: str, address: str, index: int = 0) -> PeerAddress:
+        """Return a role at that address, a worker under any index. RefusedError if it can't be dialled safely."""
         options = self._options
-        name = "" if options.tls is None else role_host("worker")
-        peer = PeerAddress("worker", 0, address, options.tls, options.token, tls_name=name)
+        name = "" if options.tls is None else role_host(role)
+        peer = PeerAddress(role, index, address, options.tls, options.token, tls_name=name)
         try:
             peer.check_plain(insecure=options.insecure)
         except ConfigurationError as error:

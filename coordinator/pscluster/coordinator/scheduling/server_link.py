@@ -72,6 +72,7 @@ class ServerAttachment:
         self.over = False  # the job is ending: the loss of the server is not logged
         self.restored = ""  # what it had restored when it was taken
         self.store_id = store_id  # of the state that it holds for this job, or must hold when it is taken; 0: any
+        self.boot_id = 0  # of the process that was taken last
         self.term = 0  # of that state: see UpdateRequest
         self._event_log = event_log or EventLog()
 
@@ -91,11 +92,16 @@ class ServerAttachment:
         except grpc.RpcError as error:
             # Not through a variable: the error and this frame would hold each other, 20 KiB an attempt.
             raise await self._diagnosed(from_rpc(error, str(self.peer))) from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise UnavailableError(f"{self.peer.task} has moved meanwhile") from None  # its old channel is closed
         if event is grpc.aio.EOF:
             raise UnavailableError(f"{self.peer} ended the connection to this coordinator")
         if event.missing_rules:
             await asyncio.wrap_future(self._declare_again(self.peer.index, event.missing_rules))
         self._attached, self.store_id, self.restored, self.term = call, event.store_id, event.restored, event.term
+        self.boot_id = event.identity.boot_id
 
     async def _diagnosed(self, failure: PsClusterError) -> PsClusterError:
         """Diagnose the failure of an attempt, and return the error to raise."""
@@ -108,15 +114,28 @@ class ServerAttachment:
         self._channel = open_aio_channel(self.peer)
         self._node, self._ps = Stub(self._channel, NODE_SERVICE), Stub(self._channel, PS_SERVICE)
 
+    def move(self, peer: PeerAddress) -> None:
+        """Dial the server there from now on. On the loop, while it is not attached."""
+        self.peer, self._diagnosis = peer, TlsDiagnosis(peer)
+        self._reopen()
+
     def _renew(self) -> None:
         """Open a new channel if the certificate was renewed: the old one would dial with the old one forever."""
         if self.peer.tls is not None and self.peer.tls.refresh() != self._version:
             self._version = self.peer.tls.version
-            # Closed once its calls have ended: only attachments last longer, and this one's is lost.
-            closing = asyncio.create_task(self._channel.close(CALL_SECONDS))
-            self._retired[closing] = self._channel
-            closing.add_done_callback(self._retired.pop)
-            self._open()
+            self._reopen()
+
+    def _reopen(self) -> None:
+        # Closed once its calls have ended: only attachments last longer, and this one's is lost.
+        closing = asyncio.create_task(self._channel.close(CALL_SECONDS))
+        self._retired[closing] = self._channel
+        closing.add_done_callback(self._retired.pop)
+        self._open()
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether it is attached."""
+        return self._attached is not None and not self.gone_since
 
     async def take(self) -> None:
         """Take the server, retrying while it is unreachable; raise BusyError at once."""

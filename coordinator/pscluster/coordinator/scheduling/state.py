@@ -81,6 +81,7 @@ class WorkerHandle:
     outcomes: int = 0  # received, over all incarnations
     heard: float = 0.0  # when a task was last sent to it, or an outcome came
     sent: int = 0  # the last position on its stream for which anything was sent
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # servers have, and it may not know
     doomed: asyncio.Event = field(default_factory=asyncio.Event)  # it must be given up, see `why_doomed`
     why_doomed: str = ""
     why: str = "not connected yet"  # it is not up
@@ -143,6 +144,11 @@ class DispatchState:
         """Return the workers that have not left the cluster."""
         workers = zip(self.workers, self.scheduler.workers, strict=False)  # one may join just now
         return [handle for handle, worker in workers if worker.gone is None]
+
+    def servers_moved(self) -> None:
+        """Have all workers told where servers are, as `attach` says. On the loop's thread."""
+        for handle in self.workers:
+            handle.moved.set()
 
     @property
     def workers_up(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from pscluster.coordinator.scheduling.connections import CALL_SECONDS, LOST_CONNECTION, AioChannel, repeat
+from pscluster.coordinator.scheduling.connections import CALL_SECONDS, LOST_CONNECTION, AioChannel, repeat, why_lost
 from pscluster.coordinator.scheduling.loop import in_thread
 from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import UnavailableError, is_retryable
@@ -24,6 +26,8 @@ from pscluster.core.transport.retry import FEW_ATTEMPTS
 from pscluster.core.transport.transport import Transport
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
+
+logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 5.0
 _CHECKS = 20  # a lease
@@ -73,6 +77,7 @@ class WorkerConnection:
         self._opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Exception | None] = loop.create_future()  # why the stream ended; None: cleanly
         self._closed = False
+        self._following: asyncio.Task[None] | None = None
         self.incarnation = self.boot_id = 0
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
@@ -233,6 +238,23 @@ class WorkerConnection:
         request = worker_pb2.ReportSeenRequest(incarnation=self.incarnation, servers=servers)
         await repeat(lambda: self._worker.report_seen(request, timeout=TELL_SECONDS), attempts=FEW_ATTEMPTS)
 
+    def follow_servers(self, moved: asyncio.Event, request: node_pb2.AttachRequest) -> None:
+        """Tell the worker from now on, whenever the event is set, where the request says that servers have moved."""
+        self._following = asyncio.create_task(self._follow(moved, request))
+
+    async def _follow(self, moved: asyncio.Event, request: node_pb2.AttachRequest) -> None:
+        while True:
+            await moved.wait()
+            moved.clear()
+            moves = worker_pb2.MoveServersRequest(incarnation=self.incarnation, servers=request.moved_servers)
+            try:
+                await repeat(
+                    functools.partial(self._worker.move_servers, moves, timeout=CALL_SECONDS),
+                    over=lambda: self._closed,
+                )
+            except LOST_CONNECTION as error:  # if the connection is lost, the next one is told at once
+                logger.warning("%s does not know where servers have moved to: %s", self.peer, why_lost(error, "it"))
+
     async def release(self, resources: Sequence[int] = (), definitions: Sequence[str] = ()) -> None:
         """Have the worker drop resources and definitions that are no longer used."""
         request = worker_pb2.ReleaseRequest(incarnation=self.incarnation, resources=resources, definitions=definitions)
@@ -241,6 +263,8 @@ class WorkerConnection:
     async def close(self) -> None:
         """Close the connection; the worker notices. No outcome is taken afterwards."""
         self._closed = True
+        if self._following is not None:
+            self._following.cancel()
         if self._attached is not None:
             self._attached.cancel()
             self._attached = None  # a closed channel keeps its connection while a call object, even cancelled, exists

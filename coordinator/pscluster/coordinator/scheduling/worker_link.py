@@ -155,8 +155,10 @@ class WorkerLink:
         handle.connection, handle.known, handle.built = connection, {}, set()
         handle.sent = 0
         handle.doomed.clear()
+        handle.moved.clear()  # what has moved before is in the request
         try:
             await connection.attach(self._state.attach)
+            connection.follow_servers(handle.moved, self._state.attach)
             if boot_id and connection.boot_id != boot_id:
                 raise UnavailableError("another process answers there than the one that has registered")
             await self._definitions.build_resources(handle, connection)

@@ -314,6 +314,7 @@ def _check(request: node_pb2.AttachRequest) -> None:
     check_name(request.job_name, "a job's name")
     check_count(len(request.workers), MAX_COUNT, "workers")
     check_count(len(request.ps_addresses), MAX_COUNT, "parameter servers")
+    check_count(len(request.moved_servers), MAX_COUNT, "parameter servers that have moved")
     check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
     if len(request.finished_starts) != len(request.finished_stops):
         raise ProtocolError("intervals of functions need as many stops as starts")

@@ -170,6 +170,11 @@ class RoleServer:
             self._metrics.wake()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
+    def set_address(self, own: str) -> None:
+        """Set the address at which clients dial the role, to tell them of its data plane."""
+        if self.node.data_port:
+            self.node.address = own
+
     def leave(self) -> None:
         """Let health checks say NOT_SERVING and tell the coordinator; calls are still answered."""
         self._health.enter_graceful_shutdown()

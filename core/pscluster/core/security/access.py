@@ -47,8 +47,8 @@ CALLERS: dict[str, frozenset[str]] = {
     "/pscluster.v1.ParameterServer/Pull": _WORKER,
     "/pscluster.v1.ParameterServer/Push": _WORKER,
     "/pscluster.v1.ParameterServer/Describe": _WORKER,
-    # To join the cluster: the coordinator dials the worker, whose certificate must then be a worker's.
-    "/pscluster.v1.Coordinator/Register": _WORKER,
+    # To join the cluster, as the role of the certificate, see `check_role`: the coordinator then dials it.
+    "/pscluster.v1.Coordinator/Register": frozenset({"worker", "ps"}),
     # Collectives; a worker opens only those of gangs that it is in, which it proves by their secret.
     "/pscluster.v1.Worker/Exchange": _WORKER,
 }
@@ -70,8 +70,13 @@ def roles_of(context: grpc.ServicerContext) -> list[str] | None:
 
 def check_coordinator(context: grpc.ServicerContext, action: str) -> None:
     """Raise NotPermittedError if the caller has shown a certificate that is not a coordinator's."""
+    check_role(context, COORDINATOR, action)
+
+
+def check_role(context: grpc.ServicerContext, role: str, action: str) -> None:
+    """Raise NotPermittedError if the caller has shown a certificate that is not of this role."""
     roles = roles_of(context)
-    if roles is not None and COORDINATOR not in roles:
+    if roles is not None and role not in roles:
         raise _refusal(roles, action)
 
 

@@ -205,8 +205,9 @@ def wait_for_peers(
     stop: threading.Event | None = None,
     purpose: str = "",
     num_ps: int = 0,
+    place_of: Callable[[PeerAddress], PeerAddress] = lambda peer: peer,
 ) -> None:
-    """Shake hands with all peers, however late they start.
+    """Shake hands with all peers, however late they start. `place_of` returns where one is by now, if it has moved.
 
     Logs which peers are missing whenever that changes and, as a warning, why, after a while and whenever that changes.
 
@@ -236,8 +237,16 @@ def wait_for_peers(
             return False
         return True
 
+    def follow() -> None:
+        for peer in list(missing):
+            place = place_of(peer)
+            if (place.address, place.tls_name) != (peer.address, peer.tls_name):
+                missing.pop(peer).close()
+                missing[place] = open_peer_channel(place)
+
     def try_once() -> None:
         nonlocal last_said, last_reasons, remind_at
+        follow()
         tried = list(missing)
         for peer, answers in zip(tried, pool.map(answers_hello, tried), strict=True):
             if answers:

@@ -24,9 +24,8 @@ from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableEr
 from pscluster.core.functions.definitions import split_off_bulk
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
-from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
-from pscluster.ps.client.connections import Server
+from pscluster.ps.client.connections import Server, Way
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
 from pscluster.ps.client.reads import Reader
 from pscluster.ps.client.updates import ShardUpdate, Updater
@@ -90,10 +89,18 @@ class PsClient:
     def num_servers(self) -> int:
         return len(self._servers)
 
+    def place_of(self, peer: PeerAddress) -> PeerAddress:
+        """Return where the server of this index is now."""
+        return self._servers[peer.index].peer
+
+    def move(self, peer: PeerAddress) -> None:
+        """Dial the server of this index there from now on; see `Server.move`."""
+        self._servers[peer.index].move(peer)
+
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
         """Shake hands with all servers, waiting for those that have not started yet."""
         peers = [server.peer for server in self._servers]
-        wait_for_peers(peers, self._identity, timeout=timeout, stop=stop)
+        wait_for_peers(peers, self._identity, timeout=timeout, stop=stop, place_of=self.place_of)
 
     def introductions(self) -> list[node_pb2.HelloReply]:
         """Return every server's answer to the handshake, which says what it holds."""
@@ -124,7 +131,7 @@ class PsClient:
         self.exchanges.check_open()
         request = node_pb2.StatusRequest()
         return [
-            self.exchanges.retrying(server, functools.partial(server.ask, server.node.status, request, self._timeout))
+            self.exchanges.retrying(server, functools.partial(server.ask, "node", "status", request, self._timeout))
             for server in self._servers
         ]
 
@@ -180,12 +187,12 @@ class PsClient:
         self.exchanges.check_open()
         server = self._servers[index]
         if patient:  # on the same channel, which may wait to dial again long after the server is back
-            self._describe(server, ps_pb2.DescribeRequest(job=self.job), server.bulk)
+            self._describe(server, ps_pb2.DescribeRequest(job=self.job), "bulk")
         try:
             if method == "restore" and request.ByteSize() > CHUNK_BYTES // 2:  # too large for a message
                 data = request.SerializeToString()
                 return self.exchanges.push(index, ps_pb2.Request(restore=True), [data], timeout, patient=False)
-            return server.ask(getattr(server.bulk, method), request, timeout)
+            return server.ask("bulk", method, request, timeout)
         except grpc.RpcError as error:
             raise from_rpc(error, str(server.peer)) from None
 
@@ -312,7 +319,7 @@ class PsClient:
         few_times = tenacity.Retrying(**until(seconds=self._timeout, attempts=FEW_ATTEMPTS), reraise=True)
         everywhere = True
         for server in self._servers:
-            delete = functools.partial(server.ask, server.control.delete, request, self._timeout)
+            delete = functools.partial(server.ask, "control", "delete", request, self._timeout)
             if patient:
                 self.exchanges.retrying(server, delete)
                 continue
@@ -342,9 +349,9 @@ class PsClient:
         ).optimizers[0]
 
     def _describe(
-        self, server: Server, request: ps_pb2.DescribeRequest, stub: Stub | None = None, timeout: float | None = None
+        self, server: Server, request: ps_pb2.DescribeRequest, way: Way = "control", timeout: float | None = None
     ) -> ps_pb2.DescribeReply:
         self.exchanges.check_open()
-        ask = functools.partial(server.ask, (stub or server.control).describe, request, timeout or self._timeout)
+        ask = functools.partial(server.ask, way, "describe", request, timeout or self._timeout)
         reply: ps_pb2.DescribeReply = self.exchanges.retrying(server, ask)
         return reply

@@ -2,6 +2,10 @@
 
 Reads and updates go over a server's data plane if it is reachable, otherwise over gRPC. The server announces its port
 at every handshake, since it changes when the server restarts.
+
+A server that returns elsewhere is moved there (`Server.move`): what is under way at its old place ends with
+UnavailableError, and is tried again at the new one, under the same key. Nothing that was sent to the old place is lost
+or counted by that: it is as if the server had restarted where it was.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
@@ -30,6 +34,12 @@ from pscluster.v1 import node_pb2, ps_pb2
 _SESSION, _PULL, _PUSH = (f"/{SERVICE.full_name}/{name}" for name in ("Session", "Pull", "Push"))
 
 
+Way = Literal["control", "bulk", "node"]
+"""Which of a server's stubs a call goes over: the service beside small or large requests, or the node's."""
+
+_LEAVE_SECONDS = 30.0  # channels to a place that a server has left are closed after this long
+
+
 def new_session() -> str:
     return f"{fresh_id():x}"
 
@@ -39,6 +49,7 @@ class Session:
 
     def __init__(self, stream: Stream, liveness: Liveness, name: str = "") -> None:
         self.stream = stream
+        self.liveness = liveness
         self.name = name
         self.nth = 0  # requests sent
         self.begin = 0.0  # when the last one was sent
@@ -90,6 +101,11 @@ def _replies(stream: Stream, destination: Destination | None = None) -> Iterator
             raise
 
 
+def _close(channels: Sequence[grpc.Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
 def _result(call: Any, tell: Callable[[Any], None]) -> Any:
     tell(call)
     try:
@@ -104,7 +120,7 @@ class Server:
 
     def __init__(self, peer: PeerAddress, identity: node_pb2.Identity, retry_seconds: float) -> None:
         self.peer = peer
-        self.liveness = Liveness(self._answers, retry_seconds)
+        self.liveness = Liveness(self._answers, retry_seconds)  # of its place
         self.store_id = 0  # of what it holds for the job; see AttachEvent
         self.lost: PSUnavailableError | None = None  # see `give_up`
         self._identity = identity
@@ -119,6 +135,26 @@ class Server:
         """Raise this error from all calls from now on, and end those that are waiting."""
         self.lost = self.lost or error
         self.liveness.given_up = True
+
+    def move(self, peer: PeerAddress) -> None:
+        """Dial the server there from now on. What is under way at its old place ends with UnavailableError."""
+        with self._lock:
+            if self._closed or (peer.address, peer.tls_name) == (self.peer.address, self.peer.tls_name):
+                return
+            self.peer, left = peer, self.liveness
+            self.liveness = Liveness(self._answers, left.max_silence)
+            self.liveness.given_up = left.given_up  # a lost server stays lost
+            idle, self._idle = self._idle, []
+            transport, self._transport = self._transport, Transport(peer, self.hello)
+            outdated, self._retired = (*self._retired, self._control, self._bulk), ()
+            self._open()
+        left.given_up = True  # cancels the calls that wait there
+        for session in idle:
+            session.close()
+        transport.close()
+        closing = threading.Timer(_LEAVE_SECONDS, _close, (outdated,))  # not under a call that begins just now
+        closing.daemon = True
+        closing.start()
 
     def check(self) -> None:
         """Raise the error that says that the server is lost, if it has been given up."""
@@ -144,15 +180,19 @@ class Server:
                 return session
             session.close()
         name = new_session()
+        with self._lock:
+            transport, channel, liveness = self._transport, self._control, self.liveness
         with self._watched(OPEN_SECONDS):
-            stream = self._transport.open(self._control, _SESSION, ((SESSION_HEADER, name),))
-        return Session(stream, self.liveness, name)
+            stream = transport.open(channel, _SESSION, ((SESSION_HEADER, name),))
+        return Session(stream, liveness, name)
 
     @contextlib.contextmanager
     def _transfer(self, path: str, metadata: Metadata, timeout: float) -> Iterator[tuple[Stream, Callable[[], None]]]:
         """Open a call for a large transfer and watch it for the block, which calls the function given at progress."""
         with self._watched(timeout) as (exchange, tell):
-            stream = self._transport.open(self._bulk, path, metadata)
+            with self._lock:
+                transport, channel = self._transport, self._bulk
+            stream = transport.open(channel, path, metadata)
             tell(stream)
             try:
                 yield stream, exchange.progress
@@ -178,10 +218,10 @@ class Server:
             raise ProtocolError(f"{len(replies)} replies to one update")
         return replies[0]
 
-    def ask(self, method: Any, request: Any, timeout: float) -> Any:
-        """Call a method of a stub with one request. Raise grpc.RpcError or PsClusterError if it fails."""
+    def ask(self, way: Way, method: str, request: Any, timeout: float) -> Any:
+        """Call a method with one request. Raise grpc.RpcError or PsClusterError if it fails."""
         with self._watched(timeout) as (_, tell):
-            return _result(method.future(request, timeout=timeout), tell)
+            return _result(getattr(getattr(self, way), method).future(request, timeout=timeout), tell)
 
     @contextlib.contextmanager
     def _watched(self, timeout: float) -> Iterator[tuple[WatchedCall, Callable[[Any], None]]]:
@@ -218,7 +258,7 @@ class Server:
 
     def give_back(self, session: Session) -> None:
         with self._lock:
-            if not self._closed:
+            if not self._closed and session.liveness is self.liveness:
                 self._idle.append(session)
                 return
         session.close()
@@ -232,10 +272,11 @@ class Server:
                 # Calls on the old channels end normally: these are closed at the next renewal.
                 outdated, self._retired = self._retired, (self._control, self._bulk)
                 self._open()
-        for channel in outdated:
-            channel.close()
-        reply = say_hello(self._control, self.peer, self._identity, timeout)
-        self._transport.learn(self.peer, reply)
+        _close(outdated)
+        with self._lock:
+            channel, peer, transport = self._control, self.peer, self._transport
+        reply = say_hello(channel, peer, self._identity, timeout)
+        transport.learn(peer, reply)
         return reply
 
     def check_store_id(self, timeout: float = HELLO_SECONDS) -> None:
@@ -259,5 +300,4 @@ class Server:
         self._closed = True
         self.drop_sessions()
         self._transport.close()
-        for channel in (*self._retired, self._control, self._bulk):
-            channel.close()
+        _close((*self._retired, self._control, self._bulk))

@@ -159,7 +159,7 @@ class Exchanges:
             raise self._gone(server, error.last_attempt.exception()) from None
 
     def _gone(self, server: Server, last: BaseException | None) -> PSUnavailableError:
-        why = explain(server.peer.address, server.peer.tls)
+        why = explain(server.peer.address, server.peer.tls, server.peer.tls_name)
         failure = str(last).removeprefix(f"{server.peer} can't be reached: ")
         error = PSUnavailableError(
             f"{server.peer} is still unreachable after {self._retry_seconds:g} s of retries: {why} ({failure})"

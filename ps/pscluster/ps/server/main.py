@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from pscluster.core import checks
-from pscluster.core.fault_points import reach
+from pscluster.core.errors import ConfigurationError
 from pscluster.core.ids import make_identity
+from pscluster.core.role.joining import Joiner, join_options, joining_of, serve_joining
 from pscluster.core.role.lifecycle import StopRequest, run_role
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.options import (
@@ -24,13 +25,8 @@ from pscluster.core.role.options import (
     with_user_token,
 )
 from pscluster.core.role.process import main_of
-from pscluster.core.role.server import RoleServer
 from pscluster.ps.server.admission import DEFAULT_MIB
-from pscluster.ps.server.role import ParameterServerRole
-from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.server.telemetry import ServerTelemetry
-from pscluster.ps.spec import BESIDE_PAYLOAD_BYTES, SERVICE
-from pscluster.ps.storage.manager import StateManager
+from pscluster.ps.server.process import ServerProcess, StoreOptions
 from pscluster.ps.storage.options import (
     DURABILITY_VARIABLE,
     SNAPSHOT_SECONDS,
@@ -39,87 +35,47 @@ from pscluster.ps.storage.options import (
     DurabilityOptions,
     default_directory,
     durability_named,
+    joined_state_folder,
     state_folder,
 )
-from pscluster.ps.storage.roots import Roots
+from pscluster.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT_VARIABLE = "PSCLUSTER_IN_FLIGHT_MIB"
 ROOT_VARIABLE = "PSCLUSTER_CHECKPOINT_ROOT"
 
-SEND_SECONDS = 0.25
-"""Time for the last answers to be sent before connections are closed."""
-
 
 def serve_ps(
-    index: int,
-    address: str,
-    options: RoleOptions,
-    in_flight_mib: int,
-    durability: DurabilityOptions,
-    checkpoint_roots: Sequence[str],
-    own: str,
+    index: int, address: str, options: RoleOptions, store: StoreOptions, own: str
 ) -> Callable[[StopRequest], Callable[[], None]]:
     """Return what `run_role` starts: a parameter server that listens on `address`, and that others know as `own`."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
         own_options = with_user_token(options, [address])
         choose_serialization(address, own_options)
-        role = ParameterServerRole(index, StateManager(durability), Roots(checkpoint_roots))
-        service = ParameterServerService(role, in_flight_mib << 20)
-        server = RoleServer(
-            make_identity("ps", index),
-            role,
-            {"ps": (SERVICE, service)},
-            address,
-            own_options,
-            on_job_end=lambda: stop.ask("the job is over") if options.until_done else None,
-            telemetry=ServerTelemetry(role, service.budget),
-            own=own,
-            admission=service.admission,
-            overhead_bytes=BESIDE_PAYLOAD_BYTES,
-        )
-        server.ready()
+        process = ServerProcess(make_identity("ps", index), address, own_options, store, stop, own)
+        process.server.ready()
         logger.info("parameter server %d serving on %s", index, address)
         log_serialization()
-
-        def close() -> None:
-            server.leave()
-            if not service.drain.close(options.grace):
-                logger.warning("requests still in progress after %g s were cancelled", options.grace)
-            server.stop(SEND_SECONDS)  # streams do not end by themselves
-            reach("ps.stop.before")
-            role.manager.close()
-
-        return close
+        return process.close
 
     return serve
 
 
-def bounds_of_environ() -> tuple[int, tuple[str, ...]]:
-    """Return the environment's memory for large requests, in MiB, and its checkpoint roots.
+def store_of_environ(index: int, address: str) -> StoreOptions:
+    """Return what the environment says of the store of the server with this address.
 
-    ConfigurationError if the memory is invalid.
+    ConfigurationError if it is invalid.
     """
-    return checks.mib_of_environ(IN_FLIGHT_VARIABLE, DEFAULT_MIB, 1), tuple(os.environ.get(ROOT_VARIABLE, "").split())
+    in_flight_mib = checks.mib_of_environ(IN_FLIGHT_VARIABLE, DEFAULT_MIB, 1)
+    durability = DurabilityOptions(durability_named(None), state_folder(default_directory(), index, address))
+    return StoreOptions(in_flight_mib, durability, tuple(os.environ.get(ROOT_VARIABLE, "").split()))
 
 
-def durability_options(
-    index: int,
-    address: str,
-    kind: str | None = None,
-    state_dir: Path | None = None,
-    every: float = SNAPSHOT_SECONDS,
-    *,
-    fsync: bool = False,
-) -> DurabilityOptions:
-    """Return the durability of the server with this address, as `durability_named` does."""
-    folder = state_folder(state_dir or default_directory(), index, address)
-    return DurabilityOptions(durability_named(kind), folder, every, fsync)
-
-
-@click.command("ps", help="Run a parameter server: the task that TF_CONFIG names.")
+@click.command(
+    "ps", help="Run a parameter server: the task that TF_CONFIG names, or with --join one of a running cluster."
+)
 @click.option(
     "--in-flight-mib",
     envvar=IN_FLIGHT_VARIABLE,
@@ -157,10 +113,20 @@ def durability_options(
     metavar="DIRECTORY",
     help="Write and read checkpoints only inside this directory (or URL); may be repeated. Default: anywhere.",
 )
+@join_options(
+    "parameter server",
+    "INDEX",
+    "which parameter server this is, also after a restart elsewhere. The state is in a folder of that name. Needed.",
+    "and name the state's folder after it, too",
+)
 @data_port_option
 @role_options
 def command(
     options: RoleOptions,
+    join: str | None,
+    task: str,
+    advertise: str,
+    job_name: str,
     checkpoint_roots: tuple[str, ...],
     in_flight_mib: int,
     durability: str,
@@ -168,12 +134,33 @@ def command(
     snapshot_seconds: float,
     fsync: bool,
 ) -> None:
-    config, index = own_task("ps")
-    own = config.cluster.task_address("ps", index)
-    address = listen_address(own, options)
-    chosen = durability_options(index, own, durability, state_dir, snapshot_seconds, fsync=fsync)
-    serve = serve_ps(index, address, options, in_flight_mib, chosen, checkpoint_roots, own or "")
-    run_role("ps", index, options, serve)
+    def store_in(folder: Path) -> StoreOptions:
+        kept = DurabilityOptions(Durability(durability), folder, snapshot_seconds, fsync)
+        return StoreOptions(in_flight_mib, kept, checkpoint_roots)
+
+    directory = state_dir or default_directory()
+
+    if (joins := joining_of(join, task, advertise, job_name)) is None:
+        config, index = own_task("ps")
+        own = config.cluster.task_address("ps", index)
+        address = listen_address(own, options)
+        store = store_in(state_folder(directory, index, own))
+        run_role("ps", index, options, serve_ps(index, address, options, store, own or ""))
+        return
+    if not task.isdecimal():
+        raise ConfigurationError(
+            f"--task is {task!r}; a parameter server that joins is one of the cluster's, with its part of all "
+            "variables: give its index, such as --task 0"
+        )
+    index = int(task)
+    store = store_in(joined_state_folder(directory, index, job_name))
+
+    def start(
+        identity: node_pb2.Identity, address: str, own_options: RoleOptions, stop: StopRequest, own: str
+    ) -> ServerProcess:
+        return ServerProcess(identity, address, own_options, store, stop, own)
+
+    run_role("ps", index, options, serve_joining(Joiner("ps", "parameter server", start), joins, options))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ def durability_named(kind: str | None) -> Durability:
 def state_folder(directory: Path, index: int, address: str) -> Path:
     """Return where a server keeps its state in a directory that clusters share: the address tells them apart."""
     return directory / f"ps-{index}-{re.sub(r'[^0-9A-Za-z.-]', '-', address)}"
+
+
+def joined_state_folder(directory: Path, index: int, job_name: str) -> Path:
+    """Return the same for a server that registers, which may be at another address each time: its job and task."""
+    if not job_name:
+        return directory / f"ps-{index}"
+    plain = re.sub(r"[^0-9A-Za-z.-]", "-", job_name)[-100:]
+    digest = "" if plain == job_name else f"-{hashlib.sha256(job_name.encode()).hexdigest()[:12]}"
+    return directory / f"ps-{index}-of-{plain}{digest}"
 
 
 def default_directory() -> Path:

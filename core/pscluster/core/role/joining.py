@@ -1,6 +1,8 @@
-"""A worker that joins a running cluster: `pscluster worker --join HOST:PORT`.
+"""A role that joins a running cluster: `pscluster worker --join HOST:PORT`, and `pscluster ps --join`.
 
-It asks the coordinator for a task, and serves under the index that it gets; the coordinator then dials it.
+A worker asks the coordinator for a task, and serves under the index that it gets; the coordinator then dials it.
+A parameter server knows which one it is, by the shards that it holds. It serves under that index from the start, and
+registers where it is: the coordinator looks what it holds before it answers.
 
     REGISTERING --the coordinator answers---------> SERVING   under its index; the coordinator dials
                 --a coordinator attaches----------> ATTACHED  one that knows it already
@@ -10,44 +12,64 @@ It asks the coordinator for a task, and serves under the index that it gets; the
     SERVING     --attached------------------------> ATTACHED
                 --AWAIT_SECONDS pass--------------> REGISTERING
     ATTACHED    --its stream ends-----------------> SERVING   the coordinator may dial again, or be gone for good
-    any         --SIGTERM-------------------------> it leaves in order, see `WorkerProcess.close`
+    any         --SIGTERM-------------------------> it leaves in order, see `Serving.close`
 
-While it lives it keeps its index: it asks for it again, and proves with a secret that it is the same process. One that
-is given its index by --task serves under it before it has registered. If another worker has the index by then, as it
-may after a restart of the coordinator, it serves under another one; nothing of its state is lost by that, since a
-coordinator that attaches sends everything anew.
+While it lives a worker keeps its index: it asks for it again, and proves with a secret that it is the same process. One
+that is given its index by --task serves under it before it has registered. If another worker has the index by then, as
+it may after a restart of the coordinator, it serves under another one; nothing of its state is lost by that, since a
+coordinator that attaches sends everything anew. A server's index never changes.
 
-What may be lost: nothing but time. A function that runs is the coordinator's to run again, as for any other worker.
+What may be lost: nothing but time. A function that runs is the coordinator's to run again, as for any other worker, and
+what a server holds is on its disk, as for any other server.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import click
 import grpc
 import tenacity
 
-from pscluster.core.cluster.spec import MAX_INDEX, is_on_this_machine, parse_address, split_address
+from pscluster.core.cluster.kubernetes import config_of_pod, is_pod
+from pscluster.core.cluster.spec import (
+    COORDINATOR_VARIABLE,
+    MAX_INDEX,
+    VARIABLE,
+    TFConfig,
+    is_on_this_machine,
+    parse_address,
+    split_address,
+)
 from pscluster.core.errors import BusyError, ConfigurationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.ids import make_identity
 from pscluster.core.role.lifecycle import StopRequest
 from pscluster.core.role.listening import listen_address
-from pscluster.core.role.options import RoleOptions, choose_serialization, log_serialization, with_user_token
+from pscluster.core.role.options import (
+    ADVERTISE_VARIABLE,
+    JOB_NAME_VARIABLE,
+    TASK_VARIABLE,
+    RoleOptions,
+    choose_serialization,
+    log_serialization,
+    with_user_token,
+)
 from pscluster.core.role.process import bind_log, configure_logging
+from pscluster.core.role.server import RoleServer
 from pscluster.core.security.tls import check_plain
 from pscluster.core.transport.channels import PeerAddress, explain, open_peer_channel, why_untrusted
 from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.retry import until
 from pscluster.core.transport.unix_sockets import path_of
-from pscluster.ps.client.read_cache import cache_bytes
-from pscluster.v1 import coordinator_pb2
-from pscluster.worker.process import WorkerProcess, with_index
+from pscluster.v1 import coordinator_pb2, node_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +77,7 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 REGISTER_SECONDS = 10.0
 AWAIT_SECONDS = 5.0
-"""A worker that serves, but is attached to no coordinator, registers again after this long."""
+"""A role that serves, but is attached to no coordinator, registers again after this long."""
 
 _CHECK_SECONDS = 0.5
 _EVERYWHERE = "0.0.0.0", "::"  # noqa: S104  # nosec B104
@@ -64,7 +86,7 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """How a worker joins; see the command line's help for each."""
+    """How a role joins; see the command line's help for each."""
 
     coordinator: str  # its address
     task: str = ""
@@ -89,24 +111,117 @@ class JoinOptions:
         return text.strip("[]"), 0
 
 
-def serve_joining(join: JoinOptions, options: RoleOptions) -> Callable[[StopRequest], Callable[[], None]]:
-    """Return a function for `run_role` that registers a worker, and starts it."""
+def join_options(noun: str, metavar: str, task: str, job: str = "") -> Callable[[Callable[..., None]], Any]:
+    """Return what adds the options of a role that may join to its command; `joining_of` reads them."""
+    options = (
+        click.option(
+            "--join",
+            metavar="HOST:PORT",
+            help=f"Join the cluster of the coordinator at this address. Or ${COORDINATOR_VARIABLE}.",
+        ),
+        click.option(
+            "--task",
+            metavar=metavar,
+            default="",
+            envvar=TASK_VARIABLE,
+            help=f"With --join: {task} Or ${TASK_VARIABLE}.",
+        ),
+        click.option(
+            "--advertise",
+            metavar="IP[:PORT]",
+            default="",
+            envvar=ADVERTISE_VARIABLE,
+            help=f"With --join: where the coordinator reaches this {noun}, which it must allow. "
+            f"Default: the address that it sees. Or ${ADVERTISE_VARIABLE}.",
+        ),
+        click.option(
+            "--job-name",
+            default="",
+            envvar=JOB_NAME_VARIABLE,
+            help="With --join: join only a coordinator of the job with this name"
+            f"{job and ', '}{job}. Or ${JOB_NAME_VARIABLE}.",
+        ),
+    )
+
+    def decorate(command: Callable[..., None]) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def joining_of(join: str | None, task: str, advertise: str, job_name: str) -> JoinOptions | None:
+    """Return how this process joins; None if TF_CONFIG, or its pod, names its task. ConfigurationError for both."""
+    named = VARIABLE in os.environ and TFConfig.from_environ().task is not None
+    pod = VARIABLE not in os.environ and is_pod() and config_of_pod().task is not None
+    if not (join or (not pod and os.environ.get(COORDINATOR_VARIABLE))):
+        if wrong := [name for name, value in (("--task", task), ("--advertise", advertise)) if value]:
+            raise ConfigurationError(
+                f"{wrong[0]} is given, but no coordinator to join: give --join HOST:PORT, or leave it out"
+            )
+        return None
+    if named or pod:
+        raise ConfigurationError(
+            f"TF_CONFIG names a task, and --join or {COORDINATOR_VARIABLE} a coordinator to join: leave one of them out"
+        )
+    return JoinOptions(join or os.environ[COORDINATOR_VARIABLE], task, advertise, job_name)
+
+
+class Serving(Protocol):
+    """A role of this process that serves."""
+
+    @property
+    def server(self) -> RoleServer:
+        """Return its server."""
+
+    def close(self) -> None:
+        """Leave in order, and stop serving."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joiner:
+    """What joins."""
+
+    role: str
+    noun: str  # for people
+    start: Callable[[node_pb2.Identity, str, RoleOptions, StopRequest, str], Serving]
+    """Begins to serve. Takes the identity, where to listen, the options, and the address at which it is dialled."""
+
+    def named(self, index: int) -> str:
+        """Return the name of the one with this index."""
+        return f"{self.noun} {index}"
+
+
+def serve_joining(
+    joiner: Joiner, join: JoinOptions, options: RoleOptions
+) -> Callable[[StopRequest], Callable[[], None]]:
+    """Return a function for `run_role` that registers a role, and starts it."""
 
     def serve(stop: StopRequest) -> Callable[[], None]:
-        joining = Joining(join, options, stop)
+        joining = Joining(joiner, join, options, stop)
         joining.begin()
         return joining.close
 
     return serve
 
 
-class Joining:
-    """A worker that registers, serves, and registers again when it has lost its coordinator."""
+def with_index(identity: node_pb2.Identity, index: int) -> node_pb2.Identity:
+    """Return the identity of the same process under another index."""
+    mine = node_pb2.Identity()
+    mine.CopyFrom(identity)
+    mine.index = index
+    mine.name = identity.name.replace(f"{identity.role} {identity.index} (", f"{identity.role} {index} (", 1)
+    return mine
 
-    def __init__(self, join: JoinOptions, options: RoleOptions, stop: StopRequest) -> None:
+
+class Joining:
+    """A role that registers, serves, and registers again when it has lost its coordinator."""
+
+    def __init__(self, joiner: Joiner, join: JoinOptions, options: RoleOptions, stop: StopRequest) -> None:
         """Choose where to listen. Raise ConfigurationError if an option is wrong."""
-        self._join, self._stop = join, stop
-        self._identity = make_identity("worker", 0)
+        self._joiner, self._join, self._stop = joiner, join, stop
+        self._identity = make_identity(joiner.role, 0)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._reserved: socket.socket | None = None
         address = self._free_address(options)
@@ -115,10 +230,9 @@ class Joining:
         self._address = listen_address(None, replace(options, bind=address))
         self._options = options = with_user_token(options, (self._address, join.coordinator))
         check_plain("the coordinator", join.coordinator, options.token, options.tls, insecure=options.insecure)
-        choose_serialization(self._address, options, is_worker=True)
-        cache_bytes()  # an invalid size stops the worker now rather than when a coordinator attaches
+        choose_serialization(self._address, options, is_worker=joiner.role == "worker")
         self._peer = PeerAddress("chief", 0, join.coordinator, options.tls, options.token)
-        self._worker: WorkerProcess | None = None
+        self._serving: Serving | None = None
         self._index: int | None = None
         self._thread = threading.Thread(target=self._stay, name="joining", daemon=True)
         self._said = self._joined = ""
@@ -130,8 +244,8 @@ class Joining:
             return options.bind
         if options.bind is None and path_of(self._join.coordinator) is not None:
             raise ConfigurationError(
-                "a worker that joins over a Unix socket needs one of its own: give --bind unix:PATH, in the folder of "
-                "the coordinator's"
+                f"a {self._joiner.noun} that joins over a Unix socket needs one of its own: give --bind unix:PATH, in "
+                "the folder of the coordinator's"
             )
         near = is_on_this_machine(self._join.coordinator)
         host = options.bind.removesuffix(":0") if options.bind else "127.0.0.1" if near else "0.0.0.0"  # noqa: S104  # nosec B104
@@ -148,7 +262,8 @@ class Joining:
     def begin(self) -> None:
         """Register and serve, or stop if that was asked meanwhile. Raise the coordinator's refusal."""
         known = path_of(self._address) is not None or split_address(self._address)[0] not in _EVERYWHERE
-        if self._join.task.isdecimal() and known:
+        # A server is looked at before it is answered; where it is dialled it learns from the answer.
+        if self._join.task.isdecimal() and (known or self._joiner.role == "ps"):
             self._serve_as(int(self._join.task), self._address)
         try:
             self._serve(self._register(patient=False))
@@ -162,14 +277,14 @@ class Joining:
         self._thread.start()
 
     def _is_attached(self) -> bool:
-        return self._worker is not None and not self._worker.server.node.not_ready()
+        return self._serving is not None and not self._serving.server.node.not_ready()
 
     def close(self) -> None:
         """Leave in order."""
         if self._thread.is_alive():
             self._thread.join(REGISTER_SECONDS)
-        if self._worker is not None:
-            self._worker.close()
+        if self._serving is not None:
+            self._serving.close()
         if self._reserved is not None:
             self._reserved.close()
 
@@ -230,7 +345,7 @@ class Joining:
         """Log why registering failed, once for each reason. Raise the reason if certificates are at fault."""
         text, level = str(error), logging.WARNING
         if isinstance(error, UnavailableError):
-            if self._worker is None and (untrusted := why_untrusted(self._peer)) is not None:
+            if self._serving is None and (untrusted := why_untrusted(self._peer)) is not None:
                 raise untrusted from None
             level = logging.INFO
             if "can't be reached" in text:
@@ -243,27 +358,31 @@ class Joining:
 
     def _serve(self, reply: coordinator_pb2.RegisterReply) -> None:
         """Serve under the index that the coordinator has given."""
+        name = self._joiner.named(reply.index)
         if self._index != reply.index:
-            if self._worker is not None:
-                logger.warning("another worker has index %d by now; going on as worker %d", self._index, reply.index)
-                self._worker.close()
+            if self._serving is not None:
+                logger.warning("another worker has index %d by now; going on as %s", self._index, name)
+                self._serving.close()
             self._serve_as(reply.index, reply.address)
-        joined = f"joined {reply.coordinator} as worker {reply.index}, at {reply.address}"
+        assert self._serving is not None
+        self._serving.server.set_address(reply.address)
+        joined = f"joined {reply.coordinator} as {name}, at {reply.address}"
         if joined != self._joined:
             logger.info("%s", joined)
             self._joined = joined
         elif not self._is_attached():
-            self._say(UnavailableError(f"it has not reached this worker at {reply.address} so far"))
+            self._say(UnavailableError(f"it has not reached this {self._joiner.noun} at {reply.address} so far"))
 
     def _serve_as(self, index: int, own: str) -> None:
         """Serve under this index. `own` is the address at which it is dialled: there its data plane is reached, too."""
         self._index = index
-        configure_logging(f"worker/{index}", self._options.log_level, self._options.log_format)
+        role = self._joiner.role
+        configure_logging(f"{role}/{index}", self._options.log_level, self._options.log_format)
         bind_log(index=index)
         identity = with_index(self._identity, index)
-        self._worker = WorkerProcess(identity, self._address, self._options, self._stop, own=own)
-        self._worker.server.ready()
-        logger.info("worker %d serving on %s", index, self._address)
+        self._serving = self._joiner.start(identity, self._address, self._options, self._stop, own)
+        self._serving.server.ready()
+        logger.info("%s serving on %s", self._joiner.named(index), self._address)
         log_serialization()
 
     def _stay(self) -> None:
@@ -284,9 +403,9 @@ class Joining:
 
     def _is_lost(self) -> bool:
         """Return whether no coordinator is attached for AWAIT_SECONDS."""
-        assert self._worker is not None
+        assert self._serving is not None
         waited = 0.0
-        while self._worker.server.node.not_ready():
+        while self._serving.server.node.not_ready():
             if waited >= AWAIT_SECONDS:
                 return True
             if self._stop.event.wait(_CHECK_SECONDS):
