@@ -11,7 +11,10 @@ from tests.faults.arming.faults import CALL_KINDS, environment
 from tests.roles.processes import PSCLUSTER, Process, Roles, environ, make_cluster, run, run_all, tf_config
 from tests.waiting import until
 
+from pscluster.core.ids import make_identity
 from pscluster.core.security.certificates import make_certificates
+from pscluster.core.security.tokens import load_token
+from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 
 # Schedules counted functions until the file `end` exists. Each adds 1 to all elements of a variable on all servers.
 COUNTING = """
@@ -288,6 +291,25 @@ def test_certificates(tmp_path: Path) -> None:
         roles.server(0, "--bind", "127.0.0.2:0", "--advertise", "127.0.0.2")
         coordinator.wait_for("ps 0 at 127.0.0.2:.* is back after")
         roles.until_runs("training goes on")
+        roles.end(coordinator)
+
+
+def test_a_server_that_listens_everywhere(tmp_path: Path) -> None:
+    """It says where its data plane is before anybody may ask: its clients do not stay on gRPC."""
+    with Moving(tmp_path, {"PSCLUSTER_INSECURE": "1"}) as roles:
+        for index in range(2):
+            roles.server(index, "--bind", "0.0.0.0:0")
+        roles.worker()
+        coordinator = roles.count()
+        coordinator.wait_for("all have ended")
+        code, said = run("status", "--json", config=tf_config(roles.cluster, "chief"), **roles.env)
+        assert code == 0, said
+        for task in json.loads(said[said.index("{") :])["tasks"]:
+            if task["task"] == "ps":
+                peer = PeerAddress("ps", task["index"], task["address"], token=load_token(None))
+                with open_peer_channel(peer) as channel:
+                    reply = say_hello(channel, peer, make_identity("tool", 0))
+                assert reply.address == task["address"]
         roles.end(coordinator)
 
 

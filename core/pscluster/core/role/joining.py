@@ -168,6 +168,23 @@ def joining_of(join: str | None, task: str, advertise: str, job_name: str) -> Jo
     return JoinOptions(join or os.environ[COORDINATOR_VARIABLE], task, advertise, job_name)
 
 
+def dialled_at(address: str, join: JoinOptions) -> str:
+    """Return where the coordinator will dial a role that listens on `address`, as far as can be told from here."""
+    host, port = split_address(address)
+    advertised, other_port = join.advertised
+    if advertised:
+        host = advertised
+    elif host in _EVERYWHERE:
+        try:
+            family, *_, to = socket.getaddrinfo(*split_address(join.coordinator), type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+                probe.connect(to)
+                host = probe.getsockname()[0]
+        except OSError:
+            return address
+    return f"[{host}]:{other_port or port}" if ":" in host else f"{host}:{other_port or port}"
+
+
 class Serving(Protocol):
     """A role of this process that serves."""
 
@@ -321,6 +338,9 @@ class Joining:
         """Register once. Raise one of our errors."""
         host, port = self._join.advertised
         path = path_of(self._address)
+        if self._serving is not None and path is None and not self._joined:
+            # Clients may ask for its data plane before the answer is here, and it must know where they have dialled it.
+            self._serving.server.set_address(dialled_at(self._address, self._join))
         request = coordinator_pb2.RegisterRequest(
             identity=self._identity,
             host=host,
