@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -163,6 +164,49 @@ def test_a_server_returns_elsewhere(tmp_path: Path) -> None:
         assert code == 0
         assert not {tasks["ps", 0], tasks["ps", 1]} & set(roles.cluster["ps"])
         roles.end(coordinator)
+
+
+def test_servers_that_nobody_lists(tmp_path: Path) -> None:
+    """A cluster whose TF_CONFIG has only the coordinator's address, and the number of servers; also the next one."""
+    with Moving(tmp_path, {"PSCLUSTER_NUM_PS": "2"}) as roles:
+        roles.cluster = {"chief": roles.cluster["chief"]}
+        coordinator = roles.count()
+        coordinator.wait_for("waiting for ps 0, which has not registered, ps 1, which has not registered")
+        servers = [roles.server(index) for index in range(2)]
+        worker = roles.join("worker")
+        coordinator.wait_for("all have ended")
+        kill(servers[0])
+        servers[0] = roles.server(0)
+        coordinator.wait_for("ps 0 at .* is back after")
+        roles.until_runs("training goes on")
+        code, said = run("status", "--json", config=tf_config(roles.cluster, "chief"), **roles.env)
+        tasks = {(task["task"], task["index"]) for task in json.loads(said)["tasks"] if task["up"]}
+        assert (code, tasks) == (0, {("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0)})
+        kill(coordinator)
+        coordinator = roles.count()
+        coordinator.wait_for("connected [1-9]")
+        roles.until_runs("the next coordinator goes on")
+        assert worker.is_running
+        roles.end(coordinator)
+
+
+def test_a_number_of_servers_that_does_not_fit(tmp_path: Path) -> None:
+    """It is refused at once, with what to change."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pscluster.coordinator import ParameterServerStrategy, TFConfigClusterResolver\n"
+        "ParameterServerStrategy(TFConfigClusterResolver())\n"
+    )
+    listed, alone = make_cluster(ps=2, workers=1), {"chief": ["127.0.0.1:2222"]}
+    for arguments, config, sentence in (
+        (["--num-ps", "3"], tf_config(listed, "chief"), "the parameter servers are 3 .* cluster.ps lists 2: leave one"),
+        (["--num-ps", "0"], tf_config(alone, "chief"), "the parameter servers are '0'; give a number from 1"),
+        (["--num-ps", "2"], json.dumps({"cluster": {"worker": ["127.0.0.1:2222"]}}), "has no address for that"),
+        (["--max-workers", "4"], tf_config(alone, "chief"), "a strategy needs at least one ps"),
+    ):
+        code, said = run("coordinator", *arguments, str(script), config=config)
+        assert code != 0
+        assert re.search(sentence, said), said
 
 
 def test_coordinator_and_servers_return(tmp_path: Path) -> None:

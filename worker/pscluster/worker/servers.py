@@ -57,17 +57,17 @@ class ServerList:
 
     def of(self, request: node_pb2.AttachRequest) -> tuple[PeerAddress, ...]:
         """Return the servers. ProtocolError if addresses are missing; ConfigurationError for an insecure way to one."""
-        servers = self.listed
-        if not servers:
-            if len(request.ps_addresses) != len(request.store_ids):
-                raise ProtocolError(
-                    f"worker {self.index} lists no parameter servers, and the coordinator gives the addresses of "
-                    f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
-                )
-            servers = tuple(self._peer(index, address) for index, address in enumerate(request.ps_addresses))
+        if not self.listed and len(request.ps_addresses) != len(request.store_ids):
+            raise ProtocolError(
+                f"worker {self.index} lists no parameter servers, and the coordinator gives the addresses of "
+                f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
+            )
         self._places = {}
-        self.moved(request.moved_servers, len(servers))
-        return tuple(map(self.place_of, servers))
+        self.moved(request.moved_servers, len(self.listed or request.ps_addresses))
+        if self.listed:
+            return tuple(map(self.place_of, self.listed))
+        addresses = enumerate(request.ps_addresses)
+        return tuple(self._places.get(index) or self._peer(index, address) for index, address in addresses)
 
     def moved(self, servers: Sequence[node_pb2.ServerAddress], count: int) -> list[PeerAddress]:
         """Take where these of `count` servers are now, and return it. Raises as `of`."""

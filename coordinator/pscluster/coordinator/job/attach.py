@@ -23,14 +23,21 @@ from pscluster.coordinator.variables.placement import ShardPlacer
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.resolvers import ClusterResolver
-from pscluster.core.cluster.spec import ClusterSpec, is_loopback, is_on_this_machine, validate_for_strategy
+from pscluster.core.cluster.spec import (
+    ClusterSpec,
+    is_loopback,
+    is_on_this_machine,
+    is_unregistered,
+    unregistered,
+    validate_for_strategy,
+)
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import policy_of
 from pscluster.core.ids import fresh_id, make_identity
 from pscluster.core.role.listening import listen_address
 from pscluster.core.role.node import Role
-from pscluster.core.role.options import RoleOptions, with_user_token
+from pscluster.core.role.options import NUM_PS_VARIABLE, RoleOptions, with_user_token
 from pscluster.core.role.server import RoleServer, serve_metrics
 from pscluster.core.security.tls import CERTIFICATE, KEY
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
@@ -61,6 +68,8 @@ def describe_job(
         resolver.check_not_stopped()
     spec = resolver.cluster_spec()
     options = process_options()
+    if options.num_ps is not None and not isinstance(resolver, LocalCluster):
+        spec = _with_servers(spec, options.num_ps, may_register=resolver.task_type == "chief" and "chief" in spec.jobs)
     may_join = options.max_workers is not None and "chief" in spec.jobs and resolver.task_type == "chief"
     validate_for_strategy(spec, resolver.task_type, resolver.task_id, needs_worker=not may_join)
     mine = resolver if isinstance(resolver, LocalCluster) else options
@@ -70,7 +79,7 @@ def describe_job(
     if token is None and mine is options:
         jobs = [job for job in ("ps", "worker", "chief") if job in spec.jobs]
         addresses = [spec.task_address(job, i) for job in jobs for i in spec.task_indices(job)]
-        token = with_user_token(options, addresses).token
+        token = with_user_token(options, [address for address in addresses if not is_unregistered(address)]).token
     placer = ShardPlacer(spec.num_tasks("ps"), placement)
     options = replace(options, token=token, tls=tls)
     ps, workers = (
@@ -79,7 +88,7 @@ def describe_job(
     )
     exposed = ""
     if token is None and (tls is None or not tls.is_mutual):
-        others = (peer.address for peer in (*ps, *workers))
+        others = (peer.address for peer in (*ps, *workers) if not peer.is_unregistered)
         if who := next((other for other in others if not (options.insecure and is_on_this_machine(other))), ""):
             exposed = f"the role at {who} accepts calls without a token, so anyone could send it a pickle"
     choices = (choice for choice in (allow_pickle, mine.allow_pickle, options.allow_pickle) if choice is not None)
@@ -244,6 +253,24 @@ def _find_live(client: PsClient) -> LiveJob:
             client.delete_variable(spec.name, spec.id, patient=True)
     logger.info("resuming a job with %d variables: %s", len(live.variables), ", ".join(live.variables) or "none")
     return live
+
+
+def _with_servers(spec: ClusterSpec, count: int, *, may_register: bool) -> ClusterSpec:
+    """Return the cluster with so many parameter servers, which register. ConfigurationError if it has other ones."""
+    if (listed := spec.num_tasks("ps") if "ps" in spec.jobs else 0) not in (0, count):
+        raise ConfigurationError(
+            f"the parameter servers are {count} (--num-ps or {NUM_PS_VARIABLE}), but {spec.source}: cluster.ps lists "
+            f"{listed}: leave one of them out"
+        )
+    if listed:
+        return spec
+    if not may_register:
+        raise ConfigurationError(
+            f"--num-ps or {NUM_PS_VARIABLE} is given, so {count} parameter servers are to register, but the "
+            "coordinator has no address for that: give it one in TF_CONFIG, as the task chief"
+        )
+    servers = [unregistered("ps", index) for index in range(count)]
+    return ClusterSpec({**spec.as_dict(), "ps": servers}, source=spec.source)
 
 
 def _peer(

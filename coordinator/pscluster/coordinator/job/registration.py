@@ -191,7 +191,7 @@ class Registration:
         if hello.identity.boot_id != request.identity.boot_id:
             raise RefusedError(f"another process answers at {address} than the one that registers as {peer.task}")
         present = context.client.place_of(peer)
-        answers = present.address != address and self._is_at(present, context)
+        answers = not present.is_unregistered and present.address != address and self._is_at(present, context)
         claim = ServerClaim(index, address, request.identity.boot_id, hello.store_id)
         context.register_server(claim, peer, present, answers=answers)
         return coordinator_pb2.RegisterReply(

@@ -138,6 +138,19 @@ def parse_address(text: str, key: str = "address") -> tuple[str, int]:
     return path, 0
 
 
+_UNREGISTERED = ".unregistered.invalid"  # a name that nobody can have (RFC 2606)
+
+
+def unregistered(job: str, index: int) -> str:
+    """Return the address of a task that has not said where it is. Nothing dials it."""
+    return f"{job}-{index}{_UNREGISTERED}:1"
+
+
+def is_unregistered(address: str) -> bool:
+    """Return whether this is the address of a task that has not said where it is."""
+    return address.rpartition(":")[0].endswith(_UNREGISTERED)
+
+
 def is_on_this_machine(address: str) -> bool:
     """Return whether a task's address is reachable on this machine only: a Unix socket, or on loopback."""
     return path_of(address) is not None or is_loopback(split_address(address)[0])

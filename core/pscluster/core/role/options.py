@@ -67,9 +67,11 @@ class RoleOptions:
     dashboard_address: str | None = None
     max_workers: int | None = None  # None: 1000, and the cluster's TF_CONFIG names at least one
     worker_ranges: tuple[str, ...] = ()
+    num_ps: int | None = None  # None: the parameter servers are those in the cluster's TF_CONFIG
 
 
 MAX_WORKERS_VARIABLE = "PSCLUSTER_MAX_WORKERS"
+NUM_PS_VARIABLE = "PSCLUSTER_NUM_PS"
 WORKER_RANGE_VARIABLE = "PSCLUSTER_WORKER_RANGE"
 TASK_VARIABLE = "PSCLUSTER_TASK"
 ADVERTISE_VARIABLE = "PSCLUSTER_ADVERTISE"
@@ -129,21 +131,34 @@ def options_of_environ(environ: Mapping[str, str] = os.environ, role: str = "coo
         metrics_host=environ.get(METRICS_HOST_VARIABLE) or _LOOPBACK,
         data_port=data_port_of(environ.get(DATA_PORT_VARIABLE) or "0"),
         max_workers=max_workers_of(environ.get(MAX_WORKERS_VARIABLE) or None),
+        num_ps=num_ps_of(environ.get(NUM_PS_VARIABLE) or None),
         worker_ranges=tuple((environ.get(WORKER_RANGE_VARIABLE) or "").split()),
     )
 
 
-def max_workers_of(text: str | None) -> int | None:
-    """Return the most workers of a cluster. Raise ConfigurationError if it is no number from 1 to 100,000."""
+def _count_of(text: str | None, nouns: str) -> int | None:
+    """Return the number in a text. Raise ConfigurationError if it is not one from 1 to 100,000."""
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 100_000):
-        raise ConfigurationError(f"the most workers are {text!r}; give a number from 1 to 100,000")
+        raise ConfigurationError(f"the {nouns} are {text!r}; give a number from 1 to 100,000")
     return int(text)
 
 
+max_workers_of = functools.partial(_count_of, nouns="most workers")
+num_ps_of = functools.partial(_count_of, nouns="parameter servers")
+
+
 def joining_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a coordinator whose workers may join."""
+    """Add the options of a coordinator whose workers may join, and whose servers register."""
+    command = click.option(
+        "--num-ps",
+        metavar="N",
+        callback=lambda _context, _option, value: num_ps_of(value),
+        envvar=NUM_PS_VARIABLE,
+        help="How many parameter servers there are, if TF_CONFIG does not list them: each says where it is, with "
+        f"`pscluster ps --join`. Or ${NUM_PS_VARIABLE}.",
+    )(command)
     command = click.option(
         "--worker-range",
         "worker_ranges",

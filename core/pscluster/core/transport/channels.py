@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 import tenacity
 
-from pscluster.core.cluster.spec import split_address
+from pscluster.core.cluster.spec import is_unregistered, split_address
 from pscluster.core.errors import AuthenticationError, PsClusterError, UnavailableError, from_rpc
 from pscluster.core.limits import MAX_MESSAGE_BYTES
 from pscluster.core.security.aio_channel import AuthenticatedAioChannel
@@ -90,10 +90,17 @@ class PeerAddress:
         return f"{self.role} {self.index}"
 
     def __str__(self) -> str:
-        return f"{self.task} at {self.address}"
+        return f"{self.task}, which has not registered" if self.is_unregistered else f"{self.task} at {self.address}"
+
+    @property
+    def is_unregistered(self) -> bool:
+        """Return whether it is still to say where it is."""
+        return is_unregistered(self.address)
 
     def check_plain(self, *, insecure: bool) -> None:
         """Raise ConfigurationError if secrets would be sent there in plain text over a network."""
+        if self.is_unregistered:
+            return  # it is checked once it is known
         check_plain(self, self.address, self.token, self.tls, insecure=insecure)
 
 
@@ -170,6 +177,8 @@ def say_hello(
 
 def explain(address: str, tls: Tls | None = None, tls_name: str = "") -> str:
     """Return why no role answers at an address, as far as a plain connection can tell."""
+    if is_unregistered(address):
+        return "start it with `pscluster ps --join`, the coordinator's address, and its --task"
     if (path := path_of(address)) is not None:
         why: str | None = why_unsafe(os.path.dirname(path))
     else:
@@ -226,6 +235,8 @@ def wait_for_peers(
     prefix = f"{purpose}: " if purpose else ""
 
     def answers_hello(peer: PeerAddress) -> bool:
+        if peer.is_unregistered:
+            return False
         seconds_left = began + timeout - time.monotonic()
         try:
             say_hello(missing[peer], peer, ours, min(HELLO_SECONDS, max(seconds_left, 0.5)), num_ps)
