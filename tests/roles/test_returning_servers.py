@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -388,3 +391,28 @@ def test_bad_options() -> None:
     for (_, _, sentence), (code, said) in zip(cases, done, strict=True):
         assert (code, said.count("\n")) == (2, 1), said
         assert sentence in said, said
+
+
+@pytest.mark.timeout(180)
+def test_all_come_and_go(tmp_path: Path) -> None:
+    """Servers, workers and the coordinator are killed in any order, several at once, and return elsewhere."""
+    chance = random.Random(int(os.environ.get("PSCLUSTER_TEST_SEED", "31415")))
+    with Moving(tmp_path, {"PSCLUSTER_NUM_PS": "2"}) as roles:
+        roles.cluster = {"chief": roles.cluster["chief"]}
+        start: dict[str, Callable[[], Process]] = {
+            "ps 0": lambda: roles.server(0),
+            "ps 1": lambda: roles.server(1),
+            "worker a": lambda: roles.join("worker", "--task", "a"),
+            "worker b": lambda: roles.join("worker", "--task", "b"),
+            "coordinator": roles.count,
+        }
+        there = {name: begin() for name, begin in start.items()}
+        there["coordinator"].wait_for("all have ended")
+        for _ in range(8):
+            dead = chance.sample(sorted(start), chance.choice([1, 1, 2, 3]))
+            for name in dead:
+                kill(there[name])
+            for name in chance.sample(dead, len(dead)):
+                there[name] = start[name]()
+            roles.until_runs(f"training goes on after the deaths of {', '.join(dead)}")
+        roles.end(there["coordinator"])
