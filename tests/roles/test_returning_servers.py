@@ -326,16 +326,18 @@ def test_certificates(tmp_path: Path) -> None:
     """A server is verified by its role: no certificate names its address. A worker's certificate is not enough."""
     certificates = tmp_path / "certificates"
     make_certificates(certificates)
-    with Moving(tmp_path, {"PSCLUSTER_TLS": str(certificates)}) as roles:
-        servers = [roles.server(index) for index in range(2)]
-        roles.worker()
+    with Moving(tmp_path, {"PSCLUSTER_TLS": str(certificates), "PSCLUSTER_NUM_PS": "2"}) as roles:
+        roles.cluster = {"chief": [roles.chief]}
+        elsewhere = ("--bind", "127.0.0.2:0", "--advertise", "127.0.0.2")
+        servers = [roles.server(index, *elsewhere) for index in range(2)]
+        roles.join("worker")
         coordinator = roles.count()
         coordinator.wait_for("all have ended")
         kill(servers[0])
         as_worker = roles.server(0, "--state-dir", str(tmp_path / "other"), PSCLUSTER_TLS=str(certificates / "worker"))
         assert as_worker.wait() == 1
         assert "a worker's certificate does not allow registering as a ps" in as_worker.output
-        roles.server(0, "--bind", "127.0.0.2:0", "--advertise", "127.0.0.2")
+        roles.server(0, *elsewhere)
         coordinator.wait_for("ps 0 at 127.0.0.2:.* is back after")
         roles.until_runs("training goes on")
         roles.end(coordinator)

@@ -75,6 +75,7 @@ def test_what_waits_for_a_server_follows_it(monkeypatch: pytest.MonkeyPatch) -> 
                 add(client, spec_of(strategy, small))
             finally:
                 client.close()
+            until(lambda: connections_to(proxy.port) == 0, "the channels to its old place are closed, too")
         assert small.numpy().tolist() == [4.0] * 3
         assert set(large.numpy().tolist()) == {1.0}
 

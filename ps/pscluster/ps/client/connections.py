@@ -128,7 +128,7 @@ class Server:
         self._lock = threading.Lock()
         self._transport = Transport(peer, self.hello)
         self._closed = False
-        self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate
+        self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate, or to a place that it has left
         self._open()
 
     def give_up(self, error: PSUnavailableError) -> None:
@@ -146,15 +146,22 @@ class Server:
             self.liveness.given_up = left.given_up  # a lost server stays lost
             idle, self._idle = self._idle, []
             transport, self._transport = self._transport, Transport(peer, self.hello)
-            outdated, self._retired = (*self._retired, self._control, self._bulk), ()
+            there = self._control, self._bulk
+            self._retired = (*self._retired, *there)
             self._open()
         left.given_up = True  # cancels the calls that wait there
         for session in idle:
             session.close()
         transport.close()
-        closing = threading.Timer(_LEAVE_SECONDS, _close, (outdated,))  # not under a call that begins just now
+        closing = threading.Timer(_LEAVE_SECONDS, self._leave, (there,))  # not under a call that begins just now
         closing.daemon = True
         closing.start()
+
+    def _leave(self, channels: Sequence[grpc.Channel]) -> None:
+        """Close the channels to a place that the server has left."""
+        with self._lock:
+            self._retired = tuple(channel for channel in self._retired if channel not in channels)
+        _close(channels)
 
     def check(self) -> None:
         """Raise the error that says that the server is lost, if it has been given up."""
