@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -339,6 +340,22 @@ def test_certificates(tmp_path: Path) -> None:
         assert "a worker's certificate does not allow registering as a ps" in as_worker.output
         roles.server(0, *elsewhere)
         coordinator.wait_for("ps 0 at 127.0.0.2:.* is back after")
+        roles.until_runs("training goes on")
+        roles.end(coordinator)
+
+
+def test_unix_sockets(tmp_path: Path) -> None:
+    """Servers and workers that join over Unix sockets have their own in the coordinator's folder."""
+    short = tempfile.TemporaryDirectory(prefix="psc-test-", dir="/tmp")  # a path short enough for sockets
+    with short as folder, Moving(tmp_path, {"PSCLUSTER_NUM_PS": "2"}) as roles:
+        roles.cluster = {"chief": [f"unix:{folder}/chief-0"]}
+        servers = [roles.server(index, "--bind", f"unix:{folder}/ps-{index}") for index in range(2)]
+        roles.join("worker", "--bind", f"unix:{folder}/worker-0")
+        coordinator = roles.count()
+        coordinator.wait_for("all have ended")
+        kill(servers[1])
+        roles.server(1, "--bind", f"unix:{folder}/ps-1-again")
+        coordinator.wait_for("ps 1 at unix:.*/ps-1-again is back after")
         roles.until_runs("training goes on")
         roles.end(coordinator)
 
