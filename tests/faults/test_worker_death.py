@@ -18,7 +18,7 @@ from tests.faults.support import Job, connections_to, ready, running_job, status
 from tests.waiting import until
 
 from pscluster.coordinator.api import RemoteValueStatus, Variable, experimental_get_current_worker_index
-from pscluster.core.errors import CancelledError, FunctionError
+from pscluster.core.errors import CancelledError, WorkerLostError
 from pscluster.core.role.options import DATA_PORT_VARIABLE
 
 
@@ -130,11 +130,12 @@ def test_a_function_that_kills_every_worker_fails_alone() -> None:
         fatal = job.coordinator.schedule(deadly)
         later = [job.coordinator.schedule(where, args=(index,)) for index in range(20)]
         with pytest.raises(
-            FunctionError, match=r"deadly .*3 workers that died.*may be what kills them.*worker \d at .*; worker \d at "
+            WorkerLostError,
+            match=r"deadly .*3 workers that died.*may be what kills them.*worker \d at .*; worker \d at ",
         ) as caught:
             job.join()
         assert (caught.value.function, caught.value.attempts) == ("deadly", 3)
-        with pytest.raises(FunctionError, match="3 workers that died"):
+        with pytest.raises(WorkerLostError, match="3 workers that died"):
             fatal.fetch()
         assert ready(before) == 20
         for value in later:

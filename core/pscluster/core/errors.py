@@ -126,6 +126,10 @@ class FunctionError(PsClusterError):
         return self.summary
 
 
+class WorkerLostError(FunctionError):
+    """A function was running on workers that died, too often to run on another one."""
+
+
 class FunctionTimeoutError(FunctionError, TimeoutError):
     """A scheduled function ran longer than the `timeout` it was scheduled with."""
 

@@ -18,6 +18,7 @@ from pscluster.core.errors import (
     PSUnavailableError,
     StaleError,
     UnavailableError,
+    WorkerLostError,
     from_rpc,
 )
 from pscluster.core.functions.definitions import CapturedFunction
@@ -75,9 +76,9 @@ def too_long(worker: int, task: Task[Call]) -> FunctionTimeoutError:
     return told_of_part(call, error)
 
 
-def deadly(worker: int, task: Task[Call], max_attempts: int) -> FunctionError:
+def deadly(worker: int, task: Task[Call], max_attempts: int) -> WorkerLostError:
     """Return the error of a function that was running on `max_attempts` workers when they died."""
-    call, error = task.payload, FunctionError()
+    call, error = task.payload, WorkerLostError()
     error.function, error.worker, error.attempts = call.function.name, worker, max_attempts
     error.summary = (
         f"{error.function} was running on {max_attempts} workers that died, so it may be what kills them, and goes to "

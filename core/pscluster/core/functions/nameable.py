@@ -17,7 +17,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("StaleError", "ProtocolError", "UnavailableError", "PSUnavailableError", "CheckpointError"),
         *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
-        *("FunctionCancelled", "FunctionError", "FunctionTimeoutError"),
+        *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),
     ),
     "pscluster.ps.client.exchanges": ("Traffic",),  # returned by `strategy.traffic()`
     "pscluster.ps.initializers": (
