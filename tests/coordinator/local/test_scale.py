@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,19 @@ def test_before_there_is_a_strategy() -> None:
         cluster.scale(workers=1)
         with ParameterServerStrategy(cluster) as strategy:
             assert ClusterCoordinator(strategy).schedule(experimental_get_current_worker_index).fetch(TIMEOUT) == 0
+
+
+def test_workers_that_have_ended_are_started_again() -> None:
+    """One that was given up, and one that was stopped from outside."""
+    with LocalCluster(1, 2, max_restarts=0, log_level="ERROR") as cluster:
+        cluster.scale(workers=3)  # the new one serves
+        cluster.kill("worker", 0)
+        until(lambda: "giving it up" in cluster.why_gone("worker", 0), "it is given up")
+        cluster.kill("worker", 2, signal.SIGTERM)
+        until(lambda: "worker 2 finished" in repr(cluster), "it has ended", lambda: repr(cluster))
+        cluster.scale(workers=3)
+        assert set(cluster.pids) == {("ps", 0), *(("worker", index) for index in range(3))}
+        cluster.check()
 
 
 def test_data_across_a_join() -> None:

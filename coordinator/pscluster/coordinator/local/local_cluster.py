@@ -344,6 +344,8 @@ class LocalCluster(ClusterResolver, StaysHere):
     def scale(self, workers: int, *, timeout: float = 60.0) -> None:
         """Start workers, or stop those with the highest indices, until there are so many. Return when that is done.
 
+        Those that had ended, or been given up, are started again, with their full number of restarts.
+
         Jobs on this cluster go on meanwhile: a new worker gets functions at once, and one that is stopped lets the
         function that it runs end within the grace, or gives it back, to run elsewhere. A coordinator in another process
         learns of workers that were started here, and counts one that was there from its start as missing if it is
@@ -368,11 +370,15 @@ class LocalCluster(ClusterResolver, StaysHere):
                 if self._monitor is None or self._ended.is_set():
                     raise MisuseError("the cluster can't be scaled: it isn't running")
                 before = self._counts["worker"]
+                there = range(min(before, workers))
+                ended = [index for index in there if self._supervisor.state(("worker", index)).phase.is_final]
+            for index in ended:
+                self.restart("worker", index, timeout=timeout)
             for index in range(before, workers):
                 self._add_worker(index)
             for index in reversed(range(workers, before)):
                 self._remove_worker(index, timeout)
-            self._wait_until_serving(range(before, workers), timeout)
+            self._wait_until_serving([*ended, *range(before, workers)], timeout)
 
     def _add_worker(self, index: int) -> None:
         task = "worker", index
