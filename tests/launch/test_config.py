@@ -13,6 +13,7 @@ from pscluster.launch import CheckpointConfig, FailureConfig, RunConfig, Scaling
 
 def test_aliases() -> None:
     assert ScalingConfig(num_workers=3) == ScalingConfig(workers=3)
+    assert ScalingConfig(num_workers=(2, 3)) == ScalingConfig(workers=(2, 3))
     assert CheckpointConfig(2, checkpoint_score_attribute="loss", checkpoint_score_order="min") == CheckpointConfig(
         2, "loss", "min"
     )
@@ -27,6 +28,10 @@ def test_aliases() -> None:
         (ScalingConfig, {"workers": -1}, ValueError, "workers is -1"),
         (ScalingConfig, {"workers": 1.5}, ValueError, "workers is 1.5"),
         (ScalingConfig, {"ps": 0}, ValueError, "ps is 0"),
+        (ScalingConfig, {"workers": (3, 2)}, ValueError, r"workers is \(3, 2\), of which the first is the larger one"),
+        (ScalingConfig, {"workers": (0, 2)}, ValueError, "workers is 0"),
+        (ScalingConfig, {"workers": (2, 4, 8)}, ValueError, r"give a number, or \(fewest, most\), such as \(2, 8\)"),
+        (ScalingConfig, {"join_timeout": 0}, ValueError, "join_timeout is 0"),
         (ScalingConfig, {"use_gpu": True}, ValueError, "CUDA_VISIBLE_DEVICES"),
         (ScalingConfig, {"env": {"A": 1}}, TypeError, "env has 'A'"),
         (FailureConfig, {"max_failures": -2}, ValueError, "max_failures is -2"),

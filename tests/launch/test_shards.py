@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.errors import MisuseError
-from pscluster.launch.shards import DatasetShard, Position, bounds
+from pscluster.launch.elastic.session import ElasticSession
+from pscluster.launch.session import Answer
+from pscluster.launch.shards import DatasetShard, ElasticShard, Position, bounds
 
 
 @given(st.integers(0, 500), st.integers(1, 9))
@@ -73,6 +75,87 @@ def test_a_restart_goes_on_where_it_was(data: Any) -> None:
         again += [taken.tolist() for taken in after.iter_batches(batch, shuffle=True)]
     assert given_out[:at] + again == given_out
     assert after.position.again == sum(map(len, given_out[at:]))
+
+
+def test_epochs_are_counted_from_the_beginning() -> None:
+    """Also by a member that goes on within one, and by one for which there are no rows."""
+    shard = DatasetShard(np.arange(10), 0, 2)
+    shard.restore(Position(1, 3), Position(1, 3))
+    assert [(epoch, list(shard)) for epoch in shard.epochs(3)] == [(1, [3, 4]), (2, [0, 1, 2, 3, 4])]
+    none = DatasetShard(np.arange(1), 1, 2)
+    assert [(epoch, list(none)) for epoch in none.epochs(2)] == [(0, []), (1, [])]
+
+
+class Run:
+    """An elastic run, as its datasets see it."""
+
+    def __init__(self, *members: int) -> None:
+        self.session = ElasticSession(1, 4)
+        self.session.schedule()
+        for member in members:
+            self.session.join(member, "begins")
+
+    def shard(self, member: int, source: Any) -> ElasticShard:
+        def ask(asked: dict[str, Any]) -> dict[str, Any]:
+            if asked["do"] == "open":
+                actions = self.session.open(member, "d", asked["length"], "asks")
+            else:
+                actions = self.session.take(member, "d", asked["epoch"], asked["batch"], "asks")
+            (answer,) = actions
+            assert isinstance(answer, Answer)
+            value: dict[str, Any] = answer.value
+            return value
+
+        return ElasticShard(source, ask)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_members_of_an_elastic_run_share_the_rows(shuffle: bool) -> None:
+    run = Run(1, 2)
+    one, other = (run.shard(member, np.arange(50)) for member in (1, 2))
+    batches = one.iter_batches(3, shuffle=shuffle)
+    rows = next(batches).tolist()
+    rows += [row for batch in other.iter_batches(3, shuffle=shuffle) for row in batch.tolist()]
+    rows += [row for batch in batches for row in batch.tolist()]
+    assert sorted(rows) == list(range(50))
+    assert (one.epoch, other.epoch, one.rows) == (1, 1, 50)
+    assert list(one.epochs(1)) == []
+    with pytest.raises(TypeError, match="use `rows`, the number of all"):
+        len(one)
+
+
+def test_an_iteration_that_was_left_goes_on() -> None:
+    """With the rows that the member has leased; a last batch that is too small may be left out."""
+    shard = Run(1).shard(1, np.arange(50))
+    assert [next(shard.iter_batches(4)).tolist()[0] for _ in range(3)] == [0, 4, 8]
+    shard.go_on_in(0)
+    assert [batch.tolist() for batch in shard.iter_batches(4, drop_last=True)][-1] == [44, 45, 46, 47]
+    assert shard.take_given() == [[0, 0, 50]]
+
+
+def test_what_can_not_be_reported_is_reported_later() -> None:
+    shard = Run(1).shard(1, np.arange(20))
+    batches = shard.iter_batches(5)
+    next(batches)
+    given = shard.take_given()
+    next(batches)
+    shard.not_reported(given)
+    assert shard.take_given() == [[0, 0, 5], [0, 5, 10]]
+    assert shard.take_given() == []
+
+
+def test_rows_of_a_member_that_has_left_make_another_iteration_of_the_epoch() -> None:
+    run = Run(1, 2)
+    one, other = (run.shard(member, np.arange(50)) for member in (1, 2))
+    left = next(other.iter_batches(5))
+    first = [row for batch in one.iter_batches(5) for row in batch.tolist()]
+    assert one.epoch == 1
+    run.session.leave(2)
+    one.go_on_in(run.session.rows["d"].epoch)  # as it is told with its report
+    again = [(epoch, row) for epoch in one.epochs(1) for row in one]
+    assert {epoch for epoch, _ in again} == {0}
+    assert sorted([*first, *(row for _, row in again)]) == list(range(50))
+    assert set(left.tolist()) <= {row for _, row in again}
 
 
 def test_sequences_iterables_and_functions() -> None:

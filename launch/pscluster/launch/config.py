@@ -23,10 +23,12 @@ class ScalingConfig:
     """How many workers and parameter servers a run has.
 
     Args:
-        workers: how many members; 0: one, in this process.
+        workers: how many members; 0: one, in this process. `(fewest, most)`: the run is elastic: members may join and
+            leave while it runs. It begins with as many as this machine has cores, within these limits.
         ps: how many parameter servers.
         env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
             unless it is set here or in this process.
+        join_timeout: seconds for which an elastic run may have fewer members than the fewest; then it fails.
         num_workers: the same as `workers`.
         use_gpu: only False. Which devices a framework sees, its own variables say, such as `CUDA_VISIBLE_DEVICES`.
 
@@ -34,17 +36,33 @@ class ScalingConfig:
         ValueError, TypeError: a number is out of range.
     """
 
-    workers: int = 2
+    workers: int | tuple[int, int] = 2
     ps: int = 1
     env: Mapping[str, str] | None = None
-    num_workers: InitVar[int | None] = None
+    join_timeout: float = 60.0
+    num_workers: InitVar[int | tuple[int, int] | None] = None
     use_gpu: InitVar[bool] = False
 
-    def __post_init__(self, num_workers: int | None, use_gpu: bool) -> None:
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """The fewest and the most members of an elastic run; None: their number is fixed."""
+        return self.workers if isinstance(self.workers, tuple) else None
+
+    @property
+    def at_start(self) -> int:
+        """With how many workers a run begins."""
+        if isinstance(self.workers, int):
+            return self.workers
+        fewest, most = self.workers
+        return max(fewest, min(most, os.cpu_count() or 1))
+
+    def __post_init__(self, num_workers: int | tuple[int, int] | None, use_gpu: bool) -> None:
         if num_workers is not None:
             object.__setattr__(self, "workers", num_workers)
-        object.__setattr__(self, "workers", checks.whole("workers", self.workers, at_least=0, at_most=1000))
+        object.__setattr__(self, "workers", _workers(self.workers))
         object.__setattr__(self, "ps", checks.whole("ps", self.ps, at_least=1, at_most=1000))
+        seconds = checks.real("join_timeout", self.join_timeout, kind="number of seconds", above=0)
+        object.__setattr__(self, "join_timeout", seconds)
         if use_gpu:
             raise ValueError(
                 "use_gpu: workers get no devices here; each process sees those of its environment, so give "
@@ -55,12 +73,27 @@ class ScalingConfig:
             raise TypeError(f"env has {wrong[0]!r}, which is not a string with a string as its value")
 
 
+def _workers(workers: object) -> int | tuple[int, int]:
+    """Return a number of workers, or the fewest and the most, checked."""
+    if not isinstance(workers, tuple | list):
+        return checks.whole("workers", workers, ", or (fewest, most)", at_least=0, at_most=1000)
+    if len(workers) != 2:
+        raise ValueError(f"workers is {workers!r}; give a number, or (fewest, most), such as (2, 8)")
+    fewest, most = (
+        checks.whole("workers", number, " in (fewest, most)", at_least=1, at_most=1000) for number in workers
+    )
+    if fewest > most:
+        raise ValueError(f"workers is ({fewest}, {most}), of which the first is the larger one: give (fewest, most)")
+    return fewest, most
+
+
 @dataclass(frozen=True)
 class FailureConfig:
     """What happens when a worker dies.
 
     Args:
-        max_failures: how often a member is begun again; -1: without a limit.
+        max_failures: how often a member is begun again; -1: without a limit. In an elastic run, how often a worker is
+            restarted: then the run goes on without it, if enough are left.
         restart: "worker": the one that died begins again, alone, and the others go on until they need it. "group": all
             begin again together; functions in torch, JAX or TensorFlow always do.
     """

@@ -7,6 +7,7 @@ A member is in one process, with one `Member` at a time, which all its threads s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +19,10 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.core.values import encode
 from pscluster.launch.checkpoint import Checkpoint
-from pscluster.launch.shards import DatasetShard, Position
+from pscluster.launch.shards import DatasetShard, ElasticShard, Position
 
 Ask = Callable[[dict[str, Any]], Any]
 """Asks the trainer; returns its answer, or raises the error that it answers with."""
@@ -29,9 +30,9 @@ Ask = Callable[[dict[str, Any]], Any]
 _MAX_METRICS_BYTES = 256 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainContext:
-    """Where a member stands among the others."""
+    """Where a member stands among the others. In an elastic run it follows: each report may change ranks and sizes."""
 
     world_size: int
     world_rank: int
@@ -42,8 +43,12 @@ class TrainContext:
     run_path: str
     """The run's folder: a path, or a URL."""
     attempt: int
+    """1 in a member that has been there from the beginning; more in one that began again, or joined later."""
     variables: Any = None
     """What `Trainer(variables=)` made: variables and optimizers on the parameter servers."""
+    reports: int = 0
+    """The number of this member's last report; of one that has joined a run, or loaded a checkpoint, of the last then.
+    """
 
     def get_world_size(self) -> int:
         """Return the number of members."""
@@ -86,11 +91,17 @@ class Member:
     furthest: Mapping[str, Position] = field(default_factory=dict)  # those of the last report
     function: FunctionContext | None = None  # None: it can't update variables on the servers
     updates: Mapping[int, int] = field(default_factory=dict)  # that it had made at the newest checkpoint, in this fit()
-    reports: int = 0  # the number of the last report
-    _meetings: int = 0  # since then
+    began_after: int | None = None  # of an elastic run: the reports that were committed when it began
+    _meetings: int = 0  # since the last report
+    _has_reported: bool = False
     _is_restored: bool = False
     _shards: dict[str, DatasetShard] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether other members may join and leave: nothing is repeated then."""
+        return self.began_after is not None
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> None:
         plain = _plain_metrics(metrics)
@@ -103,7 +114,7 @@ class Member:
                 "variables in the function that Trainer(variables=) takes, or give Checkpoint.from_directory(path)"
             )
         with self._lock:
-            number = self.reports + 1
+            number = self.context.reports + 1
             files = None
             if checkpoint is not None and checkpoint.path and number > self.committed:
                 from pscluster.launch.run_folder import upload  # with fsspec, which takes a tenth of a second
@@ -115,39 +126,78 @@ class Member:
                     self.context.attempt,
                     Path(checkpoint.path),
                 )
-            positions = {dataset: list(dataclasses.astuple(shard.position)) for dataset, shard in self._shards.items()}
-            path = self.ask(
-                {
-                    "do": "report",
-                    "number": number,
-                    "metrics": plain,
-                    "files": files,
-                    "name": name,
-                    "positions": positions,
-                    "with_variables": with_variables,
-                    "updates": [] if self.function is None else [*map(list, self.function.update_counts().items())],
-                }
-            )
-            self.reports, self._meetings = number, 0
+            positions = self._take_positions()
+            try:
+                answer = self.ask(
+                    {
+                        "do": "report",
+                        "number": number,
+                        "metrics": plain,
+                        "files": files,
+                        "name": name,
+                        "positions": positions,
+                        "with_variables": with_variables,
+                        "updates": [] if self.function is None else [*map(list, self.function.update_counts().items())],
+                    }
+                )
+            except BaseException:
+                self._put_back(positions)
+                raise
+            self.context.reports, self._meetings, self._has_reported = number, 0, True
+            path = self._follow(answer) if self.is_elastic else answer
             if path:
                 self.latest = number, path
+
+    def _take_positions(self) -> dict[str, list[Any]]:
+        """Return what a report says of the datasets."""
+        return {
+            name: shard.take_given() if isinstance(shard, ElasticShard) else list(dataclasses.astuple(shard.position))
+            for name, shard in self._shards.items()
+        }
+
+    def _put_back(self, positions: Mapping[str, list[Any]]) -> None:
+        """Take note that a report was not committed."""
+        for name, shard in self._shards.items():
+            if isinstance(shard, ElasticShard) and name in positions:
+                shard.not_reported(positions[name])
+
+    def _follow(self, answer: Mapping[str, Any]) -> str | None:
+        """Take note of who the members are now; return the path of the report's checkpoint."""
+        context = self.context
+        context.world_rank = context.local_rank = answer["rank"]
+        context.world_size = context.local_world_size = answer["size"]
+        for name, shard in self._shards.items():
+            if isinstance(shard, ElasticShard):
+                shard.go_on_in(answer["epochs"][name])
+        if answer["leave"]:
+            raise FunctionCancelled  # in order: all that it was given is committed
+        path: str | None = answer["path"]
+        return path
+
+    def end(self) -> None:
+        """Tell the trainer of what was given since the last report: the function is returning."""
+        if self.is_elastic:
+            self.ask({"do": "end", "positions": self._take_positions()})
 
     def checkpoint(self) -> Checkpoint | None:
         with self._lock:
             if self.latest is None:
                 return None if self.resume_from is None else Checkpoint(self.resume_from)
             number, path = self.latest
-            if not self.reports and not self._is_restored:
+            if not self.is_elastic and not self.context.reports and not self._is_restored:
                 if self._shards:
                     raise MisuseError("call get_checkpoint() before get_dataset_shard(), whose position it restores")
-                self.reports, self._is_restored = number, True
+                self.context.reports, self._is_restored = number, True
                 if self.function is not None:  # else the servers would take its next updates for those before
                     self.function.go_on_after(self.updates)
             return Checkpoint(path)
 
     def meet(self, do: str, **sent: Any) -> Any:
         with self._lock:
-            place = [self.reports + 1, self._meetings]
+            after = self.context.reports
+            if self.began_after is not None and not self._has_reported:
+                after = self.began_after  # where all others were when the run began
+            place = [after + 1, self._meetings]
             self._meetings += 1
         return self.ask({"do": do, "place": place, **sent})
 
@@ -159,6 +209,10 @@ class Member:
                 there = ", ".join(map(repr, self.datasets)) or "none"
                 raise MisuseError(f"there is no dataset {name!r}: Trainer(datasets=) has {there}")
             context = self.context
+            if self.is_elastic:
+                ask = functools.partial(self._ask_of_dataset, name)
+                self._shards[name] = elastic = ElasticShard(self.datasets[name], ask, seed=self.seed)
+                return elastic
             shard = DatasetShard(
                 self.datasets[name], context.world_rank, context.world_size, split=self.split, seed=self.seed
             )
@@ -168,6 +222,10 @@ class Member:
             )
             self._shards[name] = shard
             return shard
+
+    def _ask_of_dataset(self, name: str, question: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self.ask({**question, "dataset": name})
+        return answer
 
 
 _current: Member | None = None

@@ -45,6 +45,7 @@ from pscluster.core.errors import (
 from pscluster.core.functions.definitions import capture, partial_of
 from pscluster.core.sanitize import shown
 from pscluster.launch.checkpoint import VARIABLES, Checkpoint
+from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.result import Result
@@ -54,7 +55,7 @@ from pscluster.launch.session import Action, Answer, Commit, Report, Session
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +72,26 @@ class Job:
     split: str
     seed: int
     resume_from: Checkpoint | None
+    clusters: Clusters
 
 
 def fit(job: Job) -> Result:
     """Do what `Trainer.fit` does."""
+    kind = Fit
+    if job.scaling.limits is not None:
+        from pscluster.launch.elastic.fit import ElasticFit
+
+        kind = ElasticFit
     with RunFolder(job.run.storage, job.run.name).writing(
         config=job.config,
         workers=job.scaling.workers,
         backend=job.backend,
         checkpoint_config=dataclasses.asdict(job.run.checkpoint),
     ) as folder:
-        running = _Fit(job, folder)
+        running = kind(job, folder)
         try:
             values = running.in_this_process() if not job.scaling.workers else running.on_workers()
-        except _MembersFailed as failed:
+        except MembersFailed as failed:
             folder.finish("failed", error=failed.summary)
             result = Result.of(folder, error=failed.first)
             raise TrainingFailedError(failed.summary, failed.errors, result) from failed.first
@@ -97,25 +104,29 @@ def fit(job: Job) -> Result:
         return Result.of(folder, return_values=values)
 
 
-class _MembersFailed(Exception):  # noqa: N818  (it becomes a TrainingFailedError)
-    def __init__(self, errors: Mapping[int, BaseException]) -> None:
+class MembersFailed(Exception):  # noqa: N818  (it becomes a TrainingFailedError)
+    """Why a run has failed: errors of members, by rank, or `cause`."""
+
+    def __init__(self, errors: Mapping[int, BaseException], cause: PsClusterError | None = None) -> None:
         super().__init__()
         self.errors = errors
+        if cause is not None:
+            self.first: BaseException = cause
+            self.summary = str(cause)
+            return
         rank, self.first = next(iter(errors.items()))
         self.summary = f"the training function failed on rank {rank}: {self.first}"
 
 
-class _Fit:
+class Fit:
     """The members of a run while they run."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job, self._folder = job, folder
         self._scaling, self._run = job.scaling, job.run
-        self._size = max(self._scaling.workers, 1)
+        self._size = max(self._scaling.at_start, 1)
         self._together = job.backend != "numpy" or self._run.failure.restart == "group"
-        self._session = Session(
-            self._size, committed=folder.committed, together=self._together, seconds=self._run.report_timeout
-        )
+        self._session = self._make_session()
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._ports: dict[int, list[int]] = {}  # by attempt
         self._workers: dict[int, int] = {}  # by rank: where it ran last
@@ -132,6 +143,10 @@ class _Fit:
             resume_from=None if job.resume_from is None else job.resume_from.path,
         )
 
+    def _make_session(self) -> Session:
+        committed, seconds = self._folder.committed, self._run.report_timeout
+        return Session(self._size, committed=committed, together=self._together, seconds=seconds)
+
     # Without workers
 
     def in_this_process(self) -> list[Any]:
@@ -139,14 +154,14 @@ class _Fit:
         job = self._job
 
         def ask(question: dict[str, Any]) -> Any:
-            asked = _Asked(question)
+            asked = Asked(question)
             self._handle(asked)
             return asked.result()
 
         try:
             value = run_member(job.train_fn, job.config, self._setup, job.datasets, 0, ask)
         except Exception as error:
-            raise _MembersFailed({0: error}) from None
+            raise MembersFailed({0: error}) from None
         return [value]
 
     # On workers
@@ -154,25 +169,42 @@ class _Fit:
     def on_workers(self) -> list[Any]:
         """Start a cluster, and run the function on each of its workers."""
         scaling, job = self._scaling, self._job
-        threads = max((os.cpu_count() or 1) // scaling.workers, 1)
+        threads = max((os.cpu_count() or 1) // self._size, 1)
         env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
         with (
-            LocalCluster(scaling.ps, scaling.workers, env=env, log_level="ERROR") as cluster,
+            LocalCluster(
+                scaling.ps, self._size, env=env, log_level="ERROR", max_restarts=self._max_restarts
+            ) as cluster,
             ParameterServerStrategy(cluster) as strategy,
+            job.clusters.using(cluster),
         ):
             variables = None
             if job.variables is not None:
                 with strategy.scope():
                     variables = job.variables(job.config)
                 self._restore_variables(strategy)
-            coordinator = ClusterCoordinator(strategy, max_attempts=self._run.failure.limit + 1)
-            values = self._schedule(coordinator, variables)
-            try:
-                self._answer_until_ended(values)
-            except BaseException:
-                coordinator.cancel(values)
-                raise
-            return [value.fetch() for value in values]
+            coordinator = ClusterCoordinator(strategy, max_attempts=self._max_attempts)
+            return self._run_members(coordinator, variables, cluster)
+
+    @property
+    def _max_restarts(self) -> int:
+        """How often a worker that dies is restarted."""
+        return 10
+
+    @property
+    def _max_attempts(self) -> int:
+        """How many workers may die with a member's function before the run fails."""
+        return self._run.failure.limit + 1
+
+    def _run_members(self, coordinator: ClusterCoordinator, variables: Any, _cluster: LocalCluster) -> list[Any]:
+        """Run the function as each member; return what they return."""
+        values = self._schedule(coordinator, variables)
+        try:
+            self._answer_until_ended(values)
+        except BaseException:
+            coordinator.cancel(values)
+            raise
+        return [value.fetch() for value in values]
 
     def _restore_variables(self, strategy: ParameterServerStrategy) -> None:
         """Give variables the values that they had at the newest checkpoint which has them.
@@ -193,16 +225,19 @@ class _Fit:
             raise CheckpointError("there are no variables on parameter servers to save")
         self._variables.write(path)
 
-    def _schedule(self, coordinator: ClusterCoordinator, variables: Any) -> list[RemoteValue]:
+    def _member_function(self, coordinator: ClusterCoordinator, variables: Any) -> Callable[..., Any]:
+        """Return what to schedule for each member, with its rank, or number, as its argument."""
         job, setup = self._job, plain_setup(self._setup)
         if job.backend == "numpy":
             captured = coordinator.captured(job.train_fn)
             name = captured.function.name
-            member = partial_of(name, run_here, captured, job.config, setup, job.datasets, variables)
-        else:
-            function = capture(job.train_fn)
-            name = function.name
-            member = partial_of(name, run_in_process, name, forms_of(function), job.config, setup, job.datasets)
+            return partial_of(name, run_here, captured, job.config, setup, job.datasets, variables)
+        function = capture(job.train_fn)
+        name = function.name
+        return partial_of(name, run_in_process, name, forms_of(function), job.config, setup, job.datasets)
+
+    def _schedule(self, coordinator: ClusterCoordinator, variables: Any) -> list[RemoteValue]:
+        member = self._member_function(coordinator, variables)
         if self._together:
             ranks, failures = PerReplica(range(self._size)), self._run.failure.limit
             return coordinator.schedule_gang(
@@ -219,17 +254,17 @@ class _Fit:
         self._questions.put(question)
 
     def _answer_until_ended(self, values: Sequence[RemoteValue]) -> None:
-        """Answer members until the functions of all have ended. Raise `_MembersFailed` if one has failed."""
+        """Answer members until the functions of all have ended. Raise `MembersFailed` if one has failed."""
         running = dict(enumerate(values))
         while running:
             with contextlib.suppress(queue.Empty):
-                self._handle(self._questions.get(timeout=_POLL_SECONDS))
+                self._handle(self._questions.get(timeout=POLL_SECONDS))
             for rank, value in list(running.items()):
                 if value.status is RemoteValueStatus.NOT_READY:
                     continue
                 del running[rank]
                 if value.status is not RemoteValueStatus.READY:
-                    raise _MembersFailed(self._errors(values))
+                    raise MembersFailed(self._errors(values))
                 self._do(self._session.end(rank, self._session.members[rank].attempt))
             self._do(self._session.expire(time.monotonic()))
 
@@ -251,7 +286,7 @@ class _Fit:
 
     # What members ask
 
-    def _handle(self, question: Question | _Asked) -> None:
+    def _handle(self, question: Question | Asked) -> None:
         try:
             actions = self._decide(question)
         except PsClusterError as error:
@@ -261,7 +296,7 @@ class _Fit:
         else:
             self._do(actions)
 
-    def _decide(self, question: Question | _Asked) -> list[Action]:
+    def _decide(self, question: Question | Asked) -> list[Action]:
         asked, rank, attempt, now = question.value, question.rank, question.attempt, time.monotonic()
         self._workers[rank] = question.worker
         match asked["do"]:
@@ -273,12 +308,7 @@ class _Fit:
                 question.reply(self._standing(rank, attempt))
                 return []
             case "report":
-                updates = {int(variable): int(count) for variable, count in asked["updates"]}
-                with_variables = bool(asked["with_variables"])
-                report = Report(
-                    asked["metrics"], asked["files"], asked["name"], asked["positions"], with_variables, updates
-                )
-                return self._session.report(rank, attempt, int(asked["number"]), report, question, now)
+                return self._session.report(rank, attempt, int(asked["number"]), report_of(asked), question, now)
             case "barrier" | "broadcast":
                 number, nth = asked["place"]
                 sent = {"sent": asked.get("value"), "nbytes": asked["nbytes"]} if "nbytes" in asked else {}
@@ -309,14 +339,18 @@ class _Fit:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Answer(question, value, error):
-                    question.reply(value) if error is None else question.fail(error)
-                case Commit(number, reports):
-                    self._do(self._commit(number, reports))
+                case Answer(question, _, error):
+                    question.reply(self._answer_to(action)) if error is None else question.fail(error)
+                case Commit():
+                    self._do(self._commit(action))
 
-    def _commit(self, number: int, reports: Mapping[int, Report]) -> list[Action]:
+    def _answer_to(self, answer: Answer) -> Any:
+        return answer.value
+
+    def _commit(self, commit: Commit) -> list[Action]:
+        number, reports = commit.number, commit.reports
         try:
-            path = self._folder.commit(number, reports, self._save_variables)
+            path = self._folder.commit(number, reports, self._save_variables, commit.rows)
         except PsClusterError as error:
             return self._session.committed_now(number, None, error)
         if path is not None:
@@ -330,6 +364,9 @@ class _Fit:
             self._folder.retain(keep.num_to_keep, keep.score, keep.order)
         except PsClusterError as error:  # tried again after the next report
             logger.warning("old checkpoints can't be deleted: %s", error)
+        return self._committed(number, path)
+
+    def _committed(self, number: int, path: str | None) -> list[Action]:
         return self._session.committed_now(number, path)
 
     def _write_events(self, number: int, numbers: Mapping[str, float]) -> None:
@@ -354,7 +391,14 @@ class _Fit:
         choose_console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
-class _Asked:
+def report_of(asked: Mapping[str, Any]) -> Report:
+    """Return the report that a member has sent."""
+    updates = {int(variable): int(count) for variable, count in asked["updates"]}
+    with_variables = bool(asked["with_variables"])
+    return Report(asked["metrics"], asked["files"], asked["name"], asked["positions"], with_variables, updates)
+
+
+class Asked:
     """A question of a function that runs in this process: see `Question`."""
 
     rank, worker, attempt = 0, 0, 1

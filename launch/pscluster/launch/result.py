@@ -29,10 +29,14 @@ class Result:
     best_checkpoints: Sequence[tuple[Checkpoint, Mapping[str, Any]]]
     """Those that are kept, with the metrics that came with them, the best first."""
     return_values: Sequence[Any] | None = None
-    """What the function returned, by rank; None if it has not, or, in a result that was loaded, if it is no JSON."""
+    """What the function returned, by rank; None if it has not, or, in a result that was loaded, if it is no JSON.
+
+    Of an elastic run: what those members returned that came to its end, in the order in which they had joined.
+    """
     error: BaseException | None = field(default=None, compare=False)
     rows_again: int = 0
-    """Rows of datasets that members were given once more after a restart, as far as they have reported it."""
+    """Rows of datasets that members were given once more after a restart, or others after a member had left, as far as
+    it was reported."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Result:

@@ -153,15 +153,31 @@ class RunFolder:
 
     def positions(self, number: int, rank: int) -> dict[str, list[int]]:
         """Return the positions in datasets that a member reported."""
-        positions: dict[str, list[int]] = self._reports[number]["positions"].get(str(rank), {})
+        report = self._reports[number]
+        if rows := report.get("rows"):  # of an elastic run: what is left of an epoch can't be cut as it was
+            return {name: [state["epoch"], 0, 0] for name, state in rows.items()}
+        positions: dict[str, list[int]] = report["positions"].get(str(rank), {})
         return positions
+
+    def rows(self, number: int) -> dict[str, dict[str, Any]]:
+        """Return which rows of each dataset the members had been given when they reported: see `rows.Rows.state`."""
+        report = self._reports[number]
+        if rows := report.get("rows"):
+            return dict(rows)
+        epochs: dict[str, int] = {}
+        for of_rank in report["positions"].values():  # of a run that was not elastic: it goes on with a whole epoch
+            for name, (epoch, *_) in of_rank.items():
+                epochs[name] = min(epoch, epochs.get(name, epoch))
+        return {name: {"epoch": epoch} for name, epoch in epochs.items()}
 
     def rows_again(self) -> int:
         """Return how many rows members have reported to have been given once more."""
         if not self._reports:
             return 0
-        last: Mapping[str, Mapping[str, Sequence[int]]] = self._reports[self.committed]["positions"]
-        return sum(position[2] for of_rank in last.values() for position in of_rank.values())
+        report = self._reports[self.committed]
+        last: Mapping[str, Mapping[str, Sequence[int]]] = report["positions"]
+        again: int = sum(state["again"] for state in report.get("rows", {}).values())
+        return again + sum(position[2] for of_rank in last.values() for position in of_rank.values())
 
     # Writing
 
@@ -234,11 +250,16 @@ class RunFolder:
         return f"{self.path}/{kept[-1]['checkpoint']}/{VARIABLES}" if kept else None
 
     def commit(
-        self, number: int, reports: Mapping[int, Report], save_variables: Callable[[str], object] | None = None
+        self,
+        number: int,
+        reports: Mapping[int, Report],
+        save_variables: Callable[[str], object] | None = None,
+        rows: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Commit a report of all members; return the path of its checkpoint, if it has one.
 
-        `save_variables` saves those of the parameter servers to a path, if a member has asked for that.
+        `save_variables` saves those of the parameter servers to a path, if a member has asked for that. `rows` has the
+        positions in the datasets of an elastic run, in place of those of its members.
 
         After this has returned nothing loses it. CheckpointError if it can't be written: then it is not committed.
         """
@@ -255,7 +276,8 @@ class RunFolder:
             "time": _now(),
             "name": next((report.name for report in reports.values() if report.name), ""),
             "metrics": {str(rank): dict(report.metrics) for rank, report in reports.items()},
-            "positions": {str(rank): dict(report.positions) for rank, report in reports.items()},
+            "positions": {} if rows else {str(rank): dict(report.positions) for rank, report in reports.items()},
+            "rows": dict(rows or {}),
             "checkpoint": folder,
             "files": {str(rank): list(of) for rank, of in files.items()},
             "variables": with_variables,

@@ -109,18 +109,27 @@ def run_member(
     variables: Any = None,
     function: FunctionContext | None = None,
 ) -> Any:
-    """Run a training function as one member, in this process; return what it returns."""
+    """Run a training function as one member, in this process; return what it returns.
+
+    Args:
+        rank: of the member; in an elastic run its number, and the trainer says which rank it has.
+    """
     info = ask({"do": "begin"})
+    if info.get("over"):  # of an elastic run, which needs no more members
+        return None
+    rank, size = info.get("rank", rank), info.get("size", setup.size)
+    began_after = info.get("began_after")
     context = TrainContext(
-        world_size=setup.size,
+        world_size=size,
         world_rank=rank,
         local_rank=rank,
-        local_world_size=setup.size,
+        local_world_size=size,
         node_rank=0,
         experiment_name=setup.name,
         run_path=setup.path,
         attempt=info["attempt"],
         variables=variables,
+        reports=0 if began_after is None else info["committed"],
     )
     member = Member(
         context,
@@ -135,9 +144,12 @@ def run_member(
         furthest=_positions(info["furthest"]),
         function=function,
         updates=dict(info["updates"]),
+        began_after=began_after,
     )
     with membership(member):
-        return train_fn() if config is None else train_fn(config)
+        value = train_fn() if config is None else train_fn(config)
+        member.end()
+        return value
 
 
 def environment(setup: Setup, rank: int, ports: Sequence[int]) -> dict[str, str]:

@@ -42,7 +42,9 @@ class Report:
     metrics: Mapping[str, Any]
     files: Sequence[Mapping[str, Any]] | None = None  # of its part of a checkpoint; None: it has none
     name: str = ""  # of the checkpoint, as the member asks for
-    positions: Mapping[str, Sequence[int]] = field(default_factory=dict)  # in its datasets
+    positions: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # in its datasets; see `shards`, `elastic.rows`
     with_variables: bool = False  # its checkpoint has those of the servers
     updates: Mapping[int, int] = field(default_factory=dict)  # of variables, so far in its function
 
@@ -53,6 +55,7 @@ class Commit:
 
     number: int
     reports: Mapping[int, Report]  # by rank
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of an elastic run: the position by dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Session:
             together: members restart together, so that the attempt of one is that of all.
             seconds: how long a member may wait for the others.
         """
-        self.members = [Member() for _ in range(size)]
+        self.members = {rank: Member() for rank in range(size)}
         self.committed = committed
         self._together = together
         self._seconds = seconds
@@ -146,12 +149,12 @@ class Session:
     def meet(
         self, rank: int, attempt: int, place: Place, question: Any, now: float, *, sent: Any = None, nbytes: int = -1
     ) -> list[Action]:
-        """Take a member that has come to a barrier, or to a broadcast: of `nbytes`, if that is not negative.
+        """Take a member that has come to a barrier, or to a broadcast if `nbytes` is not negative.
 
-        Rank 0 sends the value that all get.
+        The member with rank 0 sends the value that all get, of so many bytes; the others send 0 bytes.
         """
         self._check(rank, attempt)
-        if nbytes >= 0 and rank == 0 and place not in self._broadcasts:
+        if nbytes > 0 and place not in self._broadcasts:
             self._broadcasts[place] = sent, nbytes
             while sum(size for _, size in self._broadcasts.values()) > KEPT_BYTES and len(self._broadcasts) > 1:
                 self._broadcasts.popitem(last=False)
@@ -175,7 +178,7 @@ class Session:
             self._reports = {}
         for place, meeting in list(self._meetings.items()):
             if self._is_late(meeting, now):
-                actions += self._fail(f"a barrier or broadcast before report {place[0]}", meeting)
+                actions += self._fail(f"a barrier or broadcast before report {place[0]}", meeting, place[0])
                 del self._meetings[place]
         return actions
 
@@ -189,39 +192,53 @@ class Session:
         """Return what can be done now that a member has come, or ended."""
         actions: list[Action] = []
         for place, meeting in list(self._meetings.items()):
-            missing = self._missing(meeting)
+            missing = self._missing(meeting, place[0])
             if any(known.attempt > 1 for known in meeting.values()) and place[0] <= self.committed + 1:
                 missing = [rank for rank in missing if rank not in self._reports]
             if meeting and not missing:
                 actions += [self._passes(place, known) for known in meeting.values()]
                 self._passed.add(place)
                 del self._meetings[place]
-        if self._reports and self._committing is None and not self._missing(self._reports):
+        if self._reports and self._committing is None and self._may_commit() and not self._missing(self._reports):
             self._committing = self.committed + 1
-            actions.append(Commit(self._committing, {rank: self._reports[rank].sent for rank in sorted(self._reports)}))
+            actions.append(self._commit(self._committing))
         return actions
+
+    def _may_commit(self) -> bool:
+        return True
+
+    def _commit(self, number: int) -> Commit:
+        return Commit(number, {rank: self._reports[rank].sent for rank in sorted(self._reports)})
 
     def _passes(self, place: Place, known: _Waiting) -> Answer:
         """Return the answer to a member at a barrier or broadcast that all have passed."""
         if not known.sent:
             return Answer(known.question)
         if place not in self._broadcasts:
-            error = MisuseError(
-                "rank 0 is behind this broadcast, and has given no value here: after a restart, broadcast before "
-                f"get_checkpoint(), or give FailureConfig(restart='group'). The last {KEPT_BYTES >> 20} MiB are kept"
-            )
-            return Answer(known.question, error=error)
+            return Answer(known.question, error=self._no_value())
         return Answer(known.question, self._broadcasts[place][0])
 
-    def _missing(self, there: Iterable[int]) -> list[int]:
+    def _no_value(self) -> PsClusterError:
+        return MisuseError(
+            "rank 0 is behind this broadcast, and has given no value here: after a restart, broadcast before "
+            f"get_checkpoint(), or give FailureConfig(restart='group'). The last {KEPT_BYTES >> 20} MiB are kept"
+        )
+
+    def _missing(self, there: Iterable[int], number: int = 0) -> list[int]:
+        """Return who is not there: at a report, or at a meeting before the report with a number."""
+        del number  # all are members at each
         there = set(there)
-        return [rank for rank, member in enumerate(self.members) if not member.ended and rank not in there]
+        return [rank for rank, member in self.members.items() if not member.ended and rank not in there]
+
+    def _rank(self, member: int) -> int:
+        """Return the rank of a member: here each has the number of its rank."""
+        return member
 
     def _is_late(self, waiting: Mapping[int, _Waiting], now: float) -> bool:
         return any(now - known.since > self._seconds for known in waiting.values())
 
-    def _fail(self, what: str, waiting: Mapping[int, _Waiting]) -> list[Action]:
-        missing = ", ".join(map(str, self._missing(waiting)))
+    def _fail(self, what: str, waiting: Mapping[int, _Waiting], number: int = 0) -> list[Action]:
+        missing = ", ".join(str(self._rank(member)) for member in self._missing(waiting, number))
         error = MemberTimeoutError(
             f"{what} has waited {self._seconds:g} s for rank {missing}: every rank has to call report(), barrier() and "
             "broadcast() as often as the others, in the same order. If it only takes longer, give "

@@ -3,6 +3,9 @@
 The rows of an epoch, shuffled or not, are cut among the members like `numpy.array_split`. A position is an epoch and
 how many of the member's rows were given out in it; it is reported with each report, and a member that restarts from a
 checkpoint goes on there. Rows that it had been given after that are given out again, and counted.
+
+In an elastic run the number of members changes, so rows are not cut beforehand: each member asks the trainer for the
+next ones, a few batches at a time. See `elastic.rows` for what becomes of those of members that leave.
 """
 
 from __future__ import annotations
@@ -74,9 +77,24 @@ class DatasetShard:
     @property
     def position(self) -> Position:
         """Return how far this member has come."""
-        if self._at.rows == len(self):
+        if self._at.rows and self._at.rows == len(self):
             return Position(self._at.epoch + 1, 0, self._at.again)
         return self._at
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch, from 0, that the next batch is from: of the next one, once all rows are given out."""
+        return self.position.epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epoch until `count` of them are over, counted from the beginning of the run.
+
+        So a member that goes on from a checkpoint, or joins a run, does what is left. Each time, iterate over the rows:
+        in an elastic run, what members have left behind that are gone makes another time of the same epoch.
+        """
+        count = checks.whole("count", count, at_least=0)
+        while self.epoch < count:
+            yield self.epoch
 
     def __len__(self) -> int:
         """Return the number of this member's rows in an epoch."""
@@ -104,8 +122,10 @@ class DatasetShard:
         if self._at.rows and self._at.rows >= len(self):
             self._at = Position(self._at.epoch + 1, 0, self._at.again)
         epoch = self._at.epoch
-        order = np.random.default_rng([self._seed, epoch]).permutation(self._rows) if shuffle else None
+        order = self._order(epoch) if shuffle else None
         first, after = bounds(self._rows, self._rank, self._size, self._split)
+        if first == after:  # there is nothing in any epoch
+            self._at = Position(epoch + 1, 0, self._at.again)
         while self._at.epoch == epoch and self._at.rows < after - first:
             begin = self._at.rows
             end = min(begin + batch_size, after - first)
@@ -115,6 +135,10 @@ class DatasetShard:
             self._give(epoch, begin, end)
             if whole:
                 yield batch
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        """Return the rows in the order of an epoch."""
+        return np.random.default_rng([self._seed, epoch]).permutation(self._rows)
 
     def to_tf(
         self,
@@ -164,6 +188,81 @@ class DatasetShard:
         before = self._furthest
         known = end - begin if epoch < before.epoch else max(min(end, before.rows) - begin, 0)
         self._at = Position(epoch, end, self._at.again + (known if epoch <= before.epoch else 0))
+
+
+class ElasticShard(DatasetShard):
+    """A dataset whose rows are given out to the members that are there. Iterate over it once for each epoch.
+
+    An iteration ends when all rows of the epoch have been given out, to whichever member.
+    """
+
+    def __init__(self, source: Any, ask: Callable[[dict[str, Any]], dict[str, Any]], *, seed: int = 0) -> None:
+        """Begin where the run is. `ask` asks the trainer for rows."""
+        super().__init__(source, 0, 1, seed=seed)
+        self._ask = ask
+        self._epoch: int = ask({"do": "open", "length": self._rows})["epoch"]
+        self._held = (0, 0, 0)  # an epoch, and the rows in it that were leased and not given out: first, and after last
+        self._given: list[list[int]] = []  # ranges that are not reported
+
+    @property
+    def position(self) -> Position:
+        """Return the epoch that the next batch is from."""
+        return Position(self._epoch)
+
+    def __len__(self) -> int:
+        """Raise TypeError: it is not known before the epoch is over."""
+        raise TypeError(
+            "in an elastic run a member has no fixed number of rows in an epoch: use `rows`, the number of all"
+        )
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows all members together have in an epoch."""
+        return self._rows
+
+    def take_given(self) -> list[list[int]]:
+        """Return what was given out since this was last called: epoch, first row, and the first after the last one."""
+        given, self._given = self._given, []
+        return given
+
+    def not_reported(self, given: list[list[int]]) -> None:
+        """Take note that these rows, which `take_given` had returned, are not reported."""
+        self._given = [*given, *self._given]
+
+    def go_on_in(self, epoch: int) -> None:
+        """Take note of the lowest epoch that has rows to give out."""
+        if self._held[1] == self._held[2]:
+            self._epoch = epoch
+
+    def iter_batches(self, batch_size: int, *, shuffle: bool = False, drop_last: bool = False) -> Iterator[Any]:
+        """Yield batches of the epoch, as they are free, until none is left. Otherwise as `DatasetShard`'s."""
+        batch_size = checks.whole("batch_size", batch_size, at_least=1)
+        epoch, begin, stop = self._held
+        if begin == stop:
+            epoch = self._epoch
+        order = self._order(epoch) if shuffle else None
+        while True:
+            _, begin, stop = self._held
+            if begin == stop:
+                lease = self._ask({"do": "take", "epoch": epoch, "batch": batch_size})
+                begin, stop = lease["start"], lease["stop"]
+                if begin == stop:
+                    self._epoch = lease["epoch"]
+                    return
+            end = min(begin + batch_size, stop)
+            self._epoch, self._held = epoch, (epoch, end, stop)
+            rows = np.arange(begin, end)
+            whole = end - begin == batch_size or not drop_last
+            batch = self._take(rows if order is None else order[rows]) if whole else None
+            self._give_out(epoch, begin, end)
+            if whole:
+                yield batch
+
+    def _give_out(self, epoch: int, begin: int, end: int) -> None:
+        if self._given and self._given[-1][0] == epoch and self._given[-1][2] == begin:
+            self._given[-1][2] = end
+        else:
+            self._given.append([epoch, begin, end])
 
 
 def _reader_of(source: Any) -> tuple[Callable[[np.ndarray[Any, Any]], Any], int]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pscluster.core import checks
 from pscluster.core.checks import type_of
+from pscluster.core.errors import MisuseError
 from pscluster.launch.checkpoint import Checkpoint
+from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class Trainer:
                 raise TypeError(f"{name} is {type_of(value)}, not a {getattr(kind, '__name__', 'Checkpoint')}")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; give one of {', '.join(map(repr, BACKENDS))}")
+        _check_elastic(self._scaling, self._run, backend, split)
         if variables is not None and (backend != "numpy" or not self._scaling.workers):
             raise ValueError(
                 'variables are on parameter servers, which only functions with the backend "numpy" on one worker or '
@@ -88,6 +91,31 @@ class Trainer:
         self._datasets = dict(datasets or {})
         self._split, self._seed = split, checks.whole("seed", seed, at_least=0)
         self._resume_from = resume_from
+        self._clusters = Clusters()
+
+    def scale(self, workers: int, *, timeout: float = 60.0) -> None:
+        """Change the number of workers of an elastic run while `fit` runs, in another thread. Return when that is done.
+
+        New ones become members between two reports. Those with the highest indices are stopped: each leaves after its
+        next report, or is ended after ten seconds, and others get the rows that it had not reported. Workers that had
+        been given up are started again.
+
+        Args:
+            workers: how many, within the limits of `ScalingConfig(workers=(fewest, most))`.
+            timeout: seconds for new workers to serve, and beyond its grace for each that is stopped to end.
+
+        Raises:
+            ValueError: `workers` is not within these limits.
+            MisuseError: the run is not elastic, or `fit` does not run.
+            LocalClusterError, UnavailableError, WaitTimeoutError: as `LocalCluster.scale`.
+        """
+        if self._scaling.limits is None:
+            raise MisuseError(
+                f"the run has {self._scaling.workers} workers throughout: give ScalingConfig(workers=(fewest, most))"
+            )
+        fewest, most = self._scaling.limits
+        workers = checks.whole("workers", workers, at_least=fewest, at_most=most)
+        self._clusters.scale(workers, timeout)
 
     def fit(self) -> Result:
         """Train: run the function on all workers until it has returned on each. Return what they have reported.
@@ -114,6 +142,7 @@ class Trainer:
                 split=self._split,
                 seed=self._seed,
                 resume_from=self._resume_from,
+                clusters=self._clusters,
             )
         )
 
@@ -134,6 +163,21 @@ class TensorflowTrainer(Trainer):
         """Do what `Trainer` does. `tensorflow_config` is ignored: Ray Train's."""
         del tensorflow_config
         super().__init__(*args, backend="tensorflow", **options)
+
+
+def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: str) -> None:
+    """Raise ValueError if members are to come and go where they can't."""
+    if scaling.limits is None:
+        return
+    why = ""
+    if backend != "numpy":
+        why = f"a process group of {backend} can't lose a rank: give one number, or keep parameters on the servers"
+    elif run.failure.restart == "group":
+        why = 'with restart="group" all begin again together: leave it at "worker", or give one number'
+    elif split != "all":
+        why = f'split="{split}" cuts rows for a fixed number: leave it at "all", or give one number'
+    if why:
+        raise ValueError(f"workers is {scaling.limits}, so members may come and go, but {why}")
 
 
 def _one(name: str, value: Any, alias: str, other: Any) -> Any:

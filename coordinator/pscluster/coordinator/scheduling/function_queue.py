@@ -398,6 +398,14 @@ class FunctionQueue(StaysHere):
             _check_seconds("kill_after", kill_after)
         return self._dispatcher.waits.cancel(values, kill_after)
 
+    def withdraw(self, values: Iterable[RemoteValue]) -> None:
+        """Cancel functions that have not begun, and ask those to stop that have; for internal use. Returns at once."""
+        self._dispatcher.waits.withdraw(values)
+
+    def is_leaving(self, place: int) -> bool:
+        """Return whether a worker, by the scheduler's index, was told to stop, or has; for internal use."""
+        return self._dispatcher.state.scheduler.workers[place].leaving
+
     def pending(self) -> str:
         """Return which error `schedule`, `join` or `done` will raise, and what that waits for; "" if there is none."""
         return self._dispatcher.status.pending()

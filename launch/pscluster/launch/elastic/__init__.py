@@ -1,0 +1,1 @@
+"""Elastic runs: members that come and go with the workers."""
