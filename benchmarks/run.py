@@ -728,6 +728,19 @@ def _trainer_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             beside = {"ray": ("ray_train_side.py", {"n": 3, **more})}
             bench.cost(title, "2 s", do, cases, within, "trainer_costs.py", beside)
 
+    def follows(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+        (of,) = answers.values()
+        rates = _listed({workers: of[f"with {workers}"] for workers in "241"}, "steps/s")
+        kept = of["lost"] == of["twice"] == 0
+        rows = f"{of['lost']:.0f} rows lost, {of['twice']:.0f} twice"
+        shown = f"{rates}; after {of['to 4']:.1f} s and {of['to 1']:.1f} s; {rows}"
+        return shown, kept and max(of["to 4"], of["to 1"]) <= 5.0
+
+    if wanted("cost-trainer-elastic"):
+        title = "an elastic run that grows from 2 to 4 workers, and shrinks to 1"
+        cases = {"": {"seconds": 4.0 if bench.quick else 6.0, "n": 1 if bench.quick else 3}}
+        bench.cost(title, "no step lost; the new rate within 5 s", "elastic", cases, follows, "trainer_costs.py")
+
 
 MOVES = ("pull", "push")
 COSTS = (
@@ -751,6 +764,7 @@ COSTS = (
     "cost-steps",
     "cost-trainer-fit",
     "cost-trainer-restart",
+    "cost-trainer-elastic",
 )
 
 
