@@ -88,7 +88,8 @@ def main() -> None:
     try:
         train_fn = _loaded(start["forms"])
         setup = Setup(**start["setup"])
-        value = run_member(train_fn, start["config"], setup, start["datasets"], start["rank"], worker.ask)
+        rank, datasets = start["rank"], start["datasets"]
+        value = run_member(train_fn, start["config"], setup, datasets, rank, worker.ask, tells=True)
         worker.send(value=value)
     except BaseException as error:  # also sys.exit() in the function
         if isinstance(error, SystemExit) and not error.code:

@@ -48,6 +48,7 @@ from pscluster.launch.checkpoint import VARIABLES, Checkpoint
 from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
+from pscluster.launch.logs import logs_of
 from pscluster.launch.result import Result
 from pscluster.launch.run_folder import RunFolder
 from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
@@ -172,8 +173,14 @@ class Fit:
         threads = max((os.cpu_count() or 1) // self._size, 1)
         env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
         with (
+            logs_of(self._folder) as log_dir,
             LocalCluster(
-                scaling.ps, self._size, env=env, log_level="ERROR", max_restarts=self._max_restarts
+                scaling.ps,
+                self._size,
+                env=env,
+                log_level="ERROR",
+                log_dir=log_dir,
+                max_restarts=self._max_restarts,
             ) as cluster,
             ParameterServerStrategy(cluster) as strategy,
             job.clusters.using(cluster),

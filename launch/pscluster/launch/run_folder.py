@@ -4,6 +4,7 @@
     reports/000004.json         report number 4: the metrics, positions and files of each member
     checkpoints/000004/rank-0/  the files that rank 0 gave with it; in .variables those of the parameter servers
     metrics.jsonl               the reports' metrics once more, a line each, for other tools
+    logs/worker-0.log           what that worker's process has printed; see `logs`
 
 A report is committed once its file is there: it is written beside, synced, and moved to its name, after the files that
 it names. So a process that is killed at any moment leaves all of a report, or none. Files of checkpoints that no report
@@ -20,6 +21,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -34,6 +36,8 @@ from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.ids import VERSION
 from pscluster.launch.checkpoint import VARIABLES, is_local
 from pscluster.launch.session import Report
+
+logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 1 << 20
 
@@ -178,6 +182,30 @@ class RunFolder:
         last: Mapping[str, Mapping[str, Sequence[int]]] = report["positions"]
         again: int = sum(state["again"] for state in report.get("rows", {}).values())
         return again + sum(position[2] for of_rank in last.values() for position in of_rank.values())
+
+    @property
+    def logs(self) -> str | None:
+        """Return the directory for what the processes print, made if need be; None if it isn't on this machine."""
+        if not self._is_local:
+            return None
+        path = f"{self._root}/logs"
+        with _explained(path, "can't be made"):
+            os.makedirs(path, exist_ok=True)
+        return path
+
+    def add_logs(self, path: str) -> None:
+        """Add what is in these files to those of the run, where they could not be written directly. Log if that fails.
+
+        Files are read and written as a whole: not all storages can add to one.
+        """
+        try:
+            for file in sorted(Path(path).glob("*.log")):
+                target = f"{self._root}/logs/{file.name}"
+                before = self._fs.cat_file(target) if self._fs.exists(target) else b""
+                self._fs.makedirs(f"{self._root}/logs", exist_ok=True)
+                self._fs.pipe_file(target, before + file.read_bytes())
+        except (OSError, ValueError, ImportError) as error:
+            logger.warning("what the processes printed can't be kept in %s/logs: %s", self.path, error)
 
     # Writing
 

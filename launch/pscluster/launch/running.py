@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import multiprocessing.connection
 import os
@@ -62,7 +63,7 @@ def run_here(
     """Run a training function in this worker's process, as one member; return what it returns."""
     context = _function()
     return run_member(
-        train_fn, config, Setup(**setup), datasets, rank, context.ask, variables=variables, function=context
+        train_fn, config, Setup(**setup), datasets, rank, context.ask, variables=variables, function=context, tells=True
     )
 
 
@@ -108,11 +109,13 @@ def run_member(
     *,
     variables: Any = None,
     function: FunctionContext | None = None,
+    tells: bool = False,
 ) -> Any:
     """Run a training function as one member, in this process; return what it returns.
 
     Args:
         rank: of the member; in an elastic run its number, and the trainer says which rank it has.
+        tells: print who begins, and when: this process's output is a log of one worker, which may run several.
     """
     info = ask({"do": "begin"})
     if info.get("over"):  # of an elastic run, which needs no more members
@@ -131,6 +134,9 @@ def run_member(
         variables=variables,
         reports=0 if began_after is None else info["committed"],
     )
+    if tells:
+        now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
+        print(f"{now} rank {rank} of {size} begins, attempt {context.attempt}", file=sys.stderr, flush=True)
     member = Member(
         context,
         ask,

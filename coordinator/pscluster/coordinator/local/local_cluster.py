@@ -132,6 +132,7 @@ class LocalCluster(ClusterResolver, StaysHere):
         env: Mapping[str, str] | None = None,
         log_level: str = "WARNING",
         log_format: str = "text",
+        log_dir: str | os.PathLike[str] | None = None,
         token: str | None = None,
         tls: bool | None = None,
         cwd: str | os.PathLike[str] | None = None,
@@ -156,6 +157,8 @@ class LocalCluster(ClusterResolver, StaysHere):
                 `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
             log_level: of the processes, which log to this process's standard error.
             log_format: "text", lines for people, or "json", one object per line.
+            log_dir: a directory for what the processes log and print, each to its own file, such as worker-0.log, at
+                once, behind what is in it. Default: it goes where this process's output goes.
             token: the cluster token. Default: a random one.
             tls: whether the processes use mutual TLS, with certificates made for this cluster. Only over TCP.
                 Default: if the host is not loopback.
@@ -189,6 +192,8 @@ class LocalCluster(ClusterResolver, StaysHere):
             raise ConfigurationError(f"log_format is {log_format!r}; give one of {', '.join(LOG_FORMATS)}")
         if cwd is not None and not Path(cwd).is_dir():
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is not a directory")
+        if log_dir is not None and not Path(log_dir).is_dir():
+            raise ConfigurationError(f"log_dir is {os.fspath(log_dir)!r}, which is not a directory")
         self._env = role_environ(env or {}, num_workers, durability, allow_pickle, cwd)
         self.transport = choose_transport(transport, host, tls)
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
@@ -203,6 +208,7 @@ class LocalCluster(ClusterResolver, StaysHere):
         self._state_dir = None if state_dir is None else os.path.abspath(state_dir)
         self._own_folder: OwnFolder | None = None  # to be removed
         self._cwd = cwd
+        self._log_dir = None if log_dir is None else Path(os.path.abspath(log_dir))
         self._command = _command
         self._on_failure = _on_failure
         self.reports = Reports(_on_report)
@@ -675,7 +681,11 @@ class LocalCluster(ClusterResolver, StaysHere):
             options += ["--join", spec.task_address("chief", 0), "--task", str(index)]
             options += ["--bind", spec.task_address(role, index)]
         env = child_environ(env, config, self.token, self.tls_folder)
-        self._processes.start(task, [*command, *options], env, self._cwd)
+        log = None
+        if self._log_dir is not None:
+            log = self._log_dir / f"{role}-{index}.log"
+            env.setdefault("PYTHONUNBUFFERED", "1")  # what it prints before it dies, too
+        self._processes.start(task, [*command, *options], env, self._cwd, log)
 
     def _end(self) -> None:
         """Leave no process, port or file behind, even if the monitor failed."""

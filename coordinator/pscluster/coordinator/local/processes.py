@@ -12,6 +12,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 from pscluster.coordinator.local.supervisor import Event, Exited, Started, TaskKey
 
@@ -29,18 +31,30 @@ class Processes:
         self._waiters: dict[int, threading.Thread] = {}  # by pid
 
     def start(
-        self, task: TaskKey, command: Sequence[str], env: Mapping[str, str], cwd: str | os.PathLike[str] | None
+        self,
+        task: TaskKey,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None,
+        log: Path | None = None,
     ) -> None:
-        """Start a task's process, and report `Started`. Raises as `subprocess.Popen` does, or RuntimeError."""
-        process = subprocess.Popen(  # noqa: S603 (our own command line)
-            command,
-            stdin=subprocess.PIPE,  # nothing is written: its end tells the child that this process has died
-            bufsize=0,
-            env=env,
-            cwd=cwd,
-            # Ctrl-C in the terminal reaches this process only, which then stops its children in order.
-            start_new_session=True,
-        )
+        """Start a task's process, and report `Started`. Raises as `subprocess.Popen` does, or RuntimeError.
+
+        What it prints is added to the file `log`; None: it goes where this process's output goes.
+        """
+        with contextlib.ExitStack() as stack:
+            output = None if log is None else stack.enter_context(_opened(log))
+            process = subprocess.Popen(  # noqa: S603 (our own command line)
+                command,
+                stdin=subprocess.PIPE,  # nothing is written: its end tells the child that this process has died
+                stdout=output,
+                stderr=output,
+                bufsize=0,
+                env=env,
+                cwd=cwd,
+                # Ctrl-C in the terminal reaches this process only, which then stops its children in order.
+                start_new_session=True,
+            )
         name = f"local-cluster-{task[0]}-{task[1]}"
         waiter = threading.Thread(target=self._await_death, args=(task, process), name=name, daemon=True)
         with self._changed:  # so that its death is reported after its start
@@ -93,6 +107,17 @@ class Processes:
                 self.signal(task, pid, signal.SIGKILL)
         for waiter in self._waiters.values():
             waiter.join()
+
+
+def _opened(log: Path) -> BinaryIO:
+    """Open a log for what is added, which begins on a line of its own, whatever a process left that died."""
+    file = log.open("ab+")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.write(b"\n")
+            file.flush()
+    return file
 
 
 def block_until_dead(process: subprocess.Popen[bytes]) -> bool:
