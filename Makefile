@@ -20,7 +20,7 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 test: $(STAMP)  ## run all tests, the longest files first
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 10
 
-frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch and JAX, which make test leaves out
+frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch, JAX and Keras, which make test leaves out
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
 

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pscluster.launch.callbacks import ReportCheckpoint as ReportCheckpoint
+    from pscluster.launch.callbacks import ReportCheckpointCallback as ReportCheckpointCallback
     from pscluster.launch.checkpoint import Checkpoint as Checkpoint
     from pscluster.launch.config import CheckpointConfig as CheckpointConfig
     from pscluster.launch.config import FailureConfig as FailureConfig
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pscluster.launch.trainer import Trainer as Trainer
 else:
     _OF = {
+        "callbacks": ("ReportCheckpoint", "ReportCheckpointCallback"),
         "checkpoint": ("Checkpoint",),
         "config": ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"),
         "context": (
