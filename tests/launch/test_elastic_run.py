@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.launch.test_trainer import first_time
+from tests.roles.processes import run as command
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import IndexedSlices, LocalCluster, Variable, errors, experimental_get_current_worker_index
@@ -34,6 +35,7 @@ from pscluster.launch import (
     get_dataset_shard,
     report,
 )
+from pscluster.launch.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,12 +97,11 @@ def fitting(trainer: Trainer) -> Iterator[list[Any]]:
         except BaseException as error:
             ended.append(error)
 
-    thread = threading.Thread(target=fit)
+    thread = threading.Thread(target=fit, daemon=True)
     thread.start()
-    try:
-        yield ended
-    finally:
-        thread.join(TIMEOUT)
+    yield ended
+    thread.join(TIMEOUT)
+    assert ended, "it has ended"
     if isinstance(ended[0], BaseException):
         raise ended[0]
 
@@ -246,6 +247,33 @@ def test_a_worker_that_dies_too_often_is_done_without_until_it_is_started_again(
         wait(lambda record: record["metrics"] == {"0": {"size": 2}, "1": {"size": 2}})
         (tmp_path / "enough").touch()
     assert sorted(ended[0].return_values) == [0, 1]
+
+
+def test_the_command_scale(tmp_path: Path) -> None:
+    """It asks a run that runs for another number of workers; what can't be is refused."""
+
+    def train(config: dict[str, Any]) -> None:
+        while not Path(config["folder"], "enough").exists():
+            report({"size": get_context().world_size})
+            time.sleep(0.05)
+
+    run, path = RunConfig("asked", str(tmp_path)), tmp_path / "asked"
+    with fitting(Trainer(train, {"folder": str(tmp_path)}, ScalingConfig(workers=(1, 3)), run)) as ended:
+        wait = reporting(path, ended)
+        wait()
+        code, output = command("scale", str(path), "4")
+        assert code == 1
+        assert "has 1 to 3 workers, not 4" in output
+        assert command("scale", f"{path}/", "3") == (0, "asked is asked for 3 workers\n")
+        wait(lambda record: len(record["metrics"]) == 3)
+        (tmp_path / "enough").touch()
+    assert "does not run: it is finished" in command("scale", str(path), "3")[1]
+    assert "there is no run in" in command("scale", str(tmp_path / "none"), "3")[1]
+    folder = RunFolder(str(tmp_path), "fixed")
+    with folder.writing(workers=2), pytest.raises(errors.MisuseError, match="has 2 workers throughout"):
+        RunFolder(str(tmp_path), "fixed").read().request_workers(3)
+    with pytest.raises(errors.MisuseError, match=r"call Trainer.scale\(\) in its process"):
+        RunFolder("memory://asked", "url").request_workers(3)
 
 
 def test_too_few_for_too_long(tmp_path: Path) -> None:

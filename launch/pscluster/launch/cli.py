@@ -1,4 +1,4 @@
-"""The command `pscluster runs`."""
+"""The commands `pscluster runs` and `pscluster scale`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 
 from pscluster.coordinator.observability.progress_line import choose_console
-from pscluster.core.errors import CheckpointError
+from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.sanitize import shown
 from pscluster.launch.config import DEFAULT_STORAGE
 from pscluster.launch.run_folder import RunFolder
@@ -32,6 +32,23 @@ def runs(storage: str) -> None:
     for folder in found:
         table.add_row(*map(shown, _row(folder)))
     choose_console().print(table)
+
+
+@click.command("scale")
+@click.argument("run")
+@click.argument("workers", type=int)
+def scale(run: str, workers: int) -> None:
+    """Ask an elastic RUN, the folder of which is given, for so many WORKERS while it runs.
+
+    New ones join between two reports; those that are too many leave after their next report.
+    """
+    storage, _, name = run.rstrip("/").rpartition("/")
+    try:
+        folder = RunFolder(storage or ".", name).read()
+        folder.request_workers(workers)
+    except (CheckpointError, MisuseError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{folder.name} is asked for {workers} workers")
 
 
 def _row(folder: RunFolder) -> list[str]:

@@ -40,6 +40,7 @@ from pscluster.launch.session import Report
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 1 << 20
+_REQUEST = "scale.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +354,41 @@ class RunFolder:
             self._run |= _as_json({"return_values": list(return_values)})
         with _explained(self.path, "can't be written"):
             self._put("run.json", self._run)
+
+    # Requests of other processes
+
+    def request_workers(self, workers: int) -> None:
+        """Ask the process that writes this run for so many workers. The run has been read.
+
+        Raises:
+            MisuseError: it does not run, is at a URL, or does not have so many.
+            CheckpointError: its folder can't be written.
+        """
+        limits = self._run.get("workers")
+        if not self._is_local:
+            raise MisuseError(f"{self.path} is a URL, where no requests are read: call Trainer.scale() in its process")
+        if self._run.get("state") != "running":
+            raise MisuseError(f"the run in {self.path} does not run: it is {self._run.get('state')}")
+        if not isinstance(limits, list):
+            raise MisuseError(f"the run in {self.path} has {limits} workers throughout: only elastic runs change")
+        if not limits[0] <= workers <= limits[1]:
+            raise MisuseError(f"the run in {self.path} has {limits[0]} to {limits[1]} workers, not {workers}")
+        with _explained(self.path, "can't be written"):
+            self._put(_REQUEST, {"workers": workers})
+
+    def take_request(self) -> int | None:
+        """Return for how many workers another process asks, once; None if none does."""
+        if not self._is_local:
+            return None
+        try:
+            workers = self._read_json(_REQUEST).get("workers")
+            os.remove(f"{self._root}/{_REQUEST}")
+        except FileNotFoundError:
+            return None
+        except (OSError, CheckpointError) as error:
+            logger.warning("a request can't be read: %s", error)
+            return None
+        return workers if isinstance(workers, int) else None
 
     # Files
 

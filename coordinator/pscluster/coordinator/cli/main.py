@@ -108,6 +108,7 @@ for _name, _module, _attribute, _summary in (
     ("coordinator", _SCRIPT, "command", "Run SCRIPT as the coordinator that TF_CONFIG names."),
     ("evaluator", _SCRIPT, "evaluator_command", "Run SCRIPT as the evaluator of TF_CONFIG."),
     ("runs", "pscluster.launch.cli", "runs", "List the runs of a Trainer."),
+    ("scale", "pscluster.launch.cli", "scale", "Change the number of workers of a Trainer's run."),
     ("k8s", "pscluster.launch.kubernetes.cli", "k8s", "Render the manifests of a cluster on Kubernetes."),
     ("slurm", "pscluster.launch.slurm.cli", "slurm", "Run SCRIPT as the coordinator of a cluster that is a Slurm job."),
 ):

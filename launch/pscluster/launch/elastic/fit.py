@@ -26,6 +26,7 @@ from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordina
 from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.core.errors import FunctionError, PsClusterError, UnavailableError, WorkerLostError
+from pscluster.launch.elastic.requests import Requests
 from pscluster.launch.elastic.session import Admit, ElasticSession, SavedRows
 from pscluster.launch.fit import POLL_SECONDS, Asked, Fit, MembersFailed, report_of
 from pscluster.launch.session import Action, Answer
@@ -68,6 +69,8 @@ class ElasticFit(Fit):
         """Run the function as each member that there is; return what those return that come to its end."""
         session, self._coordinator = self._session, coordinator
         member = self._member_function(coordinator, variables)
+        assert self._scaling.limits is not None, "it is elastic"
+        requests = Requests(self._folder, self._scaling.limits, cluster.scale)
         try:
             while self._values or not session.over:
                 for number in session.schedule():
@@ -80,6 +83,7 @@ class ElasticFit(Fit):
                     self._note_ends()  # first: who asks to begin may come too late
                     self._handle(question)
                 self._note_ends()
+                requests.poll(time.monotonic())
                 self._do(session.expire(time.monotonic()))
                 if why := session.too_few(time.monotonic()):
                     raise MembersFailed({}, UnavailableError(f"{why}{_why_gone(cluster)}"))
