@@ -34,6 +34,7 @@ from pscluster.coordinator.local.environment import child_environ
 from pscluster.coordinator.local.launcher import LAUNCHER_VARIABLE, ReportPipe
 from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
 from pscluster.coordinator.local.processes import block_until_dead
+from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import DATA_VARIABLE, FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 from pscluster.core.role.options import METRICS_PORT_VARIABLE
@@ -56,7 +57,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _FROM_TERMINAL = frozenset({signal.SIGINT, signal.SIGHUP})
 
 
-_Message: TypeAlias = int | LocalClusterError | subprocess.Popen[bytes]
+_Message: TypeAlias = int | ClusterError | subprocess.Popen[bytes]
 """A signal, a role that was given up, or the script, which has ended."""
 
 
@@ -234,7 +235,7 @@ def _run_to_end(
 ) -> int:
     """Start the script, forward signals, and wait for its end. LocalClusterError if a role was given up."""
     shares_terminal = _in_foreground()
-    failure: LocalClusterError | None = None
+    failure: ClusterError | None = None
     signalled = 0
     with inbox.collecting():
         script = subprocess.Popen(  # noqa: S603 (the user's own script)
@@ -264,7 +265,7 @@ def _run_to_end(
                     signalled = signalled or signal_number
                     if early >= 0 or not (shares_terminal and signal_number in _FROM_TERMINAL):
                         script.send_signal(signal_number)
-                case LocalClusterError() as error:
+                case ClusterError() as error:
                     failure = failure or error
                     script.terminate()
     code = script.wait()

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.local.launcher import InheritedReports
-from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.asker import Answers, Asker, replies_by_task
 from pscluster.coordinator.observability.events import Series
 from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates
@@ -54,7 +54,7 @@ class Watch:
         self._series = Series(time.monotonic(), _done(context))
         self._event_log = context.event_log
         resolver = context.resolver
-        self._reports = resolver.reports if isinstance(resolver, LocalCluster) else InheritedReports()
+        self._reports = resolver.reports if isinstance(resolver, SupervisedCluster) else InheritedReports()
         self._watchers = 0
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()

@@ -14,7 +14,7 @@ from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.job.registration import SERVICE, Registration, addresses_of
 from pscluster.coordinator.job.settings import process_options
-from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_job(
-    resolver: ClusterResolver | LocalCluster,
+    resolver: ClusterResolver,
     partitioner: Partitioner | None,
     *,
     placement: str | Callable[..., int],
@@ -64,15 +64,15 @@ def describe_job(
     """Return the context of a new job on this cluster, not connected yet. See `ParameterServerStrategy`."""
     with configuration_errors():
         ps_timeout = checks.real("ps_timeout", ps_timeout, kind="number of seconds", above=0)
-    if isinstance(resolver, LocalCluster):
+    if isinstance(resolver, SupervisedCluster):
         resolver.check_not_stopped()
     spec = resolver.cluster_spec()
     options = process_options()
-    if options.num_ps is not None and not isinstance(resolver, LocalCluster):
+    if options.num_ps is not None and not isinstance(resolver, SupervisedCluster):
         spec = _with_servers(spec, options.num_ps, may_register=resolver.task_type == "chief" and "chief" in spec.jobs)
     may_join = options.max_workers is not None and "chief" in spec.jobs and resolver.task_type == "chief"
     validate_for_strategy(spec, resolver.task_type, resolver.task_id, needs_worker=not may_join)
-    mine = resolver if isinstance(resolver, LocalCluster) else options
+    mine = resolver if isinstance(resolver, SupervisedCluster) else options
     tls = mine.tls
     if token is None:
         token = mine.token
@@ -152,7 +152,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
     if context.metrics_server is not None:
         context.metrics_server.wake()
     context.begin()
-    if isinstance(context.resolver, LocalCluster):
+    if isinstance(context.resolver, SupervisedCluster):
         context.resolver.serve(context)
 
 
@@ -180,7 +180,7 @@ def _serve_role(context: JobContext) -> RoleServer | None:
     if "chief" not in spec.jobs or resolver.task_type != "chief":
         return None
     address = listen_address(spec.task_address("chief", 0), options)
-    if isinstance(resolver, LocalCluster):
+    if isinstance(resolver, SupervisedCluster):
         options = replace(options, share_port="--share-port" in resolver.hand_over_port("chief", 0))
     try:
         registration = Registration(weakref.ref(context), address, options)
@@ -273,8 +273,9 @@ def _with_servers(spec: ClusterSpec, count: int, *, may_register: bool) -> Clust
     return ClusterSpec({**spec.as_dict(), "ps": servers}, source=spec.source)
 
 
-def _peer(
-    resolver: ClusterResolver | LocalCluster, spec: ClusterSpec, job: str, index: int, options: RoleOptions
-) -> PeerAddress:
-    why_gone = functools.partial(resolver.why_gone, job, index) if isinstance(resolver, LocalCluster) else str
-    return PeerAddress(job, index, spec.task_address(job, index), options.tls, options.token, why_gone)
+def _peer(resolver: ClusterResolver, spec: ClusterSpec, job: str, index: int, options: RoleOptions) -> PeerAddress:
+    address = spec.task_address(job, index)
+    why_gone: Callable[[], str] = str
+    if isinstance(resolver, SupervisedCluster):
+        why_gone = functools.partial(resolver.why_gone, job, index, address)
+    return PeerAddress(job, index, address, options.tls, options.token, why_gone)

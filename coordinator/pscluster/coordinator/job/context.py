@@ -22,7 +22,7 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
 from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
-from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
+from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling import loop
@@ -69,7 +69,7 @@ class Saver(Protocol):
 class JobContext:
     """What the parts of one job share."""
 
-    resolver: ClusterResolver | LocalCluster
+    resolver: ClusterResolver
     spec: ClusterSpec  # as the cluster was when the job began
     options: RoleOptions  # how this process serves and dials, with the credentials of the job
     client: PsClient  # the coordinator's own client of the parameter servers
@@ -92,7 +92,7 @@ class JobContext:
     metrics_server: MetricsServer | None = None  # answers `/metrics`, where it is served
     _pages: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _workers_gone: LocalClusterError | None = None
+    _workers_gone: ClusterError | None = None
     _lost: PSUnavailableError | None = None  # a parameter server, for good
 
     def __post_init__(self) -> None:
@@ -239,8 +239,8 @@ class JobContext:
         if self.dispatcher is not None:
             self.dispatcher.servers.is_lost(error)
 
-    def workers_gone(self, error: LocalClusterError | None) -> None:
-        """Note, for the LocalCluster, that no worker is left and none will come up by itself; None: one will."""
+    def workers_gone(self, error: ClusterError | None) -> None:
+        """Note, for the cluster, that no worker is left and none will come up by itself; None: one will."""
         with self._lock:
             self._workers_gone = error
             if self.dispatcher is not None:

@@ -99,6 +99,7 @@ class Exited:
     task: TaskKey
     pid: int
     code: int | None  # negative: a signal's number; None: unknown
+    how: str = ""  # it ended, if not with a code
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class TaskState:
 
 
 class Supervisor:
-    """The state of all tasks of a local cluster, and the decisions about them. See the module's docstring."""
+    """The state of all tasks of a cluster, and the decisions about them. See the module's docstring."""
 
     def __init__(
         self,
@@ -217,10 +218,12 @@ class Supervisor:
         stop_order: Sequence[str],
         grace: float,
         until_done: bool = False,
+        noun: str = "local cluster",
     ) -> None:
         """Start nothing before the first event; then start the tasks in their order.
 
-        `stop_order` has every role of the tasks. With `until_done`, exit code 0 means that the job is over.
+        `stop_order` has every role of the tasks. With `until_done`, exit code 0 means that the job is over. The log
+        calls the tasks together `noun`.
         """
         self._tasks = {key: TaskState(key) for key in tasks}
         self._actions: list[Action] = []  # of the event that is being handled
@@ -228,6 +231,7 @@ class Supervisor:
         self._stop_order = tuple(stop_order)
         self._grace = grace
         self._until_done = until_done
+        self._noun = noun
         self._stopping = False
         assert {role for role, _ in self._tasks} <= set(self._stop_order), "a role outside the order would never stop"
 
@@ -241,8 +245,8 @@ class Supervisor:
                 self._started(self._tasks[key], pid, now)
             case StartFailed(key, reason):
                 self._start_failed(self._tasks[key], reason, now, jitter)
-            case Exited(key, pid, code):
-                self._exited(self._tasks[key], pid, code, now, jitter)
+            case Exited(key, pid, code, how):
+                self._exited(self._tasks[key], pid, code, how, now, jitter)
             case RestartRequested(key):
                 if key in self._tasks:
                     self._request_restart(self._tasks[key], now)
@@ -287,8 +291,8 @@ class Supervisor:
     def why_gone(self, task: TaskKey) -> str:
         """Return why the task gets no process unless asked for: it was given up, or the cluster is stopped; or ""."""
         if self._stopping:
-            return "the local cluster was stopped"
-        return self._tasks[task].failure if task in self._tasks else "the local cluster was scaled down"
+            return f"the {self._noun} was stopped"
+        return self._tasks[task].failure if task in self._tasks else f"the {self._noun} was scaled down"
 
     def why_none(self, role: str) -> str:
         """Return why no task of the role has a process, or gets one by itself; empty unless some were given up."""
@@ -333,10 +337,10 @@ class Supervisor:
         else:
             self._died(task, text, now, jitter)
 
-    def _exited(self, task: TaskState, pid: int, code: int | None, now: float, jitter: float) -> None:
+    def _exited(self, task: TaskState, pid: int, code: int | None, how: str, now: float, jitter: float) -> None:
         assert task.pid == pid, f"{task} is not pid {pid}"
         who, phase = str(task), task.phase
-        text = f"{who} {describe_exit(code)}"
+        text = f"{who} {how or describe_exit(code)}"
         if now - task.up_since >= self._policy.refill_after:
             task.restarts_used = 0
         task.pid, task.kill_at = None, None

@@ -1,0 +1,497 @@
+"""A cluster whose tasks this process starts, watches and restarts, wherever they run; a base class.
+
+`supervisor.py` decides; this module carries out its decisions:
+
+    monitor     one thread; it alone starts tasks, reports events to the supervisor and acts on the answer
+    launcher    what runs the tasks: processes of this machine (`processes.py`), or of others. It reports Started,
+                StartFailed and Exited, from threads of its own
+    callers     kill(), restart(), stop() and the waits, from any thread
+
+One condition guards all state, and is notified of every change; tasks are started, and logs written, without holding
+it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import random
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar, Protocol, Self
+
+from pscluster.coordinator.local.launcher import Report, Reports
+from pscluster.coordinator.local.supervisor import (
+    Action,
+    Event,
+    Exited,
+    GiveUp,
+    Log,
+    Phase,
+    RestartPolicy,
+    RestartRequested,
+    Signal,
+    Start,
+    StartFailed,
+    StopRequested,
+    Supervisor,
+    TaskKey,
+    Tick,
+    task_name,
+)
+from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import Task, TFConfig
+from pscluster.core.errors import MisuseError, PsClusterError, WaitTimeoutError
+from pscluster.core.handles import StaysHere
+from pscluster.core.security.tls import Tls
+
+logger = logging.getLogger("pscluster.local_cluster")
+
+# Signals that end a process that does not handle them, so that kill() can wait for its death.
+_DEADLY = {
+    signal.Signals[f"SIG{name}"] for name in ("ABRT", "BUS", "FPE", "HUP", "ILL", "INT", "KILL", "QUIT", "SEGV", "TERM")
+}
+
+
+class ClusterError(PsClusterError):
+    """A task of a cluster has died and will not be restarted; the message says which one and why."""
+
+
+class Launcher(Protocol):
+    """What runs the tasks of a cluster. A running task has a pid, which names it in the log.
+
+    How it starts one is between it and its cluster, see `SupervisedCluster._start_process`. The cluster's condition
+    guards it: hold it to call `pid`, `pids` or `signal`.
+    """
+
+    def pid(self, task: TaskKey) -> int | None:
+        """Return the pid of the task if it is alive."""
+
+    def pids(self) -> dict[TaskKey, int]:
+        """Return the pids of all living tasks."""
+
+    def signal(self, task: TaskKey, pid: int, signal_number: int) -> None:
+        """Send a signal to the task, if it still has this pid."""
+
+    def join(self, pid: int) -> None:
+        """Join the thread that reported this exit."""
+
+    def kill_all(self) -> None:
+        """Kill every task, and return when all are gone. For the thread that starts them."""
+
+
+class Job(Protocol):
+    """A strategy in this process that uses a cluster."""
+
+    def close(self, reason: str) -> None:
+        """Tell the roles that the job is over. Idempotent."""
+
+    def workers_gone(self, error: ClusterError | None) -> None:
+        """Take note that no worker is left or will be restarted; None: one will be, on request.
+
+        Must not block: called on the monitor's thread, or by `SupervisedCluster.serve`.
+        """
+
+    def retire_worker(self, index: int) -> None:
+        """Take note that a worker is being stopped for good."""
+
+
+class SupervisedCluster(ClusterResolver, StaysHere):
+    """Parameter servers and workers that this process starts and restarts; a context manager and a cluster resolver.
+
+    Subclasses say where tasks run: `_open`, `_start_process`, `_release_resources`, `cluster_spec`, `hand_over_port`,
+    and `_processes`.
+    """
+
+    instead = "use variables in the function, or the strategy, which it may capture"
+    noun: ClassVar[str]
+    """What it is called in messages."""
+    error: ClassVar[type[ClusterError]] = ClusterError
+    """What it raises."""
+
+    token: str
+    tls: Tls | None  # of a coordinator in this process, once the cluster is started
+    allow_pickle: bool | None
+    _processes: Launcher
+
+    def __init__(
+        self,
+        counts: Mapping[str, int],
+        policy: RestartPolicy,
+        *,
+        grace: float,
+        until_done: bool = False,
+        on_failure: Callable[[ClusterError], None] | None = None,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> None:
+        super().__init__("chief", 0, "grpc", "")
+        self._grace = grace
+        self._counts = dict(counts)
+        self._on_failure = on_failure
+        self.reports = Reports(on_report)
+        tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]
+        self._changed = threading.Condition()
+        # Workers stop first, so that the servers still take their last requests.
+        self._supervisor = Supervisor(
+            tasks, policy, stop_order=("worker", "ps"), grace=grace, until_done=until_done, noun=self.noun
+        )
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._monitor: threading.Thread | None = None
+        self._owner = 0  # the process that started it
+        self._ended = threading.Event()
+        self._crash: BaseException | None = None  # of the monitor: a bug here
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+        self._workers_gone = ""  # why, as the jobs know it
+        self._notifying = threading.Lock()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Reserve what the tasks need. If it raises, `_release_resources` follows."""
+
+    @abstractmethod
+    def _start_process(self, task: TaskKey) -> None:
+        """Start a process for a task, and report Started, or StartFailed. On the monitor's thread."""
+
+    @abstractmethod
+    def _release_resources(self) -> None:
+        """Release what `_open` has reserved; no task is left. Idempotent."""
+
+    @abstractmethod
+    def hand_over_port(self, role: str, index: int) -> list[str]:
+        """Return the options for a process that is about to listen at a task's address."""
+
+    def _on_started(self) -> None:
+        """Do more once the monitor runs. On the caller's thread."""
+
+    def start(self) -> Self:
+        """Reserve the addresses and start the processes; return when all are started, though not yet serving.
+
+        Raises:
+            ConfigurationError: a task can't be where it is wanted, such as a host that is not this machine.
+            ClusterError: a process could not be started; nothing is left running.
+            MisuseError: the cluster has been stopped; an object can be started once.
+        """
+        with self._starting:
+            self.check_not_stopped()
+            if self._monitor is not None:
+                return self
+            try:
+                self._open()
+            except BaseException:
+                self._release_resources()
+                raise
+            self._owner = os.getpid()
+            # A daemon, so that an interpreter that exits reaches its atexit handlers, which stop it.
+            monitor = threading.Thread(target=self._run, name=f"{self.noun.replace(' ', '-')}-monitor", daemon=True)
+            with self._changed:
+                self._monitor = monitor
+                monitor.start()
+        atexit.register(self.stop)
+        self._on_started()
+        try:
+            with self._changed:
+                self._changed.wait_for(self._all_started_once)
+            self.check()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop the workers, then the parameter servers; return when all have exited and the ports are free.
+
+        First close the strategies of this process that use the cluster, so that the end is no failure to them, and
+        later calls raise an error that says why.
+
+        A second call, a call from another thread, or a call before the start does nothing more. A KeyboardInterrupt
+        during the wait kills the processes that are left.
+        """
+        if self._owner not in (0, os.getpid()):
+            return  # a fork of the owner must not stop the owner's cluster
+        with self._changed:
+            if self._monitor is None:
+                self._ended.set()
+                return
+        if threading.current_thread() is self._monitor:
+            self._inbox.put(StopRequested())
+            return  # called by _on_failure: the monitor can't wait for itself
+        try:
+            for job in list(self._jobs):
+                try:
+                    job.close(f"the {self.noun} was stopped")
+                except Exception:
+                    logger.exception("could not shut down a job on the %s cleanly", self.noun)
+            self._inbox.put(StopRequested())
+            self._ended.wait()
+        except BaseException:
+            self._inbox.put(StopRequested(at_once=True))
+            self._ended.wait()
+            raise
+        self._monitor.join()
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """Raise ClusterError if a task was given up: too many restarts, or a wrong configuration."""
+        with self._changed:
+            if self._crash is not None:
+                raise self.error(f"the monitor of the {self.noun} failed: {self._crash!r}") from self._crash
+            failures = self._supervisor.failures
+        if failures:
+            raise self.error("; ".join(failures))
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all processes have ended by themselves and stay so; return False after `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._supervisor.settled or self._ended.is_set(), timeout)
+
+    def wait_first_end(self, timeout: float | None = None) -> bool:
+        """Wait until a process has ended by itself and stays so; return False after `timeout` seconds."""
+
+        def one_has_ended() -> bool:
+            return self._ended.is_set() or any(state.phase.is_final for state in self._supervisor.states())
+
+        with self._changed:
+            return self._changed.wait_for(one_has_ended, timeout)
+
+    def serve(self, job: Job) -> None:
+        """Tell a job when no worker is left, and close it when the cluster is stopped."""
+        with self._changed:
+            self._jobs.add(job)
+        self._notify_of_workers([job])
+
+    def _notify_of_workers(self, jobs: Iterable[Job]) -> None:
+        """Tell jobs whether a worker is left, or will be restarted; one call at a time, so that the newest is last."""
+        with self._notifying:
+            with self._changed:
+                why = self._workers_gone
+            for job in jobs:
+                job.workers_gone(self.error(f"no worker is left: {why}") if why else None)
+
+    def why_gone(self, role: str, index: int, address: str = "") -> str:
+        """Return why a task has no process and gets none unless asked for; empty if it has one, or will.
+
+        With an address: also why it does not come back there.
+        """
+        with self._changed:
+            if index < self._counts.get(role, 0) and not self._supervisor.has((role, index)):
+                return ""  # it is being added
+            if why := self._supervisor.why_gone((role, index)):
+                return why
+        now = self.cluster_spec().task_address(role, index) if address else ""
+        if now == address:
+            return ""
+        return (
+            f"{task_name((role, index))} came back at {now}, where a job that has begun does not find it: make another "
+            "strategy on this cluster, and restore a checkpoint"
+        )
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task, by default the chief's, prefixed with the protocol."""
+        role = "chief" if task_type is None else task_type
+        return self._url(self.cluster_spec().task_address(role, 0 if task_id is None else task_id), rpc_layer)
+
+    def tf_config(self, role: str, index: int) -> str:
+        """Return the TF_CONFIG of a task, as JSON. ConfigurationError if there is no such task."""
+        return TFConfig(self.cluster_spec(), Task(role, index), "grpc").to_json()
+
+    @property
+    def pids(self) -> dict[TaskKey, int]:
+        """Map role and index to process id, for the living processes."""
+        with self._changed:
+            return self._processes.pids()
+
+    def is_alive(self, role: str, index: int) -> bool:
+        """Return whether the task has a process now."""
+        task = self._task(role, index)
+        with self._changed:
+            return self._processes.pid(task) is not None
+
+    def kill(self, role: str, index: int, sig: int = signal.SIGKILL, *, timeout: float = 30.0) -> int:
+        """Send a signal to the task's process, and return its pid.
+
+        If the signal is one that ends processes, return when the process is dead and reaped. It is restarted like any
+        other that dies, soon after or even before this returns; after SIGTERM or SIGINT a role exits cleanly, with 0,
+        and is not restarted.
+
+        Raises:
+            MisuseError: there is no such task, or it has no process now.
+            WaitTimeoutError: the process is still alive after `timeout` seconds.
+        """
+        task = self._task(role, index)
+        with self._changed:
+            pid = self._processes.pid(task)
+            if pid is None:
+                phase = self._supervisor.state(task).phase
+                raise MisuseError(f"{task_name(task)} has no process to signal: it is {phase.value}")
+            self._processes.signal(task, pid, sig)
+            if sig in _DEADLY and not self._changed.wait_for(lambda: self._processes.pid(task) != pid, timeout):
+                name = signal.Signals(sig).name
+                raise WaitTimeoutError(f"{task_name(task)} (pid {pid}) is still alive {timeout:g} s after {name}")
+            return pid
+
+    def restart(self, role: str, index: int, *, timeout: float = 60.0) -> int:
+        """Give the task a new process, and its full number of restarts; return the new pid.
+
+        A living process is stopped cleanly first. A task that ended or was given up is restarted too.
+
+        Raises:
+            MisuseError: there is no such task, or the cluster isn't running.
+            WaitTimeoutError: there is no new process after `timeout` seconds.
+        """
+        task = self._task(role, index)
+        with self._changed:
+            if self._monitor is None or self._ended.is_set():
+                raise MisuseError(f"{task_name(task)} can't be restarted: the cluster isn't running")
+            old_pid = self._processes.pid(task)
+            self._inbox.put(RestartRequested(task))
+            pid = self._wait_replaced(task, old_pid, timeout, lambda: False)
+        if pid is None:
+            raise MisuseError(f"{task_name(task)} can't be restarted: the cluster was stopped")
+        return pid
+
+    def wait_restarted(self, role: str, index: int, old_pid: int, timeout: float = 60.0) -> int:
+        """Wait until the task has a process other than `old_pid`, and return its pid.
+
+        Raises:
+            ClusterError: there will be none.
+            WaitTimeoutError: there is none after `timeout` seconds.
+        """
+        task = self._task(role, index)
+        with self._changed:
+            pid = self._wait_replaced(task, old_pid, timeout, lambda: self._supervisor.state(task).phase.is_final)
+            state = self._supervisor.state(task)
+        if pid is None:
+            raise self.error(state.failure or f"{task_name(task)} will not be restarted: it is {state.phase.value}")
+        return pid
+
+    def _wait_replaced(
+        self, task: TaskKey, old_pid: int | None, timeout: float, is_over: Callable[[], bool]
+    ) -> int | None:
+        """Return the pid of the task's next process; None if the task or the cluster ends before there is one."""
+
+        def pid() -> int | None:
+            pid = self._processes.pid(task)
+            return pid if pid != old_pid else None
+
+        if not self._changed.wait_for(lambda: pid() or is_over() or self._ended.is_set(), timeout):
+            phase = self._supervisor.state(task).phase.value
+            raise WaitTimeoutError(f"{task_name(task)} has no new process after {timeout:g} s: it is {phase}")
+        return pid()
+
+    @property
+    def _size(self) -> str:
+        workers = self._counts["worker"]
+        return f"{self._counts['ps']} ps and {workers} worker{'s' * (workers != 1)}"
+
+    def check_not_stopped(self) -> None:
+        """Raise MisuseError if the cluster has been stopped, so that its addresses are dead."""
+        if self._ended.is_set():
+            raise MisuseError(f"this {type(self).__name__} has been stopped; make a new one")
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not hasattr(self, "_monitor"):
+            return f"<{name} with invalid arguments>"
+        with self._changed:
+            states, failures = self._supervisor.states(), self._supervisor.failures
+            ended = self._ended.is_set()
+        if self._monitor is None:
+            return f"<{name} {'stopped, and never' if ended else 'not'} started: {self._size}>"
+        if ended and failures:
+            return f"<{name} failed: {'; '.join(failures)}>"
+        tasks = ", ".join(
+            task_name(state.task) + (f" pid {state.pid}" if state.phase is Phase.RUNNING else f" {state.phase.value}")
+            for state in states
+        )
+        return f"<{name} {'stopped' if ended else 'running'}: {tasks}>"
+
+    def _task(self, role: str, index: int) -> TaskKey:
+        if not 0 <= index < self._counts.get(role, 0):
+            raise MisuseError(f"there is no {role} {index} in a cluster of {self._size}")
+        return role, index
+
+    def _all_started_once(self) -> bool:
+        return (
+            self._ended.is_set()
+            or bool(self._supervisor.failures)
+            or all(state.starts for state in self._supervisor.states())
+        )
+
+    def _run(self) -> None:
+        """Report events to the supervisor, and act on its answers: the monitor."""
+        try:
+            self._handle(Tick())
+            while True:
+                with self._changed:
+                    if self._supervisor.ended:
+                        return
+                    due = self._supervisor.next_due()
+                try:
+                    event = self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    event = Tick()
+                self._handle(event)
+        except BaseException as error:
+            logger.exception("the monitor of the %s failed; killing its processes", self.noun)
+            self._crash = error
+            if self._on_failure is not None:
+                self._on_failure(self.error(f"the monitor of the {self.noun} failed: {error!r}"))
+        finally:
+            self._end()
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Exited):
+            self._processes.join(event.pid)
+        jitter = random.random()  # noqa: S311 (nothing secret)  # nosec B311
+        with self._changed:
+            actions = self._supervisor.handle(event, time.monotonic(), jitter)
+            self._changed.notify_all()
+            why = self._supervisor.why_none("worker")
+            jobs = [] if why == self._workers_gone else list(self._jobs)
+            self._workers_gone = why
+        if jobs:
+            self._notify_of_workers(jobs)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Start(task):
+                try:
+                    self._start_process(task)
+                except (OSError, ValueError, TypeError, RuntimeError, subprocess.SubprocessError) as error:
+                    self._inbox.put(StartFailed(task, str(error)))
+            case Signal(task, pid, signal_number):
+                with self._changed:
+                    self._processes.signal(task, pid, signal_number)
+            case GiveUp(task, reason):
+                logger.error("%s", reason)
+                self.reports.add(task_name(task), reason)
+                if self._on_failure is not None:
+                    self._on_failure(self.error(reason))
+            case Log(level, text, about):
+                logger.log(level, "%s", text)
+                if about is not None:
+                    self.reports.add(task_name(about), text)
+
+    def _end(self) -> None:
+        """Leave no process, port or file behind, even if the monitor failed."""
+        self._processes.kill_all()
+        self._release_resources()
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()
