@@ -275,6 +275,17 @@ def test_who_may_register() -> None:
         service.register(valid(), Call())  # type: ignore[arg-type]
 
 
+def test_where_its_cluster_has_started_workers() -> None:
+    """A worker may advertise such an address, as its cluster knows it by then, and no other one."""
+    hosts = ["10.0.0.8"]
+    service = Registration(cast("Any", Joined), "0.0.0.0:2222", RoleOptions(), lambda: hosts)
+    assert service.register(valid(host="10.0.0.8"), Call()).address == "10.0.0.8:2222"  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match=r"advertises 10\.0\.0\.9, but calls from 192\.0\.2\.7"):
+        service.register(valid(host="10.0.0.9"), Call())  # type: ignore[arg-type]
+    hosts.append("10.0.0.9")
+    assert service.register(valid(host="10.0.0.9"), Call()).address == "10.0.0.9:2222"  # type: ignore[arg-type]
+
+
 @hypothesis.given(messages(cast("Any", coordinator_pb2.RegisterRequest.DESCRIPTOR), 1))
 def test_rubbish(request: coordinator_pb2.RegisterRequest) -> None:
     """Whatever a request holds, it is taken or refused; only the caller's own address is dialled."""

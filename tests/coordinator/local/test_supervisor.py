@@ -111,6 +111,15 @@ def test_first_restart_is_immediate_and_tells_the_story() -> None:
     assert world.tell(Started(W1, 4712)) == [Log(logging.WARNING, text, W1)]
 
 
+def test_an_end_without_a_code_is_told_as_its_launcher_tells_it() -> None:
+    """A task may be lost with the machine that it ran on: that is a death."""
+    world = World(RestartPolicy(max_restarts=10))
+    pid = world.up()[W1]
+    assert world.tell(Exited(W1, pid, None, "was lost with its node")) == [Start(W1)]
+    text = f"worker 1 (pid {pid}) was lost with its node; restarted as pid 4712 (restart 1 of 10)"
+    assert world.tell(Started(W1, 4712)) == [Log(logging.WARNING, text, W1)]
+
+
 def test_backoff_doubles_and_waits_for_its_time() -> None:
     """Restarts in a row wait longer and longer, and a tick before the time starts nothing."""
     world = World(RestartPolicy(max_restarts=5, base_delay=1.0, max_delay=3.0))

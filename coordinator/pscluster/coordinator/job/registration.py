@@ -8,7 +8,8 @@ changes, this is checked, in this order:
     how often       from one address at most RATE registrations a second, and BURST at once
     what it runs    the version of the coordinator; the job, if it names one
     where it is     the address that its call comes from, with the port that it names; or the one that it advertises,
-                    which must be within the coordinator's ranges. Over a Unix socket: one in the coordinator's folder
+                    which must be within the coordinator's ranges, or where its cluster has started a worker. Over a
+                    Unix socket: one in the coordinator's folder
     which task      as `members` decides: nobody takes the task of a worker that is there
 
 So whoever knows the token can make the coordinator dial a port of his own machine, and nothing else. What answers there
@@ -140,9 +141,18 @@ def _host_of(who: str, advertised: str, caller: str, ranges: Sequence[Network]) 
 class Registration:
     """Servicer of pscluster.v1.Coordinator. `context` returns the job; None once it is over."""
 
-    def __init__(self, context: Callable[[], JobContext | None], own: str, options: RoleOptions) -> None:
-        """Raise ConfigurationError if the options have a wrong range."""
-        self._context, self._own, self._options = context, own, options
+    def __init__(
+        self,
+        context: Callable[[], JobContext | None],
+        own: str,
+        options: RoleOptions,
+        worker_hosts: Callable[[], Sequence[str]] = list,
+    ) -> None:
+        """Raise ConfigurationError if the options have a wrong range.
+
+        `worker_hosts` returns addresses that workers may advertise, beside those in the options' ranges.
+        """
+        self._context, self._own, self._options, self._worker_hosts = context, own, options, worker_hosts
         self._ranges = parse_ranges(options.worker_ranges)
         self._lock = threading.Lock()
         self._limit = RateLimit()
@@ -167,7 +177,8 @@ class Registration:
                 f"{shown(context.request.job_name)!r}: give the {role} the address of its own coordinator, or another "
                 "--job-name, or none"
             )
-        address = place_of(request, call.peer(), self._own, self._ranges)
+        ranges = [*self._ranges, *parse_ranges(self._worker_hosts())]
+        address = place_of(request, call.peer(), self._own, ranges)
         if role == "ps":
             return self._register_server(context, request, address)
         claim = Claim(request.secret, request.task, request.last_index if request.had_index else None)

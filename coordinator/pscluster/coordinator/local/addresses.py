@@ -86,7 +86,7 @@ class Addresses:
     def _reserve(self, task: TaskKey, host: str, count: int) -> list[int]:
         """Return the task's port for gRPC, and a second one, if any, for data."""
         sockets = self._reserved[task] = []
-        sockets.extend(_bound(host) for _ in range(count))
+        sockets.extend(bound_socket(host) for _ in range(count))
         ports = [reserved.getsockname()[1] for reserved in sockets]
         if count > 1:
             self.data_ports[task] = ports[1]
@@ -113,9 +113,13 @@ def _close(sockets: list[socket.socket]) -> None:
         bound.close()
 
 
-def _bound(host: str) -> socket.socket:
+def bound_socket(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that holds a port of the host, by default a free one, for processes of this user.
+
+    ConfigurationError if the host does not resolve or is not this machine.
+    """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"host is {host!r}, which does not resolve ({error}); give one such as 127.0.0.1"

@@ -221,7 +221,7 @@ class SupervisedCluster(ClusterResolver, StaysHere):
                 self._ended.set()
                 return
         if threading.current_thread() is self._monitor:
-            self._inbox.put(StopRequested())
+            self._request_stop()
             return  # called by _on_failure: the monitor can't wait for itself
         try:
             for job in list(self._jobs):
@@ -229,14 +229,17 @@ class SupervisedCluster(ClusterResolver, StaysHere):
                     job.close(f"the {self.noun} was stopped")
                 except Exception:
                     logger.exception("could not shut down a job on the %s cleanly", self.noun)
-            self._inbox.put(StopRequested())
+            self._request_stop()
             self._ended.wait()
         except BaseException:
-            self._inbox.put(StopRequested(at_once=True))
+            self._request_stop(at_once=True)
             self._ended.wait()
             raise
         self._monitor.join()
         atexit.unregister(self.stop)
+
+    def _request_stop(self, *, at_once: bool = False) -> None:
+        self._inbox.put(StopRequested(at_once))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -291,7 +294,7 @@ class SupervisedCluster(ClusterResolver, StaysHere):
                 return ""  # it is being added
             if why := self._supervisor.why_gone((role, index)):
                 return why
-        now = self.cluster_spec().task_address(role, index) if address else ""
+        now = self._address_of((role, index)) if address else ""
         if now == address:
             return ""
         return (
@@ -303,6 +306,14 @@ class SupervisedCluster(ClusterResolver, StaysHere):
         """Return the address of a task, by default the chief's, prefixed with the protocol."""
         role = "chief" if task_type is None else task_type
         return self._url(self.cluster_spec().task_address(role, 0 if task_id is None else task_id), rpc_layer)
+
+    def _address_of(self, task: TaskKey) -> str:
+        """Return where a task is now, or was when it last ran."""
+        return self.cluster_spec().task_address(*task)
+
+    def worker_hosts(self) -> list[str]:
+        """Return the hosts of workers that register, beside those that they call from."""
+        return []
 
     def tf_config(self, role: str, index: int) -> str:
         """Return the TF_CONFIG of a task, as JSON. ConfigurationError if there is no such task."""

@@ -321,6 +321,8 @@ class Joining:
                 reply = self._ask()
             except PsClusterError as error:
                 busy = isinstance(error, BusyError)
+                if busy and self._serving is not None and time.monotonic() - began < AWAIT_SECONDS:
+                    raise  # a coordinator that lists this worker may be about to attach
                 if patient or isinstance(error, BusyError | UnavailableError):
                     self._say(error)
                 raise
