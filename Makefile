@@ -24,7 +24,7 @@ frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch, JAX and Keras
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
 
-test-launch: $(LAUNCH)/.installed  ## start jobs on a real Slurm, where its daemons are installed, as root
+test-launch: $(LAUNCH)/.installed  ## start jobs on a real Ray, and a real Slurm where its daemons are installed, as root
 	$(LAUNCH)/bin/python -m pytest tests/launchers
 
 check: $(STAMP)  ## lint, types, import directions and circles, generated stubs, vulnerabilities in our code and dependencies

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pscluster.launch.context import get_dataset_shard as get_dataset_shard
     from pscluster.launch.context import report as report
     from pscluster.launch.errors import TrainingFailedError as TrainingFailedError
+    from pscluster.launch.ray.cluster import RayCluster as RayCluster
+    from pscluster.launch.ray.connection import RayClusterError as RayClusterError
     from pscluster.launch.result import Result as Result
     from pscluster.launch.shards import DatasetShard as DatasetShard
     from pscluster.launch.trainer import TensorflowTrainer as TensorflowTrainer
@@ -40,6 +42,8 @@ else:
             *("get_checkpoint", "get_context", "get_dataset_shard", "report"),
         ),
         "errors": ("TrainingFailedError",),
+        "ray.cluster": ("RayCluster",),
+        "ray.connection": ("RayClusterError",),
         "result": ("Result",),
         "shards": ("DatasetShard",),
         "trainer": ("TensorflowTrainer", "TorchTrainer", "Trainer"),

@@ -1,0 +1,119 @@
+"""The scripts of the tests with Ray: `python ray_scripts.py NAME ADDRESS [ARGUMENTS]`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, SynchronousStrategy, Variable, optimizers
+from pscluster.coordinator.checkpoints.manager import CheckpointManager
+from pscluster.core.errors import PSUnavailableError
+from pscluster.launch import RayCluster
+
+
+def _show(cluster: RayCluster) -> None:
+    spec = cluster.cluster_spec()
+    tasks = [(f"{role} {at}", pid, spec.task_address(role, at)) for (role, at), pid in cluster.pids.items()]
+    print("tasks", json.dumps(tasks), flush=True)
+
+
+def _train(cluster: RayCluster, *arguments: str) -> None:
+    _show(cluster)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    digits: Any = importlib.import_module("digits")
+    digits.TFConfigClusterResolver = lambda: cluster  # otherwise the script is as it is
+    sys.argv[1:] = arguments
+    digits.main()
+
+
+def spread(address: str, *arguments: str) -> None:
+    """Train on both nodes."""
+    with RayCluster(4, 2, address=address, log_level="INFO") as cluster:
+        _train(cluster, *arguments)
+
+
+def stable(address: str, *arguments: str) -> None:
+    """Train, with the servers on the node that stays."""
+    resources = {"CPU": 1, "stable": 1}
+    with RayCluster(4, 2, address=address, ps_resources=resources, log_level="INFO") as cluster:
+        _train(cluster, *arguments)
+
+
+def away(address: str, folder: str) -> None:
+    """Count to 40 on a server whose node is removed, in one job after another."""
+    with RayCluster(1, 1, address=address, ps_resources={"CPU": 1, "away": 1}, log_level="INFO") as cluster:
+        _show(cluster)
+        while not _count(cluster, folder):
+            _show(cluster)
+
+
+def _count(cluster: RayCluster, folder: str) -> bool:
+    """Go on counting; return whether the job came to its end."""
+    strategy = ParameterServerStrategy(cluster)
+    with strategy.scope():
+        total = Variable(np.float64(0), name="total")
+    coordinator = ClusterCoordinator(strategy)
+    with CheckpointManager(folder, strategy=strategy) as manager:
+        manager.restore_or_initialize()
+        print("it begins with", float(total.numpy()), flush=True)
+
+        def add() -> None:
+            total.assign_add(1.0)
+
+        try:
+            while (count := float(total.numpy())) < 40:
+                coordinator.schedule(add)
+                coordinator.join()
+                manager.save()
+                print("counted", count + 1, flush=True)
+                if count + 1 == 10:
+                    input()  # until the test has removed the node
+        except PSUnavailableError as error:
+            print("lost:", error, flush=True)
+            strategy.close()
+            return False
+    print("total", float(total.numpy()), flush=True)
+    strategy.close()
+    return True
+
+
+def inside(address: str) -> None:
+    """Run a synchronous step in a task of Ray's."""
+    import ray
+
+    ray.init(address=address)
+
+    def driver() -> tuple[list[float], bool]:
+        with RayCluster(2, 1, placement="PACK") as cluster, SynchronousStrategy(cluster) as strategy:
+            with strategy.scope():
+                total = Variable(np.zeros(3), name="total")
+                sgd = optimizers.SGD(learning_rate=1.0)
+
+            def step() -> None:
+                sgd.apply_gradients([(-np.ones(3), total)], examples=8)
+
+            strategy.run(step, steps=4)
+            values = total.numpy().tolist()
+        return values, ray.is_initialized()
+
+    print("the driver's result:", ray.get(ray.remote(driver).remote()), flush=True)
+
+
+def no_room(address: str) -> None:
+    """Ask for more than there is, for no TLS, then for as much as there is."""
+    for options in ({"worker_resources": {"CPU": 100}}, {"worker_resources": {"GPU": 1}}, {"tls": False}):
+        try:
+            RayCluster(2, 1, address=address, timeout=2, **options).start()
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    with RayCluster(2, 1, address=address) as cluster:
+        print(cluster, flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

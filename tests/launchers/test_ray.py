@@ -1,0 +1,221 @@
+"""`RayCluster` on a real Ray cluster of two nodes: trains, and survives the death of actors and of a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from tests.launchers.ray_cluster import OTHER, THIRD, Nodes, missing, ray_nodes
+from tests.waiting import until
+
+from pscluster.core.errors import ConfigurationError
+from pscluster.core.ids import VERSION
+from pscluster.launch import RayCluster, RayClusterError
+from pscluster.launch.ray.role_actor import RoleActor
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+SCRIPTS = str(Path(__file__).with_name("ray_scripts.py"))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as nodes:
+        yield nodes
+
+
+class Script:
+    """A script that runs."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        self.path = folder / "log"
+        env = {**os.environ, "RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
+        with self.path.open("wb") as log:
+            command = [sys.executable, SCRIPTS, name, *arguments]
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return self.path.read_text()
+
+    def until(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """Wait for a line in the log, and return the match."""
+        until(
+            lambda: re.search(pattern, self.log[after:]) or self.process.poll() is not None,
+            f"the log has {pattern!r}",
+            lambda: self.log[-5000:],
+        )
+        found = re.search(pattern, self.log[after:])
+        assert found, self.log[-5000:]
+        return found
+
+    def tasks(self) -> list[tuple[str, int, str]]:
+        """Name, pid and address of each task, as they were at first."""
+        return [(name, pid, address) for name, pid, address in json.loads(self.until(r"tasks (\[.*\])")[1])]
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        return self.process.wait(100)
+
+
+Run: TypeAlias = Callable[..., Script]
+
+
+@pytest.fixture
+def run(tmp_path: Path, nodes: Nodes) -> Iterator[Run]:
+    """Start a script, and leave nothing of it."""
+    scripts: list[Script] = []
+
+    def start(name: str, *arguments: str) -> Script:
+        scripts.append(Script(tmp_path, name, nodes.address, *arguments))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.process.kill()
+        script.process.communicate()
+
+
+def parent_of(pid: int) -> int:
+    """The process that has started this one: of a role, its actor's."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def left() -> list[str]:
+    """The folders of tasks that are left."""
+    return [str(path) for path in Path(tempfile.gettempdir()).glob("pscluster-ray-*")]
+
+
+def pids(folders: Iterable[str]) -> list[int]:
+    """The processes of roles whose tasks have these folders."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if any(folder.encode() in environ for folder in folders):
+            found.append(int(path.name))
+    return found
+
+
+def test_digits(run: Run) -> None:
+    """The example is as accurate as everywhere, on both nodes; afterwards nothing is left."""
+    script = run("spread")
+    assert {address.split(":")[0] for _, _, address in script.tasks()} > {OTHER}
+    assert script.wait() == 0, script.log[-5000:]
+    assert float(script.until(r"test accuracy (\S+)")[1]) > 0.96
+    assert not [pid for _, pid, _ in script.tasks() if Path(f"/proc/{pid}").exists()]
+    assert not left()
+
+
+def test_actors_and_roles_are_killed_and_a_node_is_removed(run: Run, nodes: Nodes) -> None:
+    """Each task comes back: a worker at another port, or on another node, a server with its state where it was."""
+    script = run("stable", "--steps", "1000000")
+    tasks = {name: (pid, address) for name, pid, address in script.tasks()}
+    script.until("step 100/")
+    on_first = next(name for name in tasks if name.startswith("worker") and OTHER not in tasks[name][1])
+    away = [name for name in tasks if OTHER in tasks[name][1]]
+    assert len(away) >= 1
+    assert not [name for name in away if name.startswith("ps")]
+    for killed, names in (("actor", (on_first, "ps 1")), ("role", (away[0], "ps 0"))):
+        at = len(script.log)
+        for pid, _ in map(tasks.__getitem__, names):
+            os.kill(parent_of(pid) if killed == "actor" else pid, signal.SIGKILL)
+        how = "was lost with its actor" if killed == "actor" else "was killed by SIGKILL"
+        for name in names:
+            pid, address = tasks[name]
+            script.until(rf"{name} \(pid {pid}\) {how}.*; restarted as pid \d+", at)
+            if name.startswith("ps"):
+                script.until(rf"{name} at {address} is back after .* with the state saved", at)
+            else:
+                assert script.until(rf"joined chief .* as {name}, at (\S+)", at)[1] != address
+        script.until(r"steps/s  4 workers up", len(script.log))
+    nodes.remove()
+    at = len(script.log)
+    for name in away:
+        assert OTHER not in script.until(rf"joined chief .* as {name}, at (\S+)", at)[1]
+    script.until(r"steps/s  4 workers up", len(script.log))
+    assert "Traceback" not in script.log
+    script.process.kill()
+    assert left()
+    until(lambda: not pids(left()), "its processes end", lambda: (pids(left()), script.log[-3000:]))
+    for folder in left():
+        shutil.rmtree(folder)
+
+
+def test_a_server_whose_node_is_removed_comes_back_elsewhere_and_empty(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """The job fails and says why; the next one on this cluster goes on from a checkpoint."""
+    nodes.add(OTHER)
+    script = run("away", str(tmp_path / "checkpoints"))
+    (address,) = (address for name, _, address in script.tasks() if name == "ps 0")
+    script.until("counted 10")
+    nodes.remove()
+    script.until(
+        r"actor for ps 0 yet, which needs CPU 1 \(\S+ free of 8\), away 1 \(0 free of 0\), and there are 1 nodes"
+    )
+    nodes.add(THIRD)
+    assert script.process.stdin is not None
+    script.process.stdin.write(b"\n")
+    script.process.stdin.flush()
+    lost = script.until(r"lost: .*")[0]
+    assert f"ps 0 at {address} is lost" in lost
+    assert f"ps 0 came back at {THIRD}:" in lost
+    assert "make another strategy on this cluster, and restore a checkpoint" in lost
+    assert script.wait() == 0, script.log[-5000:]
+    assert "it begins with 10.0" in script.log
+    assert "total 40.0" in script.log
+
+
+def test_a_driver_that_is_a_task_of_ray(run: Run) -> None:
+    """Its steps are synchronous; it uses the connection that it has, and leaves it open."""
+    script = run("inside")
+    assert script.wait() == 0, script.log[-5000:]
+    assert "the driver's result: ([4.0, 4.0, 4.0], True)" in script.log
+
+
+def test_no_room_and_no_cluster(run: Run, tmp_path: Path) -> None:
+    """What is asked for and what there is are named, within a deadline; afterwards the room is free."""
+    script = run("no_room")
+    assert script.wait() == 0, script.log[-5000:]
+    sentence = (
+        r"RayClusterError the Ray cluster has no room for 3 tasks with placement='SPREAD' after 2 s: they need "
+        r"CPU 201 \(\S+ free of \d+\), and there are \d nodes; stop what uses it, add nodes, or ask for less"
+    )
+    assert re.search(sentence, script.log), script.log[-5000:]
+    assert re.search(r"they need CPU 1 \(.*\), GPU 2 \(0 free of 0\)", script.log), script.log[-5000:]
+    assert "ConfigurationError tls is False, but the tasks are reached over a network" in script.log
+    assert "<RayCluster running: ps 0 pid" in script.log
+    with pytest.raises(RayClusterError, match=r"no Ray cluster to be had at the address '127\.0\.0\.1:1': .* refused"):
+        RayCluster(address="127.0.0.1:1").start()
+    with pytest.raises(ConfigurationError, match="run the script on a node of the Ray cluster"):
+        RayCluster(address="ray://127.0.0.1:1").start()
+
+
+def test_a_port_that_is_taken(nodes: Nodes) -> None:
+    """A server has the port that it had, unless another program has it after a while."""
+
+    def reserved(port: int) -> tuple[str, int]:
+        actor = RoleActor("ps 0", VERSION)
+        place = actor.reserve(port, 0.1)
+        assert actor._reserved is not None
+        actor._reserved.close()
+        return place
+
+    host, port = reserved(0)
+    with socket.create_server((host, port)):
+        assert reserved(port)[1] != port
+    assert reserved(port) == (host, port)
