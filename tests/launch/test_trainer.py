@@ -14,7 +14,7 @@ import pytest
 from tests.coordinator.training.test_callbacks import scalars_of
 from tests.waiting import TIMEOUT
 
-from pscluster.coordinator import Variable, errors, optimizers
+from pscluster.coordinator import LocalCluster, Variable, errors, optimizers
 from pscluster.launch import (
     Checkpoint,
     CheckpointConfig,
@@ -289,11 +289,36 @@ def test_a_member_that_returns_is_not_awaited(tmp_path: Path) -> None:
         ({"resume_from": "path"}, TypeError, "resume_from is a str, not a Checkpoint"),
         ({"config": {}, "train_loop_config": {}}, TypeError, "config and train_loop_config are the same argument"),
         ({"variables": dict, "backend": "torch"}, ValueError, "variables are on parameter servers"),
+        ({"launcher": "ray"}, TypeError, "launcher is a str; give a callable, such as RayCluster"),
+        ({"launcher": print, "backend": "jax"}, ValueError, 'launcher starts workers for .* the backend "numpy"'),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Trainer(**{"train_fn": print, **arguments})
+
+
+def test_a_launcher(tmp_path: Path) -> None:
+    """It is asked for the cluster that the configuration describes; members learn where they are in it."""
+    asked: list[dict[str, Any]] = []
+
+    class Elsewhere(LocalCluster):
+        def worker_hosts(self) -> list[str]:
+            """Where its workers are, as it says."""
+            return ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+
+    def launcher(**options: Any) -> LocalCluster:
+        asked.append(dict(options))
+        return Elsewhere(options.pop("ps"), options.pop("workers"), **options)
+
+    def train() -> tuple[int, ...]:
+        context = get_context()
+        return context.get_node_rank(), context.get_local_rank(), context.get_local_world_size()
+
+    scaling, run = ScalingConfig(workers=3, ps=2, env={"MINE": "1"}), RunConfig("run", storage=str(tmp_path))
+    result = Trainer(train, scaling=scaling, run=run, launcher=launcher).fit()
+    assert asked == [{"ps": 2, "workers": 3, "env": {"MINE": "1"}, "log_level": "ERROR"}]
+    assert sorted(map(tuple, result.return_values or ())) == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
 
 
 def test_the_names_of_the_guide(tmp_path: Path) -> None:

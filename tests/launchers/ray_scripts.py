@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, SynchronousStrategy, Variable, optimizers
 from pscluster.coordinator.checkpoints.manager import CheckpointManager
 from pscluster.core.errors import PSUnavailableError
-from pscluster.launch import RayCluster
+from pscluster.launch import RayCluster, RunConfig, ScalingConfig, Trainer, barrier, get_context, report
 
 
 def _show(cluster: RayCluster) -> None:
@@ -82,13 +83,22 @@ def _count(cluster: RayCluster, folder: str) -> bool:
     return True
 
 
-def inside(address: str) -> None:
-    """Run a synchronous step in a task of Ray's."""
+def _member() -> list[int]:
+    """Count, and report it."""
+    context = get_context()
+    context.variables.assign_add(1.0)
+    barrier()
+    report({"count": float(context.variables.numpy())})
+    return [context.node_rank, context.local_rank, context.local_world_size]
+
+
+def inside(address: str, storage: str) -> None:
+    """Run synchronous steps in a task of Ray's, and then a trainer."""
     import ray
 
     ray.init(address=address)
 
-    def driver() -> tuple[list[float], bool]:
+    def driver() -> dict[str, Any]:
         with RayCluster(2, 1, placement="PACK") as cluster, SynchronousStrategy(cluster) as strategy:
             with strategy.scope():
                 total = Variable(np.zeros(3), name="total")
@@ -99,9 +109,22 @@ def inside(address: str) -> None:
 
             strategy.run(step, steps=4)
             values = total.numpy().tolist()
-        return values, ray.is_initialized()
+        trainer = Trainer(
+            _member,
+            scaling=ScalingConfig(workers=2),
+            run=RunConfig("run", storage=storage),
+            variables=lambda _: Variable(np.float64(0), name="count"),
+            launcher=functools.partial(RayCluster, worker_resources={"CPU": 2}),
+        )
+        result = trainer.fit()
+        return {
+            "values": values,
+            "still connected": ray.is_initialized(),
+            "members": result.return_values,
+            "metrics": result.metrics,
+        }
 
-    print("the driver's result:", ray.get(ray.remote(driver).remote()), flush=True)
+    print("result", json.dumps(ray.get(ray.remote(driver).remote())), flush=True)
 
 
 def no_room(address: str) -> None:

@@ -180,11 +180,16 @@ def test_a_server_whose_node_is_removed_comes_back_elsewhere_and_empty(run: Run,
     assert "total 40.0" in script.log
 
 
-def test_a_driver_that_is_a_task_of_ray(run: Run) -> None:
-    """Its steps are synchronous; it uses the connection that it has, and leaves it open."""
-    script = run("inside")
+def test_a_driver_that_is_a_task_of_ray(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """It uses the connection that it has, and leaves it open; synchronous steps and a trainer run there."""
+    nodes.add(OTHER)
+    script = run("inside", str(tmp_path / "runs"))
     assert script.wait() == 0, script.log[-5000:]
-    assert "the driver's result: ([4.0, 4.0, 4.0], True)" in script.log
+    result = json.loads(script.until(r"result (\{.*\})")[1])
+    assert result["values"] == [4.0, 4.0, 4.0]
+    assert result["still connected"]
+    assert result["metrics"] == {"count": 2.0}
+    assert sorted(result["members"]) in ([[0, 0, 1], [1, 0, 1]], [[0, 0, 2], [0, 1, 2]])  # as Ray has placed them
 
 
 def test_no_room_and_no_cluster(run: Run, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from pscluster.coordinator.checkpoints.checkpoint import Checkpoint as Variables
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.progress_line import choose_console
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.questions import Question
@@ -72,6 +73,7 @@ class Job:
     variables: Callable[[Any], Any] | None
     split: str
     seed: int
+    launcher: Callable[..., SupervisedCluster] | None
     resume_from: Checkpoint | None
     clusters: Clusters
 
@@ -132,6 +134,7 @@ class Fit:
         self._ports: dict[int, list[int]] = {}  # by attempt
         self._workers: dict[int, int] = {}  # by rank: where it ran last
         self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
+        self._cluster: SupervisedCluster | None = None
         self._variables: Variables | None = None
         self._events: EventWriter | None = None
         self._setup = Setup(
@@ -169,21 +172,11 @@ class Fit:
 
     def on_workers(self) -> list[Any]:
         """Start a cluster, and run the function on each of its workers."""
-        scaling, job = self._scaling, self._job
-        threads = max((os.cpu_count() or 1) // self._size, 1)
-        env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
+        job = self._job
         with (
             logs_of(self._folder) as log_dir,
-            LocalCluster(
-                scaling.ps,
-                self._size,
-                env=env,
-                log_level="ERROR",
-                log_dir=log_dir,
-                max_restarts=self._max_restarts,
-            ) as cluster,
-            ParameterServerStrategy(cluster) as strategy,
-            job.clusters.using(cluster),
+            self._made_cluster(log_dir) as self._cluster,
+            ParameterServerStrategy(self._cluster) as strategy,
         ):
             variables = None
             if job.variables is not None:
@@ -191,7 +184,7 @@ class Fit:
                     variables = job.variables(job.config)
                 self._restore_variables(strategy)
             coordinator = ClusterCoordinator(strategy, max_attempts=self._max_attempts)
-            return self._run_members(coordinator, variables, cluster)
+            return self._run_members(coordinator, variables)
 
     @property
     def _max_restarts(self) -> int:
@@ -203,7 +196,7 @@ class Fit:
         """How many workers may die with a member's function before the run fails."""
         return self._run.failure.limit + 1
 
-    def _run_members(self, coordinator: ClusterCoordinator, variables: Any, _cluster: LocalCluster) -> list[Any]:
+    def _run_members(self, coordinator: ClusterCoordinator, variables: Any) -> list[Any]:
         """Run the function as each member; return what they return."""
         values = self._schedule(coordinator, variables)
         try:
@@ -212,6 +205,28 @@ class Fit:
             coordinator.cancel(values)
             raise
         return [value.fetch() for value in values]
+
+    def _made_cluster(self, log_dir: str) -> SupervisedCluster:
+        scaling, size = self._scaling, self._size
+        if self._job.launcher is not None:
+            return self._job.launcher(ps=scaling.ps, workers=size, env=scaling.env, log_level="ERROR")
+        threads = max((os.cpu_count() or 1) // size, 1)
+        env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
+        restarts = self._max_restarts
+        return LocalCluster(scaling.ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts)
+
+    def _location(self, rank: int, worker: int) -> dict[str, int]:
+        """Return where a member is, beside the others: its worker's machine, and its place there."""
+        hosts = self._cluster.worker_hosts() if self._cluster is not None else []
+        if worker >= len(hosts):  # all are on this machine
+            return {"local_rank": rank, "local_world_size": self._size, "node_rank": 0}
+        there = [index for index, host in enumerate(hosts) if host == hosts[worker]]
+        nodes = list(dict.fromkeys(hosts))
+        return {
+            "local_rank": there.index(worker),
+            "local_world_size": len(there),
+            "node_rank": nodes.index(hosts[worker]),
+        }
 
     def _restore_variables(self, strategy: ParameterServerStrategy) -> None:
         """Give variables the values that they had at the newest checkpoint which has them.
@@ -312,7 +327,7 @@ class Fit:
                 return []
             case "begin":
                 self._session.begin(rank, attempt)
-                question.reply(self._standing(rank, attempt))
+                question.reply(self._standing(rank, attempt) | self._location(rank, question.worker))
                 return []
             case "report":
                 return self._session.report(rank, attempt, int(asked["number"]), report_of(asked), question, now)

@@ -125,9 +125,9 @@ def run_member(
     context = TrainContext(
         world_size=size,
         world_rank=rank,
-        local_rank=rank,
-        local_world_size=size,
-        node_rank=0,
+        local_rank=info.get("local_rank", rank),
+        local_world_size=info.get("local_world_size", size),
+        node_rank=info.get("node_rank", 0),
         experiment_name=setup.name,
         run_path=setup.path,
         attempt=info["attempt"],

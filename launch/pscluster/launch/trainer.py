@@ -16,6 +16,7 @@ from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
+    from pscluster.coordinator.local.supervised import SupervisedCluster
     from pscluster.launch.result import Result
 
 BACKENDS = ("numpy", "torch", "jax", "tensorflow")
@@ -39,6 +40,8 @@ class Trainer:
         split: how rows that do not divide are cut: "all" gives every row to one member, "drop" leaves the rest out,
             "pad" gives some rows twice, so that all have as many.
         seed: of the order of datasets.
+        launcher: makes the cluster for the run: `RayCluster`, a `functools.partial` of it, or another callable that
+            takes `ps`, `workers`, `env` and `log_level`. Default: a `LocalCluster`. Only with the backend "numpy".
         resume_from: a checkpoint to start a new run from.
 
     Raises:
@@ -57,6 +60,7 @@ class Trainer:
         variables: Callable[[Any], Any] | None = None,
         split: str = "all",
         seed: int = 0,
+        launcher: Callable[..., SupervisedCluster] | None = None,
         resume_from: Checkpoint | None = None,
         train_loop_per_worker: Callable[..., Any] | None = None,
         train_loop_config: Any = None,
@@ -81,13 +85,20 @@ class Trainer:
                 raise TypeError(f"{name} is {type_of(value)}, not a {getattr(kind, '__name__', 'Checkpoint')}")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; give one of {', '.join(map(repr, BACKENDS))}")
-        _check_elastic(self._scaling, self._run, backend, split)
+        _check_elastic(self._scaling, self._run, backend, split, launcher)
         if variables is not None and (backend != "numpy" or not self._scaling.workers):
             raise ValueError(
                 'variables are on parameter servers, which only functions with the backend "numpy" on one worker or '
                 "more can use"
             )
-        self._backend, self._variables = backend, variables
+        if launcher is not None and not callable(launcher):
+            raise TypeError(f"launcher is {type_of(launcher)}; give a callable, such as RayCluster")
+        if launcher is not None and (backend != "numpy" or not self._scaling.workers):
+            raise ValueError(
+                'a launcher starts workers for functions with the backend "numpy": those of a framework find each '
+                "other on this machine, and with workers=0 the function runs in this process"
+            )
+        self._backend, self._variables, self._launcher = backend, variables, launcher
         self._datasets = dict(datasets or {})
         self._split, self._seed = split, checks.whole("seed", seed, at_least=0)
         self._resume_from = resume_from
@@ -141,6 +152,7 @@ class Trainer:
                 variables=self._variables,
                 split=self._split,
                 seed=self._seed,
+                launcher=self._launcher,
                 resume_from=self._resume_from,
                 clusters=self._clusters,
             )
@@ -165,7 +177,7 @@ class TensorflowTrainer(Trainer):
         super().__init__(*args, backend="tensorflow", **options)
 
 
-def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: str) -> None:
+def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: str, launcher: object) -> None:
     """Raise ValueError if members are to come and go where they can't."""
     if scaling.limits is None:
         return
@@ -176,6 +188,8 @@ def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: 
         why = 'with restart="group" all begin again together: leave it at "worker", or give one number'
     elif split != "all":
         why = f'split="{split}" cuts rows for a fixed number: leave it at "all", or give one number'
+    elif launcher is not None:
+        why = "only on a cluster of this machine: give one number, or no launcher"
     if why:
         raise ValueError(f"workers is {scaling.limits}, so members may come and go, but {why}")
 

@@ -312,7 +312,10 @@ class SupervisedCluster(ClusterResolver, StaysHere):
         return self.cluster_spec().task_address(*task)
 
     def worker_hosts(self) -> list[str]:
-        """Return the hosts of workers that register, beside those that they call from."""
+        """Return the hosts of the workers, in their order, if they are on other machines.
+
+        Workers that register may be there, beside where they call from.
+        """
         return []
 
     def tf_config(self, role: str, index: int) -> str:

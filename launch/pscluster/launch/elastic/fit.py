@@ -65,28 +65,32 @@ class ElasticFit(Fit):
     def _max_attempts(self) -> int:
         return 1
 
-    def _run_members(self, coordinator: ClusterCoordinator, variables: Any, cluster: LocalCluster) -> list[Any]:
+    def _run_members(self, coordinator: ClusterCoordinator, variables: Any) -> list[Any]:
         """Run the function as each member that there is; return what those return that come to its end."""
-        session, self._coordinator = self._session, coordinator
+        session, cluster, self._coordinator = self._session, self._cluster, coordinator
+        assert isinstance(cluster, LocalCluster), "a trainer refuses launchers for elastic runs"
         member = self._member_function(coordinator, variables)
         assert self._scaling.limits is not None, "it is elastic"
         requests = Requests(self._folder, self._scaling.limits, cluster.scale)
         try:
-            while self._values or not session.over:
-                for number in session.schedule():
-                    answer = functools.partial(self._ask, number)
-                    self._values[number] = coordinator.schedule_with(member, (number,), answer=answer, isolated=True)
-                if unwanted := session.withdraw():
-                    coordinator.withdraw([self._values[number] for number in unwanted])
-                with contextlib.suppress(queue.Empty):
-                    question = self._questions.get(timeout=POLL_SECONDS)
-                    self._note_ends()  # first: who asks to begin may come too late
-                    self._handle(question)
-                self._note_ends()
-                requests.poll(time.monotonic())
-                self._do(session.expire(time.monotonic()))
-                if why := session.too_few(time.monotonic()):
-                    raise MembersFailed({}, UnavailableError(f"{why}{_why_gone(cluster)}"))
+            with self._job.clusters.using(cluster):
+                while self._values or not session.over:
+                    for number in session.schedule():
+                        answer = functools.partial(self._ask, number)
+                        self._values[number] = coordinator.schedule_with(
+                            member, (number,), answer=answer, isolated=True
+                        )
+                    if unwanted := session.withdraw():
+                        coordinator.withdraw([self._values[number] for number in unwanted])
+                    with contextlib.suppress(queue.Empty):
+                        question = self._questions.get(timeout=POLL_SECONDS)
+                        self._note_ends()  # first: who asks to begin may come too late
+                        self._handle(question)
+                    self._note_ends()
+                    requests.poll(time.monotonic())
+                    self._do(session.expire(time.monotonic()))
+                    if why := session.too_few(time.monotonic()):
+                        raise MembersFailed({}, UnavailableError(f"{why}{_why_gone(cluster)}"))
         except BaseException as error:
             coordinator.cancel(self._values.values())
             if isinstance(error, LocalClusterError):  # no worker is left, so no member can be scheduled

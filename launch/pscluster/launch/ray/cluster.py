@@ -227,9 +227,10 @@ class RayCluster(SupervisedCluster):
         return self._chief.hand_over((role, index))
 
     def worker_hosts(self) -> list[str]:
-        """Return the hosts of the workers that this cluster has started."""
+        """Return the hosts of the workers, in their order, as they are now."""
         with self._changed:
-            return [host for (role, _), (host, _) in self._processes.places.items() if role == "worker"]
+            places = sorted(self._processes.places.items())
+        return [host for (role, _), (host, _) in places if role == "worker"]
 
     # For `Actors`
 
