@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,15 +128,28 @@ def inside(address: str, storage: str) -> None:
     print("result", json.dumps(ray.get(ray.remote(driver).remote())), flush=True)
 
 
-def no_room(address: str) -> None:
-    """Ask for more than there is, for no TLS, then for as much as there is."""
+def asks(address: str) -> None:
+    """Ask for more than there is, for no TLS, then for little, whose tasks are killed and restarted by the script."""
     for options in ({"worker_resources": {"CPU": 100}}, {"worker_resources": {"GPU": 1}}, {"tls": False}):
         try:
             RayCluster(2, 1, address=address, timeout=2, **options).start()
         except Exception as error:
             print(type(error).__name__, error, flush=True)
-    with RayCluster(2, 1, address=address) as cluster:
+    os.environ["PSCLUSTER_IN_FLIGHT_MIB"], os.environ["OTHER"] = "300", "not for the tasks"
+    names = ("OMP_NUM_THREADS", "PSCLUSTER_IN_FLIGHT_MIB", "MINE", "OTHER")
+    with RayCluster(1, 1, address=address, worker_resources={"CPU": 2}, env={"MINE": "1"}) as cluster:
         print(cluster, flush=True)
+        with ParameterServerStrategy(cluster) as strategy:
+            coordinator = ClusterCoordinator(strategy)
+            values = coordinator.schedule(lambda: [os.environ.get(name) for name in names]).fetch()
+            print("variables", values, flush=True)
+            server = cluster.cluster_spec().task_address("ps", 0)
+            killed = cluster.kill("worker", 0)
+            other = cluster.wait_restarted("worker", 0, killed)
+            print("killed", coordinator.schedule(os.getppid).fetch() > 0, other != killed, flush=True)
+        stopped = cluster.pids["ps", 0]
+        print("restarted", cluster.restart("ps", 0) != stopped, flush=True)
+        print("where it was", cluster.cluster_spec().task_address("ps", 0) == server, flush=True)
 
 
 if __name__ == "__main__":

@@ -114,12 +114,13 @@ def pids(folders: Iterable[str]) -> list[int]:
 
 def test_digits(run: Run) -> None:
     """The example is as accurate as everywhere, on both nodes; afterwards nothing is left."""
+    before = left()
     script = run("spread")
     assert {address.split(":")[0] for _, _, address in script.tasks()} > {OTHER}
     assert script.wait() == 0, script.log[-5000:]
     assert float(script.until(r"test accuracy (\S+)")[1]) > 0.96
     assert not [pid for _, pid, _ in script.tasks() if Path(f"/proc/{pid}").exists()]
-    assert not left()
+    assert left() == before
 
 
 def test_actors_and_roles_are_killed_and_a_node_is_removed(run: Run, nodes: Nodes) -> None:
@@ -192,9 +193,12 @@ def test_a_driver_that_is_a_task_of_ray(run: Run, nodes: Nodes, tmp_path: Path) 
     assert sorted(result["members"]) in ([[0, 0, 1], [1, 0, 1]], [[0, 0, 2], [0, 1, 2]])  # as Ray has placed them
 
 
-def test_no_room_and_no_cluster(run: Run, tmp_path: Path) -> None:
-    """What is asked for and what there is are named, within a deadline; afterwards the room is free."""
-    script = run("no_room")
+def test_what_is_asked_for(run: Run) -> None:
+    """Where there is no room, or no cluster, what was asked for is named, and what there is, within a deadline.
+
+    Afterwards the room is free: there the tasks have their variables, and are killed and restarted at will.
+    """
+    script = run("asks")
     assert script.wait() == 0, script.log[-5000:]
     sentence = (
         r"RayClusterError the Ray cluster has no room for 3 tasks with placement='SPREAD' after 2 s: they need "
@@ -204,6 +208,9 @@ def test_no_room_and_no_cluster(run: Run, tmp_path: Path) -> None:
     assert re.search(r"they need CPU 1 \(.*\), GPU 2 \(0 free of 0\)", script.log), script.log[-5000:]
     assert "ConfigurationError tls is False, but the tasks are reached over a network" in script.log
     assert "<RayCluster running: ps 0 pid" in script.log
+    assert "variables ['2', '300', '1', None]" in script.log
+    for line in ("killed True True", "restarted True", "where it was True"):
+        assert line in script.log, script.log[-5000:]
     with pytest.raises(RayClusterError, match=r"no Ray cluster to be had at the address '127\.0\.0\.1:1': .* refused"):
         RayCluster(address="127.0.0.1:1").start()
     with pytest.raises(ConfigurationError, match="run the script on a node of the Ray cluster"):

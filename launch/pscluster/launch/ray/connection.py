@@ -70,13 +70,16 @@ def place(bundles: Sequence[Mapping[str, float]], placement: str, timeout: float
         group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=placement)
     except ValueError as error:
         raise ConfigurationError(f"Ray refuses the tasks' resources: {reason(error)}") from None
-    if not group.wait(timeout):
+    try:
+        if not group.wait(timeout):
+            raise RayClusterError(
+                f"the Ray cluster has no room for {len(bundles)} tasks with placement={placement!r} after "
+                f"{timeout:g} s: they need {shortage(bundles)}; stop what uses it, add nodes, or ask for less with "
+                "ps_resources= and worker_resources="
+            )
+    except BaseException:  # Ctrl-C included
         ray.util.remove_placement_group(group)
-        raise RayClusterError(
-            f"the Ray cluster has no room for {len(bundles)} tasks with placement={placement!r} after {timeout:g} s: "
-            f"they need {shortage(bundles)}; stop what uses it, add nodes, or ask for less with ps_resources= and "
-            "worker_resources="
-        )
+        raise
     return group
 
 
