@@ -77,7 +77,7 @@ def main() -> None:
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "add":
-            other = cluster.add_node(num_cpus=4, resources={"away": 4}, node_ip_address=arguments[0])
+            other = cluster.add_node(num_cpus=2, resources={"away": 4}, node_ip_address=arguments[0])
         else:
             cluster.remove_node(other, allow_graceful=False)
         print("nodes:", cluster.address, flush=True)

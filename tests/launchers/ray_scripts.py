@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -24,26 +25,24 @@ def _show(cluster: RayCluster) -> None:
     print("tasks", json.dumps(tasks), flush=True)
 
 
-def _train(cluster: RayCluster, *arguments: str) -> None:
-    _show(cluster)
+def train(address: str) -> None:
+    """Train until Ctrl-C, then again to the end, with the servers on the node that stays."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     digits: Any = importlib.import_module("digits")
-    digits.TFConfigClusterResolver = lambda: cluster  # otherwise the script is as it is
-    sys.argv[1:] = arguments
-    digits.main()
+    strategies: list[ParameterServerStrategy] = []
 
+    def strategy(*arguments: Any, **options: Any) -> ParameterServerStrategy:
+        strategies.append(ParameterServerStrategy(*arguments, **options))
+        return strategies[-1]
 
-def spread(address: str, *arguments: str) -> None:
-    """Train on both nodes."""
-    with RayCluster(4, 2, address=address, log_level="INFO") as cluster:
-        _train(cluster, *arguments)
-
-
-def stable(address: str, *arguments: str) -> None:
-    """Train, with the servers on the node that stays."""
-    resources = {"CPU": 1, "stable": 1}
-    with RayCluster(4, 2, address=address, ps_resources=resources, log_level="INFO") as cluster:
-        _train(cluster, *arguments)
+    with RayCluster(4, 2, address=address, ps_resources={"CPU": 1, "stable": 1}, log_level="INFO") as cluster:
+        _show(cluster)
+        digits.TFConfigClusterResolver, digits.ParameterServerStrategy = (lambda: cluster), strategy
+        for steps in ("1000000", "2000"):
+            sys.argv[1:] = ["--steps", steps]
+            with contextlib.suppress(KeyboardInterrupt):
+                digits.main()
+            strategies[-1].close()
 
 
 def away(address: str, folder: str) -> None:
@@ -52,6 +51,7 @@ def away(address: str, folder: str) -> None:
         _show(cluster)
         while not _count(cluster, folder):
             _show(cluster)
+        input()  # until the test kills this process
 
 
 def _count(cluster: RayCluster, folder: str) -> bool:
