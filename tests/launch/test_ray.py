@@ -71,7 +71,7 @@ def test_another_version_on_a_node() -> None:
 
 
 def test_folders_of_the_script_that_a_node_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no places for functions there; its own folder, such as Ray's working_dir, is one."""
+    """They are no places for functions there; Ray's working_dir, which is the actor's own folder, is one."""
     monkeypatch.chdir(tmp_path)
-    given = os.pathsep.join(("/nowhere/at/all", str(Path(__file__).parent), "steps"))
+    given = os.pathsep.join(("/nowhere/at/all", str(Path(__file__).parent), "steps", "."))
     assert known_here(given).split(os.pathsep) == [str(Path(__file__).parent), "steps", str(tmp_path)]

@@ -128,7 +128,12 @@ def inside(address: str, storage: str) -> None:
     print("result", json.dumps(ray.get(ray.remote(driver).remote())), flush=True)
 
 
-def asks(address: str) -> None:
+def _of_module() -> object:
+    """Return what a module of Ray's working_dir has, which is nowhere else."""
+    return importlib.import_module("only_there").VALUE
+
+
+def asks(address: str, folder: str) -> None:
     """Ask for more than there is, for no TLS, then for little, whose tasks are killed and restarted by the script."""
     for options in ({"worker_resources": {"CPU": 100}}, {"worker_resources": {"GPU": 1}}, {"tls": False}):
         try:
@@ -137,12 +142,16 @@ def asks(address: str) -> None:
             print(type(error).__name__, error, flush=True)
     os.environ["PSCLUSTER_IN_FLIGHT_MIB"], os.environ["OTHER"] = "300", "not for the tasks"
     names = ("OMP_NUM_THREADS", "PSCLUSTER_IN_FLIGHT_MIB", "MINE", "OTHER")
-    with RayCluster(1, 1, address=address, worker_resources={"CPU": 2}, env={"MINE": "1"}) as cluster:
+    shipped = {"working_dir": folder}
+    with RayCluster(
+        1, 1, address=address, worker_resources={"CPU": 2}, env={"MINE": "1"}, runtime_env=shipped
+    ) as cluster:
         print(cluster, flush=True)
         with ParameterServerStrategy(cluster) as strategy:
             coordinator = ClusterCoordinator(strategy)
             values = coordinator.schedule(lambda: [os.environ.get(name) for name in names]).fetch()
             print("variables", values, flush=True)
+            print("module", coordinator.schedule(_of_module).fetch(), flush=True)
             server = cluster.cluster_spec().task_address("ps", 0)
             killed = cluster.kill("worker", 0)
             other = cluster.wait_restarted("worker", 0, killed)

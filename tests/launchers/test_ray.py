@@ -24,7 +24,10 @@ from pscluster.core.ids import VERSION
 from pscluster.launch import RayCluster, RayClusterError
 from pscluster.launch.ray.role_actor import RoleActor
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.timeout(300),  # Ray starts an interpreter for each actor: a minute on a machine that others use, too
+]
 
 SCRIPTS = str(Path(__file__).with_name("ray_scripts.py"))
 
@@ -194,12 +197,14 @@ def test_a_driver_that_is_a_task_of_ray(run: Run, nodes: Nodes, tmp_path: Path) 
     assert sorted(result["members"]) in ([[0, 0, 1], [1, 0, 1]], [[0, 0, 2], [0, 1, 2]])  # as Ray has placed them
 
 
-def test_what_is_asked_for(run: Run) -> None:
+def test_what_is_asked_for(run: Run, tmp_path: Path) -> None:
     """Where there is no room, or no cluster, what was asked for is named, and what there is, within a deadline.
 
-    Afterwards the room is free: there the tasks have their variables, and are killed and restarted at will.
+    Afterwards the room is free: there the tasks have their variables and modules, and are killed and restarted at will.
     """
-    script = run("asks")
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / "only_there.py").write_text("VALUE = 42")
+    script = run("asks", str(tmp_path / "shipped"))
     assert script.wait() == 0, script.log[-5000:]
     sentence = (
         r"RayClusterError the Ray cluster has no room for 3 tasks with placement='SPREAD' after 2 s: they need "
@@ -210,7 +215,7 @@ def test_what_is_asked_for(run: Run) -> None:
     assert "ConfigurationError tls is False, but the tasks are reached over a network" in script.log
     assert "<RayCluster running: ps 0 pid" in script.log
     assert "variables ['2', '300', '1', None]" in script.log
-    for line in ("killed True True", "restarted True", "where it was True"):
+    for line in ("module 42", "killed True True", "restarted True", "where it was True"):
         assert line in script.log, script.log[-5000:]
     with pytest.raises(RayClusterError, match=r"no Ray cluster to be had at the address '127\.0\.0\.1:1': .* refused"):
         RayCluster(address="127.0.0.1:1").start()

@@ -29,6 +29,7 @@ from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError
+from pscluster.core.functions.policy import FUNCTIONS_VARIABLE
 from pscluster.core.ids import VERSION
 from pscluster.core.role.options import GRACE_SECONDS, JOIN_VARIABLES
 from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
@@ -97,7 +98,8 @@ class RayCluster(SupervisedCluster):
             worker_resources, ps_resources: what Ray reserves for each, such as `{"CPU": 4, "GPU": 1}`.
             placement: a strategy of Ray's placement groups: "SPREAD" (on as many nodes as possible), "PACK",
                 "STRICT_SPREAD", "STRICT_PACK".
-            runtime_env: the actors' environment, as Ray takes it.
+            runtime_env: the actors' environment, as Ray takes it: as `ray.init` does, or, if this process is connected
+                to Ray already, as an actor's options do, which know no folders of this machine.
             timeout: seconds for Ray to find room for all tasks, and to start their actors.
             max_restarts: restarts in a row of one task. A task that stays up for ten minutes resets the count.
             env: variables to add to the environment of the tasks' processes. They also have the variables of this
@@ -158,7 +160,9 @@ class RayCluster(SupervisedCluster):
     # Starting and stopping
 
     def _open(self) -> None:
-        self._is_connected = connection.connect(self._address, self._timeout)
+        self._is_connected = connection.connect(self._address, self._timeout, self._runtime_env)
+        if connection.has_working_dir(self._runtime_env):
+            self._env[FUNCTIONS_VARIABLE] = os.pathsep.join((self._env[FUNCTIONS_VARIABLE], os.curdir))
         self._host = import_ray().util.get_node_ip_address()
         self._chief = Addresses({"chief": 1}, self._host)
         is_near = is_loopback(self._host)
@@ -244,7 +248,7 @@ class RayCluster(SupervisedCluster):
             "max_restarts": 0,
             **connection.actor_options(self._resources[task[0]]),
         }
-        if self._runtime_env:
+        if self._runtime_env and not self._is_connected:
             options["runtime_env"] = self._runtime_env
         return ray.remote(RoleActor).options(**options).remote(task_name(task), VERSION)
 

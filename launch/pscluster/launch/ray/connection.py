@@ -30,8 +30,10 @@ def import_ray() -> Any:
         ) from None
 
 
-def connect(address: str, timeout: float) -> bool:
+def connect(address: str, timeout: float, runtime_env: Mapping[str, Any]) -> bool:
     """Connect this process to a running Ray cluster; return False if it is connected already, so to that one.
+
+    All its actors get this runtime environment. Only here Ray takes folders of this machine in it.
 
     Raises:
         ConfigurationError: Ray is not installed, or this process is only a client of Ray's.
@@ -48,13 +50,19 @@ def connect(address: str, timeout: float) -> bool:
     try:
         if ":" in address:  # Ray itself would try for minutes
             socket.create_connection(split_address(address, "address"), timeout).close()
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, logging_level=logging.WARNING, runtime_env=dict(runtime_env))
     except (OSError, RuntimeError, ValueError) as error:
         raise RayClusterError(
             f"there is no Ray cluster to be had at the address {address!r}: {reason(error)}; start one on this machine "
             "with `ray start --head`, join one with `ray start --address HOST:PORT`, or give address="
         ) from None
     return True
+
+
+def has_working_dir(runtime_env: Mapping[str, Any]) -> bool:
+    """Return whether actors with this runtime environment, beside that of this process, get a folder from Ray."""
+    inherited = import_ray().get_runtime_context().runtime_env or {}
+    return "working_dir" in {**inherited, **runtime_env}
 
 
 def reason(error: BaseException) -> str:

@@ -123,10 +123,9 @@ def _own_folder(folder: str) -> Path:
 
 
 def known_here(functions_from: str) -> str:
-    """Return the entries of PSCLUSTER_FUNCTIONS_FROM that exist on this node, and its own folder."""
-    entries = [entry for entry in functions_from.split(os.pathsep) if entry]
-    here = [entry for entry in entries if not os.path.isabs(entry) or os.path.isdir(entry)]
-    return os.pathsep.join(dict.fromkeys((*here, os.getcwd())))
+    """Return the entries of PSCLUSTER_FUNCTIONS_FROM that exist on this node; "." is the actor's own folder."""
+    entries = [os.getcwd() if entry == os.curdir else entry for entry in functions_from.split(os.pathsep) if entry]
+    return os.pathsep.join(entry for entry in entries if not os.path.isabs(entry) or os.path.isdir(entry))
 
 
 def _is_free(host: str, port: int) -> bool:
