@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OTHER, THIRD = "127.0.0.2", "127.0.0.3"
-"""Addresses of the second node, and of another one in its place. The first one has the machine's own."""
+OTHER, THIRD, FOURTH = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+"""Addresses of the second node, and of others in its place. The first one has the machine's own."""
 
 
 def missing() -> str:

@@ -54,14 +54,24 @@ def away(address: str, folder: str) -> None:
         input()  # until the test kills this process
 
 
+def follows(address: str, state: str) -> None:
+    """Count to 40 on a server whose node is removed, and whose disk all nodes have."""
+    resources = {"CPU": 1, "away": 1}
+    with RayCluster(1, 1, address=address, ps_resources=resources, state_dir=state, durability="log") as cluster:
+        _show(cluster)
+        assert _count(cluster, "")
+        _show(cluster)
+
+
 def _count(cluster: RayCluster, folder: str) -> bool:
-    """Go on counting; return whether the job came to its end."""
+    """Go on counting, with checkpoints if there is a folder; return whether the job came to its end."""
     strategy = ParameterServerStrategy(cluster)
     with strategy.scope():
         total = Variable(np.float64(0), name="total")
     coordinator = ClusterCoordinator(strategy)
-    with CheckpointManager(folder, strategy=strategy) as manager:
-        manager.restore_or_initialize()
+    with CheckpointManager(folder, strategy=strategy) if folder else contextlib.nullcontext() as manager:
+        if manager is not None:
+            manager.restore_or_initialize()
         print("it begins with", float(total.numpy()), flush=True)
 
         def add() -> None:
@@ -71,7 +81,8 @@ def _count(cluster: RayCluster, folder: str) -> bool:
             while (count := float(total.numpy())) < 40:
                 coordinator.schedule(add)
                 coordinator.join()
-                manager.save()
+                if manager is not None:
+                    manager.save()
                 print("counted", count + 1, flush=True)
                 if count + 1 == 10:
                     input()  # until the test has removed the node

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from tests.launchers.ray_cluster import OTHER, THIRD, Nodes, missing, ray_nodes
+from tests.launchers.ray_cluster import FOURTH, OTHER, THIRD, Nodes, missing, ray_nodes
 from tests.waiting import until
 
 from pscluster.core.errors import ConfigurationError
@@ -183,6 +183,23 @@ def test_a_server_whose_node_is_removed_comes_back_elsewhere_and_empty(run: Run,
     until(lambda: not pids(folders), "its processes end", lambda: (pids(folders), script.log[-3000:]))
     for folder in folders:
         shutil.rmtree(folder)
+
+
+def test_a_server_with_a_disk_of_all_nodes_is_found_where_it_comes_back(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """The job goes on, and has lost nothing."""
+    nodes.add(OTHER)
+    script = run("follows", str(tmp_path))
+    (address,) = (address for name, _, address in script.tasks() if name == "ps 0")
+    script.until("counted 10")
+    nodes.remove()
+    nodes.add(FOURTH)
+    assert script.process.stdin is not None
+    script.process.stdin.write(b"\n")
+    script.process.stdin.flush()
+    assert script.wait() == 0, script.log[-5000:]
+    assert "total 40.0" in script.log
+    before, after = re.findall(r'\["ps 0", \d+, "(\S+):', script.log)
+    assert (before, after) == (address.split(":")[0], FOURTH)
 
 
 def test_a_driver_that_is_a_task_of_ray(run: Run, nodes: Nodes, tmp_path: Path) -> None:

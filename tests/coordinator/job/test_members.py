@@ -275,7 +275,7 @@ def test_who_may_register() -> None:
         service.register(valid(), Call())  # type: ignore[arg-type]
 
 
-def test_where_its_cluster_has_started_workers() -> None:
+def test_where_its_cluster_has_started_tasks() -> None:
     """A worker may advertise such an address, as its cluster knows it by then, and no other one."""
     hosts = ["10.0.0.8"]
     service = Registration(cast("Any", Joined), "0.0.0.0:2222", RoleOptions(), lambda: hosts)

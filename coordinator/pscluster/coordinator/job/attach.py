@@ -180,12 +180,12 @@ def _serve_role(context: JobContext) -> RoleServer | None:
     if "chief" not in spec.jobs or resolver.task_type != "chief":
         return None
     address = listen_address(spec.task_address("chief", 0), options)
-    worker_hosts: Callable[[], list[str]] = list
+    task_hosts: Callable[[], list[str]] = list
     if isinstance(resolver, SupervisedCluster):
         options = replace(options, share_port="--share-port" in resolver.hand_over_port("chief", 0))
-        worker_hosts = resolver.worker_hosts
+        task_hosts = resolver.task_hosts
     try:
-        registration = Registration(weakref.ref(context), address, options, worker_hosts)
+        registration = Registration(weakref.ref(context), address, options, task_hosts)
         services = {"coordinator": (SERVICE, registration)}
         # Only over gRPC: workers register seldom, and the data plane does not name its callers in the same way.
         options = replace(options, data_port=None)

@@ -8,12 +8,13 @@ changes, this is checked, in this order:
     how often       from one address at most RATE registrations a second, and BURST at once
     what it runs    the version of the coordinator; the job, if it names one
     where it is     the address that its call comes from, with the port that it names; or the one that it advertises,
-                    which must be within the coordinator's ranges, or where its cluster has started a worker. Over a
+                    which must be within the coordinator's ranges, or where its cluster has started a task. Over a
                     Unix socket: one in the coordinator's folder
     which task      as `members` decides: nobody takes the task of a worker that is there
 
-So whoever knows the token can make the coordinator dial a port of his own machine, and nothing else. What answers there
-must prove that it knows the token, and be the process that has registered (its boot id), before it gets a function.
+So whoever knows the token can make the coordinator dial a port of his own machine, or of one on which this process has
+started a task, and nothing else. What answers there must prove that it knows the token, and be the process that has
+registered (its boot id), before it gets a function.
 
 Its certificate is not asked for a host name, which such workers do not have, but for that of its role (`role_host`).
 
@@ -146,13 +147,13 @@ class Registration:
         context: Callable[[], JobContext | None],
         own: str,
         options: RoleOptions,
-        worker_hosts: Callable[[], Sequence[str]] = list,
+        task_hosts: Callable[[], Sequence[str]] = list,
     ) -> None:
         """Raise ConfigurationError if the options have a wrong range.
 
-        `worker_hosts` returns addresses that workers may advertise, beside those in the options' ranges.
+        `task_hosts` returns addresses that roles may advertise, beside those in the options' ranges.
         """
-        self._context, self._own, self._options, self._worker_hosts = context, own, options, worker_hosts
+        self._context, self._own, self._options, self._task_hosts = context, own, options, task_hosts
         self._ranges = parse_ranges(options.worker_ranges)
         self._lock = threading.Lock()
         self._limit = RateLimit()
@@ -177,7 +178,7 @@ class Registration:
                 f"{shown(context.request.job_name)!r}: give the {role} the address of its own coordinator, or another "
                 "--job-name, or none"
             )
-        ranges = [*self._ranges, *parse_ranges(self._worker_hosts())]
+        ranges = [*self._ranges, *parse_ranges(self._task_hosts())]
         address = place_of(request, call.peer(), self._own, ranges)
         if role == "ps":
             return self._register_server(context, request, address)

@@ -312,10 +312,11 @@ class SupervisedCluster(ClusterResolver, StaysHere):
         return self.cluster_spec().task_address(*task)
 
     def worker_hosts(self) -> list[str]:
-        """Return the hosts of the workers, in their order, if they are on other machines.
+        """Return the hosts of the workers, in their order, if they are on other machines."""
+        return []
 
-        Workers that register may be there, beside where they call from.
-        """
+    def task_hosts(self) -> list[str]:
+        """Return the hosts where tasks that register may be, beside where they call from."""
         return []
 
     def tf_config(self, role: str, index: int) -> str:

@@ -7,8 +7,8 @@ Each start of a task has a thread, which makes the actor, starts the role in it,
     RUNNING   the role's process ends, or the actor is lost, or its node is               -> Exited; the actor is killed
 
 An actor is not restarted by Ray: the supervisor starts another one, which has what its task needs by then (where the
-coordinator is, certificates for its node). A parameter server asks for the port that it had: clients find it there. A
-worker has any port, and registers it.
+coordinator is, certificates for its node). A parameter server asks for the port that it had, where clients look first.
+A worker has any port, and registers it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Supervised like a local cluster, see `SupervisedCluster`, with actors instead of
 
 What can be lost: when a worker's actor or node dies, the functions in flight, which the coordinator schedules again. A
 parameter server whose actor dies comes back on the same node, at the same port, with what `durability` says. One whose
-node is gone comes back elsewhere, empty: the job fails, and the next one on this cluster finds the server. When this
-process dies, so do its actors.
+node is gone comes back elsewhere: with a `state_dir` of all nodes it registers there, and the job goes on; without, it
+is empty, the job fails, and the next one on this cluster finds the server. When this process dies, so do its actors.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class RayCluster(SupervisedCluster):
                 machine's address is loopback.
             grace: seconds that a process has to stop after SIGTERM, before it is killed.
             durability, allow_pickle: as for `LocalCluster`.
-            state_dir: where parameter servers keep their state on their nodes. Default: a temporary folder there,
-                removed with the cluster.
+            state_dir: where parameter servers keep their state, in a folder of this cluster's, on storage that all
+                nodes reach: there a server finds it that comes back on another node. Default: a temporary folder on
+                its node, removed with the cluster.
 
         Raises:
             ConfigurationError: an argument is invalid, or Ray is not installed.
@@ -138,14 +139,13 @@ class RayCluster(SupervisedCluster):
         import_ray()
         self._env = {**_inherited(), **role_environ(env or {}, 1, durability, allow_pickle, None)}
         self._threads = [name for name in THREADS_VARIABLES if name not in (env or {})]
-        if state_dir is not None:
-            self._env[STATE_VARIABLE] = state_dir
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         self.tls = None
         self.allow_pickle = allow_pickle
         self._wants_tls = tls
         self._address, self._placement, self._runtime_env = address, placement, dict(runtime_env or {})
         self._options = ["--exit-with-parent", "--share-port", "--log-level", log_level, "--log-format", log_format]
+        self._state_dir = state_dir
         self._id = f"pscluster-ray-{secrets.token_hex(8)}"
         super().__init__({"ps": ps, "worker": workers}, RestartPolicy(max_restarts=max_restarts), grace=grace)
         self._tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]
@@ -236,6 +236,16 @@ class RayCluster(SupervisedCluster):
             places = sorted(self._processes.places.items())
         return [host for (role, _), (host, _) in places if role == "worker"]
 
+    def task_hosts(self) -> list[str]:
+        """Return the hosts of all tasks, as they are now."""
+        with self._changed:
+            return sorted({host for host, _ in self._processes.places.values()})
+
+    def why_gone(self, role: str, index: int, address: str = "") -> str:
+        """Do what `SupervisedCluster.why_gone` does. A job finds a server that returns elsewhere with its state."""
+        follows = role == "ps" and self._state_dir is not None
+        return super().why_gone(role, index, "" if follows else address)
+
     # For `Actors`
 
     def actor(self, task: TaskKey) -> Any:
@@ -257,14 +267,16 @@ class RayCluster(SupervisedCluster):
         role, index = task
         address = _joined(host, port)
         command = [f"pscluster.{role}", *self._options, "--bind", address]
-        if role == "worker":
+        env = dict(self._env)
+        config = "{}"
+        if self._state_dir is not None:
+            env[STATE_VARIABLE] = os.path.join(self._state_dir, self._id)
+        if role == "worker" or self._state_dir is not None:  # it registers where it is
             assert self._chief is not None
             coordinator = self._chief.spec.task_address("chief", 0)
             command += ["--join", coordinator, "--task", str(index), "--advertise", address]
-            config = "{}"
         else:
             config = TFConfig(ClusterSpec({role: {index: address}}, source="RayCluster"), Task(role, index)).to_json()
-        env = dict(self._env)
         env |= dict.fromkeys(self._threads, str(max(1, int(self._resources[role].get("CPU", 1)))))
         return command, env, config, self.token, self._certificates(role, host), self.folder(task)
 
