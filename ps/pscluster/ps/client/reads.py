@@ -59,11 +59,14 @@ class Reader:
             function.steps.note_reads([read.item.variable for read in reads], whole=whole)
         to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
-            reads, to_store = self._without_copies(reads)
+            reads, to_store = self._without_copies(reads, function)
+        self._read(reads, function)
+        if to_store:
+            self._store_unchanged(to_store, function)
+
+    def _read(self, reads: Sequence[ShardRead], function: FunctionContext | None) -> None:
         plan = ReadPlan(self._job, reads)
         self._transfer(plan, plan.deliver, function)
-        if to_store:
-            self._store_unchanged(to_store)
 
     def read_planned(
         self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]]
@@ -148,7 +151,9 @@ class Reader:
 
     # The cache
 
-    def _without_copies(self, reads: Sequence[ShardRead]) -> tuple[Sequence[ShardRead], list[tuple[ShardRead, int]]]:
+    def _without_copies(
+        self, reads: Sequence[ShardRead], function: FunctionContext | None
+    ) -> tuple[Sequence[ShardRead], list[tuple[ShardRead, int]]]:
         """Serve the reads that the cache has; return the others, and those to store if their version stays."""
         candidates = [
             read
@@ -162,7 +167,7 @@ class Reader:
         if not candidates:
             return reads, []
         to_store, cached = [], set()
-        for read, version in zip(candidates, self._versions(candidates), strict=True):
+        for read, version in zip(candidates, self._versions(candidates, function), strict=True):
             decision, copy = self._cache.decide(_key(read), version)
             if decision is CacheDecision.STORE:
                 to_store.append((read, version))
@@ -171,24 +176,24 @@ class Reader:
                 read.take(memoryview(copy))
         return [read for read in reads if id(read) not in cached], to_store
 
-    def _store_unchanged(self, reads: Sequence[tuple[ShardRead, int]]) -> None:
+    def _store_unchanged(self, reads: Sequence[tuple[ShardRead, int]], function: FunctionContext | None) -> None:
         """Store what was read of shards that still have the version they had before."""
-        for (read, before), after in zip(reads, self._versions([read for read, _ in reads]), strict=True):
+        versions = self._versions([read for read, _ in reads], function)
+        for (read, before), after in zip(reads, versions, strict=True):
             if before == after:
                 assert isinstance(read.target, memoryview)  # see _without_copies
                 self._cache.store(_key(read), after, read.target)
 
-    def _versions(self, reads: Sequence[ShardRead]) -> list[int]:
-        """Return the versions of shards: one small request per server."""
+    def _versions(self, reads: Sequence[ShardRead], function: FunctionContext | None) -> list[int]:
+        """Return the versions of shards: one small request per server, which are no reads of a step."""
         versions = np.empty(len(reads), "<u8")
         rows = ps_pb2.Rows(version=True)
         items = [ps_pb2.ReadItem(variable=read.item.variable, shard=read.item.shard, rows=rows) for read in reads]
-        self.read(
-            [
-                ShardRead(read.server, item, versions.itemsize, view(versions[index : index + 1]))
-                for index, (read, item) in enumerate(zip(reads, items, strict=True))
-            ]
-        )
+        queries = [
+            ShardRead(read.server, item, versions.itemsize, view(versions[index : index + 1]))
+            for index, (read, item) in enumerate(zip(reads, items, strict=True))
+        ]
+        self._read(queries, function)
         result: list[int] = versions.tolist()
         return result
 
