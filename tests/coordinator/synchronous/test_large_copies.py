@@ -4,10 +4,11 @@ reads, and changes that are larger than a gradient."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.synchronous.test_joint_steps import joint
+from tests.coordinator.synchronous.test_joint_steps import joint, numbers_of
 
 from pscluster.coordinator import LocalCluster, SynchronousStrategy, Variable, optimizers
 from pscluster.ps.spec import SESSION_BYTES
@@ -25,6 +26,27 @@ def cluster() -> Iterator[LocalCluster]:
 def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
     with SynchronousStrategy(cluster) as strategy:
         yield strategy
+
+
+def test_changes_of_many_slots_are_more_than_the_values(strategy: SynchronousStrategy) -> None:
+    """Half of the values, and of three slots, and what is left of their signs' changes, is more than all values."""
+    with strategy.scope():
+        ws = [Variable(np.full(SIZE, 0.5, np.float32), name=f"w{n}") for n in (0, 1)]
+        adams = [optimizers.Adam(0.7, amsgrad=True) for _ in ws]
+
+    def step(iterator: Iterator[int], which: int) -> bool:
+        value = ws[which].read_value()
+        adams[which].apply_gradients([(np.sin(value * next(iterator) * 7), ws[which])])
+        return joint()
+
+    for which, calls in ((0, (4, 4)), (1, (1,) * 8)):
+        numbers = numbers_of(strategy, 8)
+        together: list[Any] = []
+        for steps in calls:
+            results = strategy.run(step, (numbers, which), steps=steps, collect="all")
+            together += strategy.local_results(results)[1]
+        assert together == ([False] + [True] * 7 if not which else [False] * 8)
+    assert np.array_equal(ws[0].numpy(), ws[1].numpy())
 
 
 def test_the_read_cache_has_no_part_in_it(strategy: SynchronousStrategy) -> None:

@@ -84,17 +84,26 @@ def memory_of_read(request: ps_pb2.ReadRequest, total: int) -> int:
 
 
 def check_amount(changes: Sequence[Change], total: int, budget: int) -> None:
-    """Raise InvalidUpdateError if an update brings more bytes than both the whole budget and the shards it changes.
+    """Raise InvalidUpdateError if an update brings more bytes than both the whole budget and the arrays it changes.
 
-    Otherwise an update that named the same shard or rows repeatedly could bring any amount.
+    Otherwise an update that named the same shard or rows repeatedly could bring any amount. The arrays are the values
+    of shards; what steps that are taken together have changed comes for values and slots, for each of them twice: as a
+    piece, and as what the rounding of that has left.
     """
     if total <= budget:
         return
-    shards = {id(change.shard): change.shard.array.nbytes for change in changes}
-    room = sum(size + padding(size) for size in shards.values())
+    arrays = {_changed(change): change.shard.array.nbytes for change in changes}
+    room = sum(size + padding(size) for size in arrays.values())
     ids = sum(change.item.rows.ids * 8 + ALIGNMENT for change in changes)
     if total > room + min(ids, room):
         raise InvalidUpdateError(
-            f"an update of {total:,} bytes to shards of {room:,} bytes; the limit is the larger of their size "
+            f"an update of {total:,} bytes to arrays of {room:,} bytes; the limit is the larger of their size "
             f"and {budget:,} (--in-flight-mib): send less at a time"
         )
+
+
+def _changed(change: Change) -> tuple[int, str, bool]:
+    """Identify the array that a change is of: that of the values, unless it is one of `APPLY_CHANGE`."""
+    item = change.item
+    of_steps = item.kind == ps_pb2.APPLY_CHANGE
+    return id(change.shard), item.slot if of_steps else "", of_steps and not item.rows.all
