@@ -36,12 +36,10 @@ class ArrayPool:
         return np.empty(shape, dtype)
 
     def put(self, arrays: list[Array]) -> None:
-        """Empty the list, and pool those of its arrays that have no other references."""
+        """Empty the list, and pool those of its arrays that nobody else can use."""
         with self._lock:
             while arrays:
-                array = arrays.pop()
-                # The name and the call's argument count; a view, or a read in progress, would add one.
-                if sys.getrefcount(array) == _UNSHARED and array.flags.c_contiguous and array.flags.owndata:
+                if (array := pop_unused(arrays)) is not None:
                     self._arrays.append(array)
                     self.nbytes += array.nbytes
 
@@ -50,6 +48,16 @@ class ArrayPool:
         with self._lock:
             while self.nbytes > max(nbytes, 0):
                 self.nbytes -= self._arrays.pop(0).nbytes
+
+
+def pop_unused(arrays: list[Array]) -> Array | None:
+    """Remove the last array of a list; return it if it has no other references, and its memory can be used again."""
+    array = arrays.pop()
+    # The name and the call's argument count; a view, or a read in progress, would add one.
+    if sys.getrefcount(array) != _UNSHARED:
+        return None
+    flags = array.flags
+    return array if flags.c_contiguous and flags.owndata and flags.writeable else None
 
 
 def _unshared() -> int:

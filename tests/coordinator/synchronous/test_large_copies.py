@@ -3,6 +3,7 @@ reads, and changes that are larger than a gradient."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,48 @@ def test_changes_of_many_slots_are_more_than_the_values(strategy: SynchronousStr
             together += strategy.local_results(results)[1]
         assert together == ([False] + [True] * 7 if not which else [False] * 8)
     assert np.array_equal(ws[0].numpy(), ws[1].numpy())
+
+
+def test_a_step_may_do_anything_with_what_it_reads(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros((20_000, 2)), name="w")
+        sgd = optimizers.SGD(1.0)
+    odd = itertools.cycle(["read-only", "another shape", "a view"])
+
+    def step(iterator: Iterator[int]) -> tuple[bool, Any, bool]:
+        number = next(iterator)
+        value = w.read_value()
+        expected = np.array_equal(value, np.full((20_000, 2), -2.0 * number))
+        sgd.apply_gradients([(np.ones((20_000, 2)), w)])
+        kind, result = next(odd), value
+        if kind == "read-only":
+            value.flags.writeable = False
+        elif kind == "another shape":
+            value.shape = (40_000,)
+        else:
+            result = value[5:]
+        return expected, result[:3].copy(), joint()
+
+    numbers = numbers_of(strategy, 20)
+    for _ in range(2):
+        results = strategy.run(step, (numbers,), steps=10, collect="all")
+        for of_replica in strategy.local_results(results):
+            assert all(expected for expected, *_ in of_replica)
+            assert all(together for *_, together in of_replica[1:])
+
+
+def test_what_a_step_reads_again_takes_no_more_memory(strategy: SynchronousStrategy) -> None:
+    with strategy.scope():
+        w = Variable(np.zeros(20_000), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step() -> tuple[int, bool]:
+        addresses = {w.read_value().ctypes.data for _ in range(9)}
+        sgd.apply_gradients([(np.ones(20_000), w)])
+        return len(addresses), joint()
+
+    results = strategy.local_results(strategy.run(step, steps=5, collect="all"))
+    assert [of_replica[1:] for of_replica in results] == [[(1, True)] * 4] * 2
 
 
 def test_the_read_cache_has_no_part_in_it(strategy: SynchronousStrategy) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from pscluster.core.transport.frames import view
-from pscluster.ps.array_pool import ArrayPool
+from pscluster.ps.array_pool import pop_unused
 from pscluster.ps.client.block_copies import BlockCopies
 from pscluster.ps.client.gradient_forms import Array, Describe, Forms, GradientForm, known_rule, read_item
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
@@ -68,8 +68,7 @@ class Copies:
         self._reads: list[ShardRead] = []  # of values and slots
         self._values: dict[tuple[int, int], Array] = {}  # by variable and shard, flat
         self._wholes: dict[int, WholeVariable] = {}
-        self._given: list[Array] = []  # by `read`, in this step
-        self._pool = ArrayPool()
+        self._given: dict[int, list[Array]] = {}  # by variable: what `read` has returned last
 
     def fetch(self, read: Callable[[Sequence[ShardRead]], None], describe: Describe, rank: int, replicas: int) -> bool:
         """Read everything as the servers have it now. Return False if a rule can't be applied here."""
@@ -142,18 +141,21 @@ class Copies:
         return all(map(self._wholes.__contains__, variables))
 
     def read(self, variable: int) -> Array:
-        """Return the values of a variable, which the caller may change."""
+        """Return the values of a variable, which the caller may change: in the last ones' memory if nobody has them."""
         whole = self._wholes[variable]
-        result = self._pool.take(whole.shape, whole.dtype)
-        self._given.append(result)
+        # New memory costs as much as a copy.
+        given = self._given.pop(variable, None)
+        result = None if given is None else pop_unused(given)
+        if result is None or (result.shape, result.dtype) != (
+            whole.shape,
+            whole.dtype,
+        ):  # callers may change these, too
+            result = np.empty(whole.shape, whole.dtype)
+        self._given[variable] = [result]
         for _, item, block in whole.shards:
             index: Any = (*block.slices, ...)
             result[index] = self._values[variable, item.shard].reshape(block.shape)
         return result
-
-    def end_step(self) -> None:
-        """Use again, in the next step, the memory of those values that the step has not kept."""
-        self._pool.put(self._given)
 
 
 def _divided(group: _Run, counts: Iterator[int]) -> Iterator[_Run]:

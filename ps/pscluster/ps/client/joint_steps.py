@@ -236,7 +236,6 @@ class JointSteps:
         Raises:
             MemberUnavailableError, MisuseError: as of collectives.
         """
-        self.copies.end_step()
         gradients: dict[tuple[int, int], Kept] = {}
         others: list[tuple[int, Kept]] = []
         large = self.copies.large
