@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.coordinator.synchronous.test_joint_steps import joint, numbers_of
 
-from pscluster.coordinator import LocalCluster, SynchronousStrategy, Variable, optimizers
+from pscluster.coordinator import LocalCluster, SynchronousStrategy, Variable, errors, optimizers
 from pscluster.ps.spec import SESSION_BYTES
 
 SIZE = SESSION_BYTES // 4 + 1000  # elements, of a shard that is pulled in frames and may be cached
@@ -106,3 +106,27 @@ def test_the_read_cache_has_no_part_in_it(strategy: SynchronousStrategy) -> None
     for call in range(3):
         results = strategy.local_results(strategy.run(step, steps=4, collect="all"))
         assert results[0] == [(-8.0 * call - 2 * number, bool(call or number)) for number in range(4)]
+
+
+def test_a_call_that_fails_leaves_no_copies(strategy: SynchronousStrategy) -> None:
+    """What other replicas were sending may still arrive in their memory."""
+    with strategy.scope():
+        w = Variable(np.zeros(20_000), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step(iterator: Iterator[int]) -> bool:
+        number = next(iterator)
+        if number == 6:
+            raise ValueError("six")
+        sgd.apply_gradients([(np.ones(20_000), w)])
+        return joint()
+
+    numbers = numbers_of(strategy, 40)
+    assert strategy.local_results(strategy.run(step, (numbers,), steps=4)) == (True, True)
+    with pytest.raises(errors.FunctionError, match="six"):
+        strategy.run(step, (numbers,), steps=4)
+    assert np.array_equal(w.numpy(), np.full(20_000, -12.0)), "what was taken before it is committed"
+    numbers = iter(strategy.distribute_datasets_from_function(lambda: range(7, 40)))
+    results = strategy.local_results(strategy.run(step, (numbers,), steps=4, collect="all"))
+    assert results == ([False, True, True, True],) * 2
+    assert np.array_equal(w.numpy(), np.full(20_000, -20.0))

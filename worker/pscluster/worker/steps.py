@@ -176,7 +176,8 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
             steps.open()
         together = last - steps.step > 1 and not asked.backup and not steps.dry
         # They are expected to be like those of this function's last call. If not, the first one is taken by itself.
-        definition, copies = job.joint_copies.get(gang.rank, ("", None))
+        # An attempt that fails leaves no copies: what other replicas were sending may still arrive in their memory.
+        definition, copies = job.joint_copies.pop(gang.rank, ("", None))
         guessed = together and steps.begin_joint(context, client, copies if definition == step.definition else None)
         while steps.step < last:
             number = steps.step + steps.taken - asked.first
@@ -202,7 +203,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                     guessed = False
                     continue
                 together, guessed = guessed, False
-                job.joint_copies.pop(gang.rank, None)
+                copies = None
                 job.steps_taken[gang.rank] = asked.run, steps.step
                 if again:
                     continue
@@ -221,11 +222,12 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
             if together and steps.step < last:
-                copies = steps.alike
-                together = steps.begin_joint(context, client, copies)
-                if together and copies is not None:
-                    job.joint_copies[gang.rank] = step.definition, copies
+                together = steps.begin_joint(context, client, steps.alike)
+                if together:
+                    definition, copies = step.definition, steps.alike
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
+        if copies is not None:
+            job.joint_copies[gang.rank] = definition, copies
     except BaseException:
         context.drop_step(updated=steps.updated_at_once)
         raise

@@ -16,7 +16,7 @@ The copies are fetched again only if a shard's version is not the one that the c
 
     fetched    --apply--> ahead: nobody else knows the steps
     ahead      --committed--> fetched
-    ahead      --an error--> unknown, until they are fetched
+    ahead      --an error--> dropped
 """
 
 from __future__ import annotations
