@@ -7,10 +7,10 @@ optimizer.
 
 The gradients of many steps take too much memory to be kept, and too long to be sent. So what is committed is by how
 much the steps have changed values and slots: the servers add it to what they have. As with gradients, nothing is lost
-that others add or assign meanwhile. If there is nothing of the kind, the servers then have the same bits as the
-replicas, whenever steps are committed: where the sum of an old value and its change is not the new value, what is
-missing is sent, too. (Where old and new value differ in sign or by more than a factor of two; it is the error of
-Dekker's sum (1971), which is a number of the same type.)
+that others add or assign meanwhile. If nobody does, the servers then have the same numbers as the replicas, bit for
+bit, whenever steps are committed: where the sum of an old value and its change is not the new value, what is missing is
+sent, too. (That can be where the two values differ in sign or by more than a factor of two. What is missing is the
+error of Dekker's sum (1971), which is a number of the same type.)
 
 The copies are fetched again only if a shard's version is not the one that the commit has led to:
 

@@ -161,8 +161,9 @@ def _check_change(
     name = held.spec.name
     if from_peer and not request.HasField("contribution"):
         raise ProtocolError(f"a change of {name!r} outside a synchronous step")
-    if item.gradients > (0 if item.slot or not item.rows.all else MAX_TOGETHER):
-        raise ProtocolError(f"a change of {name!r} by {item.gradients} gradients; the limit is {MAX_TOGETHER}")
+    limit = 0 if item.slot or not item.rows.all else MAX_TOGETHER  # the values' piece counts for all
+    if item.gradients > limit:
+        raise ProtocolError(f"a change of {name!r} by {item.gradients} gradients; the limit is {limit}")
     if compute_dtype(held.dtype) != held.dtype or optimizer.spec.ema_momentum:
         raise ProtocolError(f"a change of {name!r}, which replicas can't update by {optimizer.spec.name!r}")
     if item.slot and item.slot not in optimizer.rule.slots:
