@@ -136,6 +136,21 @@ def test_a_sender_is_held_back(size: int) -> None:
         assert mailbox.kept_bytes == (0 if how == "close" else 10 + 512)
 
 
+def test_a_message_that_is_arriving_at_the_end_still_fills_its_memory() -> None:
+    """Which therefore nobody may use again."""
+    mailbox, memory = make(), bytearray(8)
+    mailbox.begin(CALLED)
+    mailbox.post(1, memoryview(memory))
+    arrival = mailbox.arrive(1, 1, 8)
+    assert arrival is not None
+    arrival.memory[:4] = b"in t"
+    mailbox.close()
+    memory[:] = b"other us"
+    arrival.memory[4:] = b"late"
+    mailbox.arrived(1, arrival)
+    assert memory == b"othelate"
+
+
 def ended(kind: Reply.Kind, messages: int = 0, reason: str = "") -> Reply:
     """How a function has ended."""
     return Reply(kind=kind, messages=messages, reason=reason)

@@ -171,7 +171,10 @@ class Mailbox:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop everything: the function has ended. What arrives later is not kept."""
+        """Drop everything: the function has ended. What arrives later is not kept.
+
+        The rest of a message that is arriving in posted memory still does: do not use that memory again.
+        """
         with self._lock:
             self._closed = True
             for state in self._sources:
