@@ -15,7 +15,7 @@ error of Dekker's sum (1971), which is a number of the same type.)
 The copies are fetched again only if a shard's version is not the one that the commit has led to:
 
     fetched    --apply--> ahead: nobody else knows the steps
-    ahead      --committed--> fetched
+    ahead      --committed--> fetched, if all replicas had begun with the same versions; else unknown: fetched anew
     ahead      --an error--> dropped
 """
 
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from pscluster.core.geometry import even_ends
 from pscluster.core.transport.frames import view
@@ -86,11 +87,13 @@ class BlockCopies:
         self._updates = np.zeros(len(forms), "<u8")  # that a commit makes, of each shard
         self._versions: Array | None = None  # of what is here; None: it is unknown, or ahead
         self._before: Array | None = None  # those that steps were applied to
+        self._compared = False  # with those of the other replicas
 
     def fetch(self, read: Callable[[Sequence[ShardRead]], None], describe: Describe, rank: int, replicas: int) -> bool:
         """Read what has changed, as the servers have it now. Return False if a rule can't be applied here."""
         if not self.forms:
             return True
+        self._compared = False
         read(self._head_reads)
         versions, optimizers = self._heads[:, 0], self._heads[:, 2]
         if self._cut != (rank, replicas) or self._optimizers is None or (self._optimizers != optimizers).any():
@@ -115,6 +118,8 @@ class BlockCopies:
 
     def gather(self, replica: Reducer) -> None:
         """Give the other replicas the own block of the values, and take theirs. All must call this."""
+        if not self._compared:
+            self._compare(replica)
         for dtype in sorted(self._flat, key=str):
             replica.gather_parts(self._flat[dtype], "large variables of a step")
 
@@ -146,6 +151,18 @@ class BlockCopies:
         """Take note that the contribution is committed."""
         if self._before is not None:
             self._versions, self._before = self._before + self._updates, None
+
+    def _compare(self, replica: Reducer) -> None:
+        """Find out whether all replicas have begun with the same values; if not, they are fetched after the commit.
+
+        If a script has updated a variable between two replicas' fetches, one gives the others its block without that.
+        """
+        versions = b"" if self._before is None else self._before.tobytes()
+        digest = xxhash.xxh3_64_intdigest(versions) >> 1
+        low, high = replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
+        if low != -high:
+            self._before = None
+        self._compared = True
 
     def _lay_out(self, describe: Describe, rank: int, replicas: int) -> bool:
         """Prepare memory. Return False if a rule can't be applied here."""

@@ -146,10 +146,8 @@ class Copies:
         # New memory costs as much as a copy.
         given = self._given.pop(variable, None)
         result = None if given is None else pop_unused(given)
-        if result is None or (result.shape, result.dtype) != (
-            whole.shape,
-            whole.dtype,
-        ):  # callers may change these, too
+        form = whole.shape, whole.dtype
+        if result is None or (result.shape, result.dtype) != form:  # callers may change these, too
             result = np.empty(whole.shape, whole.dtype)
         self._given[variable] = [result]
         for _, item, block in whole.shards:
