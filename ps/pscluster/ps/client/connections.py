@@ -129,6 +129,7 @@ class Server:
         self._transport = Transport(peer, self.hello)
         self._closed = False
         self._retired: Sequence[grpc.Channel] = ()  # of the previous certificate, or to a place that it has left
+        self._leaving: list[threading.Timer] = []  # each closes channels to such a place
         self._open()
 
     def give_up(self, error: PSUnavailableError) -> None:
@@ -149,13 +150,14 @@ class Server:
             there = self._control, self._bulk
             self._retired = (*self._retired, *there)
             self._open()
+            closing = threading.Timer(_LEAVE_SECONDS, self._leave, (there,))  # not under a call that begins just now
+            closing.daemon = True
+            self._leaving = [*(timer for timer in self._leaving if timer.is_alive()), closing]
+            closing.start()
         left.given_up = True  # cancels the calls that wait there
         for session in idle:
             session.close()
         transport.close()
-        closing = threading.Timer(_LEAVE_SECONDS, self._leave, (there,))  # not under a call that begins just now
-        closing.daemon = True
-        closing.start()
 
     def _leave(self, channels: Sequence[grpc.Channel]) -> None:
         """Close the channels to a place that the server has left."""
@@ -304,7 +306,11 @@ class Server:
         self._transport.drop()
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            leaving = self._leaving
+        for timer in leaving:
+            timer.cancel()
         self.drop_sessions()
         self._transport.close()
         _close((*self._retired, self._control, self._bulk))
