@@ -132,7 +132,7 @@ def test_workers_come_go_and_die_at_random(tmp_path: Path, seed: int) -> None:
     with fitting(trainer) as ended:
         wait = reporting(tmp_path / "random", ended)
         wait()
-        (cluster,) = LocalCluster.running()
+        cluster = LocalCluster.running()[-1]
         for _ in range(6):
             workers = [index for role, index in cluster.pids if role == "worker"]
             if workers and rng.random() < 0.5:
@@ -210,7 +210,7 @@ def test_killed_in_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     )
     with fitting(trainer) as ended:
         until(lambda: ended or (tmp_path / "reports").exists(), "one reports")
-        (cluster,) = LocalCluster.running()
+        cluster = LocalCluster.running()[-1]
         cluster.kill("worker", int((tmp_path / "reports").read_text()))
         until(lambda: "rank 1 has left" in caplog.text, "it has left")
         (tmp_path / "has-left").touch()
@@ -239,7 +239,7 @@ def test_a_worker_that_dies_too_often_is_done_without_until_it_is_started_again(
     with fitting(trainer) as ended:
         wait = reporting(tmp_path / "without", ended)
         wait(lambda record: record["metrics"] == {"0": {"size": 1}})
-        (cluster,) = LocalCluster.running()
+        cluster = LocalCluster.running()[-1]
         until(lambda: "giving it up" in cluster.why_gone("worker", 1), "it is given up")
         wait(lambda record: record["metrics"] == {"0": {"size": 1}})
         (tmp_path / "well").touch()

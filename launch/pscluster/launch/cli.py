@@ -38,9 +38,10 @@ def runs(storage: str) -> None:
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> None:
-    """Ask an elastic RUN, the folder of which is given, for so many WORKERS while it runs.
+    """Change the number of workers of a Trainer's run.
 
-    New ones join between two reports; those that are too many leave after their next report.
+    RUN is the folder of an elastic run, and WORKERS how many it is to have while it runs. New ones join between two
+    reports; those that are too many leave after their next report.
     """
     storage, _, name = run.rstrip("/").rpartition("/")
     try:

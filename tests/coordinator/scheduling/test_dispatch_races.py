@@ -89,6 +89,9 @@ class FakeConnection:
         if not self.worker.is_there:
             raise UnavailableError("it is not there")
 
+    def follow_servers(self, moved: asyncio.Event, request: node_pb2.AttachRequest) -> None:
+        """Do nothing: no server moves here."""
+
     async def until_silent(self, _lease: float) -> str:
         """Never return."""
         await asyncio.Event().wait()

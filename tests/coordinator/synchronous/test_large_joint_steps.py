@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
+from pscluster.ps.client.joint_steps import MAX_SECONDS
+from pscluster.worker.steps import COSTLY_BYTES
 
 REPLICAS = 3
 STEPS = 8
@@ -200,6 +203,28 @@ def test_what_does_not_change_stays_even_if_it_is_infinite(strategy: Synchronous
 
     assert strategy.local_results(strategy.run(step, steps=4)) == (True,) * REPLICAS
     assert np.array_equal(w.numpy(), np.where(np.arange(20_000) % 2, -np.inf, 1.0 - 4 * REPLICAS))
+
+
+def test_slow_steps_of_many_bytes_are_taken_alone(strategy: SynchronousStrategy, tmp_path: Path) -> None:
+    """A commit of what has changed would be larger than a gradient, and only one step would be in it."""
+    size = COSTLY_BYTES // 4 + 1
+    with strategy.scope():
+        w = Variable(np.zeros(size, np.float32), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step(iterator: Iterator[int], slow: bool) -> bool:
+        number = next(iterator)
+        began = time.monotonic()
+        until(lambda: not slow or time.monotonic() > began + MAX_SECONDS, "the step is a slow one")
+        sgd.apply_gradients([(np.full(size, number + 1, np.float32), w)])
+        return joint()
+
+    numbers = numbers_of(strategy, 8)
+    slow = strategy.local_results(strategy.run(step, (numbers, True), steps=4, collect="all"))
+    strategy.run(step, (numbers, False), steps=2)
+    strategy.run(step, (numbers, True), steps=2)  # the first of them may be taken by what is left of the call before
+    assert w.numpy()[[0, -1]].tolist() == [-REPLICAS * sum(range(1, 9))] * 2
+    assert slow[0] == [False] * 4
 
 
 def _averages(strategy: SynchronousStrategy) -> tuple[Variable, Any]:

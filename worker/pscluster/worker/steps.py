@@ -20,6 +20,7 @@ and in the `MEAN`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,7 @@ from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
-from pscluster.ps.client.joint_steps import JointSteps, StepAlone
+from pscluster.ps.client.joint_steps import MAX_SECONDS, JointSteps, StepAlone
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.bounded_steps import run_bounded
@@ -41,6 +42,9 @@ from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
 from pscluster.worker.job import Job
 from pscluster.worker.step_iterators import StepIterators
 from pscluster.worker.step_results import NumberedResults
+
+COSTLY_BYTES = 64 << 20
+"""Of large gradients. From here on steps are taken together only if at least two fit between two commits."""
 
 _NO_COLLECTIVES = (
     "with backup above 0 replicas are in different steps, where a collective would have each wait for the others: use "
@@ -57,6 +61,7 @@ class WorkerSteps(ReplicaSteps):
         self.iterators = StepIterators()
 
         self._calls = 0  # of collectives, before the step
+        self._began = self._step_seconds = 0.0
         self._before: Mapping[int, int] = {}  # positions before the last step that is taken and not committed
 
     def take_from(self, iterator: WorkerIterator) -> None:
@@ -69,9 +74,11 @@ class WorkerSteps(ReplicaSteps):
         function.steps = self
         self.iterators.begin()
         self._calls = function.replica.calls
+        self._began = time.monotonic()
 
     def end_call(self, function: FunctionContext) -> None:
-        """Note what the step has done, now that its function has returned."""
+        """Note what the step has done, and how long it took, now that its function has returned."""
+        self._step_seconds = time.monotonic() - self._began
         if function.replica.calls != self._calls:
             self.note_other()
 
@@ -90,6 +97,8 @@ class WorkerSteps(ReplicaSteps):
 
         Errors as of reads and collectives.
         """
+        if copies is not None and copies.large.nbytes > COSTLY_BYTES and self._step_seconds > MAX_SECONDS / 2:
+            copies = None  # too few steps would share a commit, which takes longer than the push of a gradient
         if copies is not None and not self._fetch(copies, function, client):
             copies = None
         digest = 0 if copies is None else copies.digest
@@ -103,7 +112,7 @@ class WorkerSteps(ReplicaSteps):
     def take_one(self, function: FunctionContext, *, ended: bool, last: bool) -> bool:
         """Take a step together with others, and commit what is taken if it is time, or if the step is not taken.
 
-        Return whether it is. If not, that was the end of taking steps together.
+        Return whether it is. There is no `joint` afterwards if that was the end of taking steps together.
         """
         joint = self.joint
         assert joint is not None
@@ -113,9 +122,10 @@ class WorkerSteps(ReplicaSteps):
             self._before = self.iterators.before
             if not joint.due and not last:
                 return True
+        is_slow = joint.taken == 1 and joint.copies.large.nbytes > COSTLY_BYTES
         self.commit_taken(function, after, self._before)
         self.iterators.confirm(after)
-        if not taken or last:
+        if not taken or last or is_slow:
             self.joint = None
         else:
             self._fetch(joint.copies, function, self._client)
@@ -196,11 +206,14 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
             finally:
                 context.steps = None
             steps.end_call(context)
-            if steps.joint is not None:
+            joint = steps.joint
+            if joint is not None:
                 if steps.take_one(context, ended=ended or again, last=number + 1 == asked.count):
                     results.add(number, result)
                     job.steps_taken[gang.rank] = asked.run, steps.step
                     guessed = False
+                    if steps.joint is None and steps.step < last:
+                        copies = None
                     continue
                 together, guessed = guessed, False
                 copies = None

@@ -48,9 +48,9 @@ _PRIVATE = {
     TLS_VARIABLE,
     SERVER_ONLY_VARIABLE,
     DURABILITY_VARIABLE,
+    STATE_VARIABLE,
     *JOIN_VARIABLES,
 }
-_PRIVATE |= {STATE_VARIABLE}
 _CONCURRENCY = 4  # of an actor's methods: one waits, the others start, signal and clean
 
 

@@ -68,6 +68,8 @@ class BlockCopies:
 
     def __init__(self, forms: Forms) -> None:
         self.forms = forms
+        self.nbytes = sum(form.nbytes for form in forms)
+        """Of the gradients."""
         self.values: dict[tuple[int, int], Array] = {}
         """By variable and shard, flat."""
         self._flat: dict[np.dtype[Any], Array] = {}  # all values of a type
