@@ -232,10 +232,14 @@ def begun(
 
 def killed(folder: Path) -> Path:
     """Copy what a process that dies now leaves behind."""
-    copies = [int(path.name.rpartition("-")[2]) for path in folder.parent.glob(f"{folder.name}-copy-*")]
-    copy = folder.with_name(f"{folder.name}-copy-{max(copies, default=0) + 1}")
-    shutil.copytree(folder, copy, copy_function=_copied)
-    return copy
+    while True:
+        copies = [int(path.name.rpartition("-")[2]) for path in folder.parent.glob(f"{folder.name}-copy-*")]
+        copy = folder.with_name(f"{folder.name}-copy-{max(copies, default=0) + 1}")
+        try:
+            shutil.copytree(folder, copy, copy_function=_copied)
+        except shutil.Error:  # a file came and went while it was copied
+            continue
+        return copy
 
 
 def _copied(source: str, target: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,12 +63,7 @@ class Server:
 
     def restarted(self) -> Server:
         """Return what a server finds if this one is killed now."""
-        while True:
-            try:
-                folder = killed(self.folder)
-                break
-            except shutil.Error:  # a file came and went while it was copied
-                continue
+        folder = killed(self.folder)
         found = Server(self.index, folder, self.kind)
         self._found.append(found)
         return found
