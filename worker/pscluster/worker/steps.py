@@ -25,14 +25,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from pscluster.core.context import MAX_STEPS, FunctionContext
 from pscluster.core.errors import ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
 from pscluster.ps.client.joint_steps import MAX_SECONDS, JointSteps, StepAlone
+from pscluster.ps.client.reduction import agree
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.v1 import worker_pb2
 from pscluster.worker.bounded_steps import run_bounded
@@ -101,9 +100,7 @@ class WorkerSteps(ReplicaSteps):
             copies = None  # too few steps would share a commit, which takes longer than the push of a gradient
         if copies is not None and not self._fetch(copies, function, client):
             copies = None
-        digest = 0 if copies is None else copies.digest
-        low, high = function.replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
-        if copies is None or low != -high:
+        if not agree(function.replica, 0 if copies is None else copies.digest) or copies is None:
             return False
         self._client = client
         self.joint = JointSteps(function.replica, copies)
@@ -235,9 +232,10 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 steps.step = last
             job.steps_taken[gang.rank] = asked.run, steps.step
             if together and steps.step < last:
-                together = steps.begin_joint(context, client, steps.alike)
+                alike = None if steps.forms is None else Copies(*steps.forms)
+                together = steps.begin_joint(context, client, alike)
                 if together:
-                    definition, copies = step.definition, steps.alike
+                    definition, copies = step.definition, alike
         steps.settle([index for index in range(1, client.num_servers) if index % gang.size == gang.rank])
         if copies is not None:
             job.joint_copies[gang.rank] = definition, copies

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from pscluster.core.geometry import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.gradient_forms import Array, Describe, Forms, GradientForm, known_rule, read_item
 from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.reduction import Reducer
+from pscluster.ps.client.reduction import Reducer, agree
 from pscluster.ps.optim.kernels import apply_dense, new_slots
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.v1 import ps_pb2
@@ -55,7 +55,7 @@ class _Piece:
     rule: UpdateRule
     arrays: dict[str, Array]  # values and slots, flat
     committed: dict[str, Array]  # as the servers have them
-    changes: dict[str, Array] = field(default_factory=dict)  # that were committed last
+    changes: dict[str, Array]  # that were committed last
     gradients: int = 0  # that the shard has had
 
     @property
@@ -130,7 +130,7 @@ class BlockCopies:
         for piece in self._pieces.values():
             form, itemsize = piece.form, piece.form.dtype.itemsize
             for nth, (name, array) in enumerate(piece.arrays.items()):
-                change = piece.changes.setdefault(name, np.empty_like(array))
+                change = piece.changes[name]
                 places, remainder = _difference(array, piece.committed[name], change)
                 item = ps_pb2.UpdateItem(
                     variable=form.variable,
@@ -161,8 +161,7 @@ class BlockCopies:
         """
         versions = b"" if self._before is None else self._before.tobytes()
         digest = xxhash.xxh3_64_intdigest(versions) >> 1
-        low, high = replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
-        if low != -high:
+        if not agree(replica, digest):
             self._before = None
         self._compared = True
 
@@ -196,8 +195,10 @@ class BlockCopies:
                 if low < high:
                     rule = rules[form.optimizer]
                     arrays = {_VALUES: values[low:high], **new_slots(rule, (high - low,), dtype)}
-                    committed = {name: np.empty_like(array) for name, array in arrays.items()}
-                    self._pieces[key] = _Piece(form, low, rule, arrays, committed)
+                    committed, changes = (
+                        {name: np.empty_like(array) for name, array in arrays.items()} for _ in range(2)
+                    )
+                    self._pieces[key] = _Piece(form, low, rule, arrays, committed, changes)
         return True
 
     def _fetch_all(self, read: Callable[[Sequence[ShardRead]], None]) -> None:

@@ -106,24 +106,26 @@ class Reads:
         self.other = False
 
 
-def fits(items: Items, large: Forms, reads: Reads) -> Copies | None:
-    """Return the copies with which steps like this one can be taken together; None if they can't."""
-    forms: dict[tuple[int, int], GradientForm] = {}
-    kinds: dict[int, int] = {}
+def fits(items: Items, large: Forms, reads: Reads) -> tuple[Forms, Forms] | None:
+    """Return the forms of a step's gradients, small and large, as `Copies` takes them.
+
+    None if such steps can't be taken together.
+
+    Args:
+        items: what the step has updated, but for large gradients.
+        large: the forms of those, in the order in which the step has applied them.
+    """
+    places = {(form.variable, form.shard) for form in large}
+    kinds = dict.fromkeys((form.variable for form in large), ps_pb2.APPLY_GRADIENT)
+    small: list[GradientForm] = []
     total = 0
-    if reads.other:
+    if reads.other or len(places) < len(large) or not reads.in_part.isdisjoint(kinds):
         return None
-    for form in large:
-        place = form.variable, form.shard
-        if place in forms or form.variable in reads.in_part or form.compute_dtype != form.dtype:
-            return None
-        forms[place] = form
-        kinds[form.variable] = ps_pb2.APPLY_GRADIENT
-    if sum(form.nbytes for form in large) > LARGE_BYTES:
+    if any(form.compute_dtype != form.dtype for form in large) or sum(form.nbytes for form in large) > LARGE_BYTES:
         return None
     for server, of_server in sorted(items.items()):
         for kept in of_server:
-            item, dtype = kept.item, kept.dtype
+            item, dtype, place = kept.item, kept.dtype, (kept.item.variable, kept.item.shard)
             total += len(kept.values)
             if kinds.setdefault(item.variable, item.kind) != item.kind or item.variable in reads.in_part:
                 return None
@@ -131,13 +133,11 @@ def fits(items: Items, large: Forms, reads: Reads) -> Copies | None:
                 if item.variable in reads.whole:
                     return None
                 continue
-            if not item.rows.all or dtype is None or (item.variable, item.shard) in forms:
+            if not item.rows.all or dtype is None or place in places:
                 return None
-            forms[item.variable, item.shard] = GradientForm.of(server, item, dtype)
-    if total > JOINT_BYTES:
-        return None
-    small = [form for form in forms.values() if form not in large]
-    return Copies(tuple(sorted(small, key=lambda form: form.order)), large)
+            places.add(place)
+            small.append(GradientForm.of(server, item, dtype))
+    return (tuple(sorted(small, key=lambda form: form.order)), large) if total <= JOINT_BYTES else None
 
 
 class _Sum:

@@ -54,6 +54,12 @@ class Reducer(Protocol):
     def gather_parts(self, array: Any, what: str) -> None: ...
 
 
+def agree(replica: Reducer, digest: int) -> bool:
+    """Return whether all replicas have the same digest, of 63 bits. All must call this."""
+    low, high = replica.all_reduce("min", np.array([digest, -digest]))  # of all digests
+    return bool(low == -high)
+
+
 @dataclass(frozen=True, slots=True)
 class _Large:
     """One gradient."""

@@ -33,9 +33,8 @@ from pscluster.core.context import FunctionContext
 from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
-from pscluster.ps.client.copies import Copies
 from pscluster.ps.client.exchanges import Exchanges
-from pscluster.ps.client.gradient_forms import Array
+from pscluster.ps.client.gradient_forms import Array, Forms
 from pscluster.ps.client.joint_steps import JointSteps, Kept, Reads, StepAlone, fits
 from pscluster.ps.client.read_plans import WholeVariable
 from pscluster.ps.client.reduction import Reduction, is_large
@@ -97,8 +96,8 @@ class ReplicaSteps:
         self._together = 1  # steps that are committed
         self.joint: JointSteps | None = None
         """The steps that are taken together, from when they are."""
-        self.alike: Copies | None = None
-        """The copies for steps like the last one that was ended by itself, if such steps can be taken together."""
+        self.forms: tuple[Forms, Forms] | None = None
+        """What `fits` has returned of the last step that was ended by itself."""
         self._reduction = Reduction()
         self._committed_in = epoch
         """The epoch in which the last step was committed."""
@@ -202,7 +201,7 @@ class ReplicaSteps:
             return True
         if ended:
             self._clear()
-        self.alike = None if ended or self.backup else fits(self._items, self._reduction.forms, self._reads)
+        self.forms = None if ended or self.backup else fits(self._items, self._reduction.forms, self._reads)
         commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
         with self._waiting():
             goes_on = self._commit(function, commit)
