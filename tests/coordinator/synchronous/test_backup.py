@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.coordinator.synchronous.support import rank
 from tests.core.metrics.scraping import addresses, scrape
 from tests.waiting import TIMEOUT, until
 
@@ -38,10 +39,6 @@ def cluster() -> Iterator[LocalCluster]:
 def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
     with SynchronousStrategy(cluster, backup=1) as strategy:
         yield strategy
-
-
-def rank() -> int:
-    return replica_context().replica_id
 
 
 class Counted:

@@ -33,12 +33,6 @@ def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
 
 
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
 def parts_of_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Training and test images, (n, 64) from 0 to 1, with their labels."""
     with np.load(DATA) as file:

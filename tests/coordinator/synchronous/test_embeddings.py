@@ -29,12 +29,6 @@ def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
 
 
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
 def initial() -> tuple[Any, Any]:
     rng = np.random.default_rng(3)
     return rng.normal(0, 0.1, (ROWS, DIM)), np.ones(DIM)

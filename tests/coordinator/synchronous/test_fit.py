@@ -30,12 +30,6 @@ def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
 
 
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
 def data() -> tuple[Any, Any]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(60, 3))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.coordinator.synchronous.support import joint, numbers_of, rank
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -27,7 +28,6 @@ from pscluster.coordinator import (
     optimizers,
     replica_context,
 )
-from pscluster.core.context import current_function
 from pscluster.ps.optim.schedules import ExponentialDecay
 
 REPLICAS = 3
@@ -37,23 +37,6 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
-
-
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
-def rank() -> int:
-    return replica_context().replica_id
-
-
-def joint() -> bool:
-    """Whether the step that calls this is taken together with others."""
-    function = current_function()
-    assert function is not None
-    return function.steps.joint is not None
 
 
 class Model:
@@ -111,10 +94,6 @@ def alone(strategy: SynchronousStrategy) -> Model:
     return model
 
 
-def numbers_of(strategy: SynchronousStrategy, count: int = STEPS) -> Iterator[Any]:
-    return iter(strategy.distribute_datasets_from_function(lambda: range(count)))
-
-
 def run(model: Model, step: Callable[[Iterator[int]], Any], numbers: Any, steps: int = STEPS) -> list[Any]:
     """Take steps in one call, and return the results of the first replica."""
     results = model.strategy.run(step, (numbers,), steps=steps, collect="all")
@@ -122,7 +101,7 @@ def run(model: Model, step: Callable[[Iterator[int]], Any], numbers: Any, steps:
 
 
 def test_they_leave_what_single_steps_leave(strategy: SynchronousStrategy, alone: Model) -> None:
-    model, numbers = Model(strategy, "model"), numbers_of(strategy)
+    model, numbers = Model(strategy, "model"), numbers_of(strategy, STEPS)
     before = strategy.traffic().pushed
     results = [result for steps in (5, 7) for result in run(model, lambda i: model.step(next(i)), numbers, steps)]
     assert [together for _, together in results] == [False, *[True] * 11]  # the second call goes on like the first one
@@ -173,7 +152,7 @@ def _all_reduces(model: Model) -> None:
 def test_a_step_may_ask_what_only_servers_know(
     strategy: SynchronousStrategy, alone: Model, odd: Callable[[Model], None]
 ) -> None:
-    model, numbers = Model(strategy, "model"), numbers_of(strategy)
+    model, numbers = Model(strategy, "model"), numbers_of(strategy, STEPS)
 
     def step(iterator: Iterator[int]) -> tuple[float, bool]:
         number = next(iterator)
@@ -239,7 +218,7 @@ def test_a_step_may_update_rows(strategy: SynchronousStrategy) -> None:
         sgd.apply_gradients([(rows if number % 4 else IndexedSlices(rows, np.arange(4)), table)])
         return joint()
 
-    numbers = numbers_of(strategy)
+    numbers = numbers_of(strategy, STEPS)
     assert strategy.local_results(strategy.run(step, (numbers,), steps=4)) == (False,) * REPLICAS
     assert strategy.local_results(strategy.run(step, (numbers,), steps=STEPS - 4, collect="all"))[0] == [False] * 8
     table.assign(np.zeros((4, 2)))
@@ -251,7 +230,7 @@ def test_a_step_may_update_rows(strategy: SynchronousStrategy) -> None:
         sgd.apply_gradients([(IndexedSlices(rows, np.arange(4)) if number == 5 else rows, table)])
         return before, joint()
 
-    results = strategy.run(dense_first, (numbers_of(strategy),), steps=STEPS, collect="all")
+    results = strategy.run(dense_first, (numbers_of(strategy, STEPS),), steps=STEPS, collect="all")
     expected = [(-3.0 * number, 0 < number < 6) for number in range(STEPS)]
     assert strategy.local_results(results)[2] == expected
     assert table.numpy().tolist() == [[-3.0 * STEPS] * 2] * 4
@@ -296,7 +275,7 @@ def test_what_is_taken_is_committed_before_an_error(strategy: SynchronousStrateg
         ("other", errors.MisuseError, r"replica \d has applied gradients to '[wv]', and replica \d to '[wv]'"),
     ):
         w.assign(np.zeros(2))
-        numbers = numbers_of(strategy)
+        numbers = numbers_of(strategy, STEPS)
         with pytest.raises(error, match=match):
             strategy.run(step, (numbers, how), steps=STEPS)
         assert w.numpy().tolist() == [-3.0 * 4] * 2
@@ -320,7 +299,7 @@ def test_what_a_script_does_meanwhile_is_not_lost(strategy: SynchronousStrategy,
     coordinator = ClusterCoordinator(strategy)
     results: list[Any] = []
     thread = threading.Thread(
-        target=lambda: results.append(strategy.run(step, (numbers_of(strategy),), steps=6, collect="all"))
+        target=lambda: results.append(strategy.run(step, (numbers_of(strategy, STEPS),), steps=6, collect="all"))
     )
     thread.start()
     until(begun.exists, "the fourth step has begun")
@@ -335,7 +314,7 @@ def test_what_a_script_does_meanwhile_is_not_lost(strategy: SynchronousStrategy,
 
 def test_one_replica_can_take_steps_alone() -> None:
     with LocalCluster(1, 1, log_level="ERROR") as small, SynchronousStrategy(small) as strategy:
-        model, numbers = Model(strategy, "model"), numbers_of(strategy)
+        model, numbers = Model(strategy, "model"), numbers_of(strategy, STEPS)
         results = run(model, lambda i: model.step(next(i)), numbers)
         assert [together for _, together in results] == [False, *[True] * (STEPS - 1)]
         assert model.adam.iterations == STEPS

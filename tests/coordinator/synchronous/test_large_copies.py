@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.coordinator.synchronous.test_joint_steps import joint, numbers_of
+from tests.coordinator.synchronous.support import joint, numbers_of
 
 from pscluster.coordinator import LocalCluster, SynchronousStrategy, Variable, errors, optimizers
 from pscluster.ps.spec import SESSION_BYTES
@@ -21,12 +21,6 @@ SIZE = SESSION_BYTES // 4 + 1000  # elements, of a shard that is pulled in frame
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(1, 2, log_level="ERROR", env={"PSCLUSTER_IN_FLIGHT_MIB": "1"}) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
 
 
 def test_changes_of_many_slots_are_more_than_the_values(strategy: SynchronousStrategy) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
-from tests.coordinator.synchronous.test_joint_steps import joint, numbers_of, rank
+from tests.coordinator.synchronous.support import joint, numbers_of, rank
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -37,12 +37,6 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
-
-
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
 
 
 class Model:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.coordinator.synchronous.support import rank
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -41,10 +42,6 @@ def cluster() -> Iterator[LocalCluster]:
 def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
     with SynchronousStrategy(cluster, devices_per_worker=DEVICES) as strategy:
         yield strategy
-
-
-def rank() -> int:
-    return replica_context().replica_id
 
 
 def where() -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
+from tests.coordinator.synchronous.support import rank
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
@@ -37,16 +38,6 @@ REPLICAS = 3
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(2, REPLICAS)
-
-
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
-def rank() -> int:
-    return replica_context().replica_id
 
 
 # Several steps

@@ -42,12 +42,6 @@ def cluster() -> Iterator[LocalCluster]:
     yield from run_cluster(1, REPLICAS)
 
 
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[SynchronousStrategy]:
-    with SynchronousStrategy(cluster) as strategy:
-        yield strategy
-
-
 def rank() -> int:
     """A step that says which replica it is."""
     return replica_context().replica_id
