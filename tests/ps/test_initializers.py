@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscluster.core import random_blocks
 from pscluster.core.geometry import Partition
 from pscluster.ps import initializers
 from pscluster.ps.initializers import (
@@ -146,7 +147,7 @@ def test_the_first_values_of_some_streams() -> None:
 
 def test_the_streams_are_philox_keyed_by_the_seed_tile_by_tile() -> None:
     """Each tile is NumPy's stream from a Philox with the seed as key and the tile's number in its counter."""
-    size = initializers._TILE
+    size = random_blocks.TILE
     cases: list[tuple[Initializer, Any, Callable[[np.random.Generator], Array]]] = [
         (RandomUniform(0.0, 1.0, seed=12), np.float32, lambda g: g.random(size, np.float32)),
         (RandomUniform(0.0, 1.0, seed=12), np.float64, lambda g: g.random(size)),
@@ -237,7 +238,7 @@ def test_blocks_are_slices_of_the_whole(
     partition: Partition, made: tuple[Initializer, Any], tile: int, piece: int
 ) -> None:
     """Any block of any cut along any axes is the slice of the whole, bit for bit, whatever the pieces."""
-    with mock.patch.object(initializers, "_TILE", tile):  # small, so that small arrays have several
+    with mock.patch.object(random_blocks, "TILE", tile):  # small, so that small arrays have several
         _try_blocks(partition, *made, piece)
 
 
@@ -245,7 +246,7 @@ def _try_blocks(partition: Partition, initializer: Initializer, dtype: Any, piec
     whole = initializer(partition.shape, dtype)
     assert whole.shape == partition.shape
     assert whole.dtype == dtype
-    with mock.patch.object(initializers, "_PIECE", piece):
+    with mock.patch.object(random_blocks, "_PIECE", piece):
         for shard in range(partition.num_shards):
             block = partition.block(shard)
             values = initializer(partition.shape, dtype, partition_shape=block.shape, partition_offset=block.start)

@@ -3,14 +3,9 @@
 An initializer is a frozen set of numbers and, for the random ones, a seed. It makes any block of the whole array by
 itself: bit for bit a slice of the whole, however that is cut. So a variable can be larger than any machine's memory.
 
-To that end, the elements of the whole, in C order, are divided into tiles of `_TILE`. Each tile is drawn in full, by
-NumPy's `Generator` on a Philox whose key is the seed and whose counter is the tile's index (times 2**64, far more
-than a tile can use up). Distributions that reject some draws can do so without affecting other tiles. The values are
-those of NumPy's distributions, unchanged since NumPy 1.26; tests would notice a change.
-
-float16 and bfloat16 values are the float32 ones, rounded. Names, parameters, defaults and fans are those of Keras'
-initializers; the values are not, since Keras' depend on its backend. As in Keras, an initializer gives the same values
-at every call: two variables with one shape and one seed start equal.
+`core/random_blocks.py` draws the random numbers. float16 and bfloat16 values are the float32 ones, rounded. Names,
+parameters, defaults and fans are those of Keras' initializers; the values are not, since Keras' depend on its backend.
+As in Keras, an initializer gives the same values at every call: two variables with one shape and one seed start equal.
 """
 
 from __future__ import annotations
@@ -23,23 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core import checks
+from pscluster.core import checks, random_blocks
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-_Draw = Callable[["np.random.Generator", Array], None]  # fills a tile; in quotes, since np.random is slow to import
-_Scale = tuple[float, float, float]  # factor, shift, highest value
+_Fill = Callable[[Shape, Array], None]  # of the block at an offset
 
-_HALVES = ("float16", "bfloat16")
-_FLOATS = (*_HALVES, "float32", "float64")  # by name: NumPy alone does not know bfloat16
-_TILE = 2048  # elements; changing it changes the values
-_PIECE = 1 << 16  # elements made at a time, which fit in the processor's cache
-
+_FLOATS = ("float16", "bfloat16", "float32", "float64")  # by name: NumPy alone does not know bfloat16
 _HALF = 1 << 63
 
 _kinds: dict[str, type[Initializer]] = {}
@@ -113,7 +103,7 @@ class Initializer(checks.Parameters, ABC):
         self._filler(checks.per_axis(f"{self.name}: shape", shape), np.dtype(dtype))
 
     @abstractmethod
-    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> _Fill:
         """Return what fills an array with the block, which is not empty, at an offset. ValueError as `check`."""
 
 
@@ -133,7 +123,7 @@ class _Constant(Initializer):
 
     value: float | int
 
-    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> _Fill:
         del shape
         if dtype.kind in "biu":
             low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
@@ -170,13 +160,13 @@ class _Random(Initializer):
     seed: int | None
 
     @abstractmethod
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
+    def _distribution(self, shape: Shape) -> tuple[random_blocks.Draw, float, float, float]:
         """Return (draw, shift, factor, below): an element is a drawn number times the factor, plus the shift.
 
         It is also less than `below`, which may be infinite.
         """
 
-    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> _Fill:
         if dtype.name not in _FLOATS:
             raise ValueError(f"{self.name} makes {', '.join(_FLOATS)}, not {dtype}: choose one of these dtypes")
         draw, shift, factor, below = self._distribution(shape)
@@ -190,58 +180,11 @@ class _Random(Initializer):
             raise ValueError(
                 f"{self.name}: no {dtype} lies in [{shift!r}, {below!r}): give limits further apart or a wider type"
             )
-        return partial(self._fill, shape, draw, (factor, shift, float(highest)))
+        return self._fill(draw, shape, (factor, shift, float(highest)))
 
-    def _fill(self, shape: Shape, draw: _Draw, scale: _Scale | None, offset: Shape, out: Array) -> None:
-        bits = np.random.Philox(key=self.seed)
-        generator, state = np.random.Generator(bits), bits.state
-        drawn = np.empty(_PIECE + 3 * _TILE, np.float32 if out.dtype.name in _HALVES else out.dtype.newbyteorder("="))
-
-        def fill(start: int, shape: Shape, offset: Shape, out: Array) -> None:
-            """Fill a block of the part of the whole that has this shape and starts with this element."""
-            inner, stride = shape[1:], math.prod(shape[1:])
-            start += offset[0] * stride
-            if stride > _TILE:
-                for row in range(len(out)):
-                    fill(start + row * stride, inner, offset[1:], out[row])
-                return
-            # Rows are made in full, though the block may not need all of each.
-            needed = map(slice, offset[1:], map(operator.add, offset[1:], out.shape[1:]))
-            rows, index = max(1, _PIECE // stride), (slice(None), *needed)
-            for row in range(0, len(out), rows):
-                piece = out[row : row + rows]
-                first, skipped = divmod(start + row * stride, _TILE)
-                stop = skipped + len(piece) * stride
-                for tile, begin in enumerate(range(0, stop, _TILE), first):
-                    state["state"]["counter"][1] = tile
-                    bits.state = state
-                    draw(generator, drawn[begin : begin + _TILE])
-                values = drawn[skipped:stop].reshape(-1, *inner)[index]
-                if scale is None:
-                    piece[...] = values
-                else:
-                    factor, shift, highest = scale
-                    values *= factor
-                    values += shift
-                    np.minimum(values, highest, out=piece, casting="same_kind")
-
-        fill(0, shape or (1,), offset or (0,), np.atleast_1d(out))
-
-
-def _uniform(generator: np.random.Generator, tile: Array) -> None:
-    generator.random(out=tile, dtype=tile.dtype.type)
-
-
-def _normal(generator: np.random.Generator, tile: Array) -> None:
-    generator.standard_normal(out=tile, dtype=tile.dtype.type)
-
-
-def _truncated_normal(generator: np.random.Generator, tile: Array) -> None:
-    _normal(generator, tile)
-    beyond = np.flatnonzero(np.abs(tile) > 2)
-    while beyond.size:
-        tile[beyond] = again = generator.standard_normal(beyond.size, tile.dtype.type)
-        beyond = beyond[np.abs(again) > 2]
+    def _fill(self, draw: random_blocks.Draw, shape: Shape, scale: random_blocks.Scale | None = None) -> _Fill:
+        seed = cast(int, self.seed)  # `_seed` has drawn one where it was None
+        return partial(random_blocks.fill_block, seed, draw, shape, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -264,20 +207,17 @@ class RandomUniform(_Random, name="random_uniform"):
                 "and itself never reached: for one value everywhere use Constant"
             )
 
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
+    def _distribution(self, shape: Shape) -> tuple[random_blocks.Draw, float, float, float]:
         del shape
-        return _uniform, self.minval, self.maxval - self.minval, self.maxval
+        return random_blocks.uniform, self.minval, self.maxval - self.minval, self.maxval
 
-    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> Callable[[Shape, Array], None]:
+    def _filler(self, shape: Shape, dtype: np.dtype[Any]) -> _Fill:
         if dtype.kind not in "iu":
             return super()._filler(shape, dtype)
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         for item, value, limit in (("minval", self.minval, high), ("maxval", self.maxval, high + 1)):
             checks.whole(f"{self.name}: {item}", value, f", for elements of {dtype}", at_least=low, at_most=limit)
-        return partial(self._fill, shape, self._draw_integers, None)
-
-    def _draw_integers(self, generator: np.random.Generator, tile: Array) -> None:
-        tile[:] = generator.integers(int(self.minval), int(self.maxval), tile.size, tile.dtype.type)
+        return self._fill(random_blocks.integers(int(self.minval), int(self.maxval)), shape)
 
 
 @dataclass(frozen=True)
@@ -288,9 +228,9 @@ class RandomNormal(_Random, name="random_normal"):
     stddev: float = field(default=0.05, metadata=checks.checked(partial(checks.real, at_least=0)))
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
+    def _distribution(self, shape: Shape) -> tuple[random_blocks.Draw, float, float, float]:
         del shape
-        draw = _truncated_normal if isinstance(self, TruncatedNormal) else _normal
+        draw = random_blocks.truncated_normal if isinstance(self, TruncatedNormal) else random_blocks.normal
         return draw, self.mean, self.stddev, math.inf
 
 
@@ -312,13 +252,13 @@ class _Scaled(_Random):
 
     seed: int | None = field(default=None, metadata=_SEED)
 
-    def _distribution(self, shape: Shape) -> tuple[_Draw, float, float, float]:
+    def _distribution(self, shape: Shape) -> tuple[random_blocks.Draw, float, float, float]:
         fan_in, fan_out = _fans(shape)
         stddev = math.sqrt(2 / (max(1, fan_in) if isinstance(self, HeUniform | HeNormal) else max(2, fan_in + fan_out)))
         if isinstance(self, GlorotUniform | HeUniform):
             limit = math.sqrt(3) * stddev
-            return _uniform, -limit, 2 * limit, limit
-        return _truncated_normal, 0.0, stddev / 0.87962566103423978, math.inf  # truncation leaves `stddev`
+            return random_blocks.uniform, -limit, 2 * limit, limit
+        return random_blocks.truncated_normal, 0.0, stddev / 0.87962566103423978, math.inf  # truncation leaves `stddev`
 
 
 class GlorotUniform(_Scaled, name="glorot_uniform"):
