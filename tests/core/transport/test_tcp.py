@@ -725,7 +725,7 @@ def how_it_sends(connected: socket.socket) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize(("address", "within"), [("127.0.0.1", True), ("127.0.0.2", False)])
 def test_only_within_a_machine_little_lies_between(address: str, within: bool) -> None:
-    """Within a machine little is buffered; for a network the kernel decides."""
+    """Within a machine little is buffered, unless the caller knows better; for a network the kernel decides."""
     with socket.create_server((address, 0)) as listening:
         ours = socket.create_connection(listening.getsockname(), TIMEOUT, source_address=("127.0.0.1", 0))
         theirs, _ = listening.accept()
@@ -734,6 +734,7 @@ def test_only_within_a_machine_little_lies_between(address: str, within: bool) -
             before, after = how_it_sends(plain), how_it_sends(tuned(plain))
             # The kernel adds its own share of the buffer.
             assert after == ((2 * _LOOPBACK_SEND_BYTES, _LOOPBACK_CONGESTION) if within else before)
+            assert how_it_sends(tuned(plain, 50_000)) == ((100_000, _LOOPBACK_CONGESTION) if within else before)
 
 
 def test_messages_by_many_threads_stay_whole(port: DataPort) -> None:

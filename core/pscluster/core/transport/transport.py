@@ -18,11 +18,14 @@ class Transport(DataPort):
     """The way to one role. Thread-safe.
 
     `say_hello` shakes hands with the role, and gives the reply to `learn`: called now and then to find out where its
-    data plane is. None if the owner does so by itself.
+    data plane is. None if the owner does so by itself. `send_bytes` is the size of the send buffers of its connections
+    within a machine, if not the usual one.
     """
 
-    def __init__(self, peer: PeerAddress, say_hello: Callable[[], object] | None = None) -> None:
-        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name)
+    def __init__(
+        self, peer: PeerAddress, say_hello: Callable[[], object] | None = None, *, send_bytes: int | None = None
+    ) -> None:
+        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name, send_bytes)
         self._say_hello = say_hello
 
     def _ask(self) -> None:

@@ -214,8 +214,15 @@ class DataPort:
         known   --a connection breaks--> unknown; the role is asked soon
     """
 
-    def __init__(self, name: str, token: str | None = None, tls: Tls | None = None, tls_name: str = "") -> None:
-        self._name, self._tls, self._tls_name = name, tls, tls_name
+    def __init__(
+        self,
+        name: str,
+        token: str | None = None,
+        tls: Tls | None = None,
+        tls_name: str = "",
+        send_bytes: int | None = None,
+    ) -> None:
+        self._name, self._tls, self._tls_name, self._send_bytes = name, tls, tls_name, send_bytes
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._endpoint: _Endpoint | None = None
@@ -285,7 +292,7 @@ class DataPort:
             return None
         where, boot_id = endpoint
         try:
-            connected = tuned(_connected(where))
+            connected = tuned(_connected(where), self._send_bytes)
         except OSError as error:
             self.avoid(str(error), endpoint)
             return None

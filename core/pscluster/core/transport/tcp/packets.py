@@ -74,12 +74,15 @@ def supported() -> bool:
     return hasattr(socket, "TCP_USER_TIMEOUT")
 
 
-def tuned(connected: socket.socket) -> socket.socket:
-    """Return the socket, set to send at once and to detect a lost peer. Close it and raise OSError if it has ended."""
+def tuned(connected: socket.socket, send_bytes: int | None = None) -> socket.socket:
+    """Return the socket, set to send at once and to detect a lost peer. Close it and raise OSError if it has ended.
+
+    `send_bytes` is the size of its send buffer within a machine; None: what suits a server and its client.
+    """
     try:
         connected.settimeout(None)
         if connected.family not in _INTERNET:  # the kernel reports its end by itself, and sends at once
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes or _UNIX_SEND_BYTES)
             return connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
@@ -87,7 +90,7 @@ def tuned(connected: socket.socket) -> socket.socket:
         for option, value in _KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         if connected.getsockname()[0] == connected.getpeername()[0]:  # on a network the kernel's own choices are right
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes or _LOOPBACK_SEND_BYTES)
             with contextlib.suppress(OSError):  # a container may forbid it; it is only slower without
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LOOPBACK_CONGESTION)
     except OSError:
