@@ -23,6 +23,7 @@ from driver import THREADS, loopback_bytes
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 PEERS = REPO / ".venv-peers" / "bin" / "python"
+FRAMEWORKS = REPO / ".venv-frameworks" / "bin" / "python"
 
 
 class SideError(Exception):

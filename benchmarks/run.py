@@ -16,11 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness import (
+    FRAMEWORKS,
     PEERS,
     REPO,
     Side,
@@ -247,12 +248,18 @@ def _collective_rows(workers: int) -> list[Row]:
     ]
 
 
+def _torch_rows(workers: int) -> list[Row]:
+    """The dense model again, computed by torch on both sides."""
+    (row,) = (row for row in _synchronous_rows(workers) if row.key == f"step-dense-{workers}")
+    return [replace(row, key=f"step-dense-torch-{workers}", title=f"{row.title}, computed by torch")]
+
+
 def _synchronous_rows(workers: int) -> list[Row]:
     """Synchronous steps of as many replicas, beside DistributedDataParallel over gloo; and asynchronous ones."""
     rows = []
     for model, title, at_once, n, goal in (
         ("digits", "the digits network", 50, 100, 2.0),
-        ("dense", "a dense model of 40 MiB", 5, 5, 1.0),
+        ("dense", "a dense model of 40 MiB", 20, 20, 1.0),
     ):
         rows.append(
             Row(
@@ -303,19 +310,30 @@ class Bench:
         self._isolated = isolated
         self._peers = peers
 
-    def _side(self, name: str, ps: int, workers: int, ours: str) -> Side | None:
+    def _side(self, name: str, ps: int, workers: int, ours: Sequence[str], python: Path | None) -> Side | None:
         """A side that can be started here."""
         if name in OUR_SCRIPTS:
-            script = ours if name == OURS else OUR_SCRIPTS[name]
-            return Side(name, script, f"--ps={ps}", f"--workers={workers}", isolated=self._isolated)
+            script, *arguments = ours if name == OURS else [OUR_SCRIPTS[name]]
+            arguments += [f"--ps={ps}", f"--workers={workers}"]
+            return Side(name, script, *arguments, python=python, isolated=self._isolated)
         script, module = PEERS_SCRIPTS[name]
         if module not in self._peers:
             return None
         arguments = [f"--workers={workers}"] if name == GLOO else []
         return Side(name, script, *arguments, python=PEERS, isolated=self._isolated)
 
-    def group(self, rows: Sequence[Row], ps: int = 2, workers: int = 2, ours: str = OUR_SCRIPTS[OURS]) -> None:
-        """Run rows on the same clusters; a side is ended after the last row that it takes part in. `ours`: our side."""
+    def group(
+        self,
+        rows: Sequence[Row],
+        ps: int = 2,
+        workers: int = 2,
+        ours: Sequence[str] = (OUR_SCRIPTS[OURS],),
+        python: Path | None = None,
+    ) -> None:
+        """Run rows on the same clusters; a side is ended after the last row that it takes part in.
+
+        `ours` is our side's script with its arguments, `python` what runs it.
+        """
         rows = [row for row in rows if not (self.quick and row.slow_to_prepare)]
         if not rows:
             return
@@ -325,7 +343,7 @@ class Bench:
             for name in names:
                 if self.quick and name == DASK:
                     continue  # no goal, and slow
-                side = self._side(name, ps, workers, ours)
+                side = self._side(name, ps, workers, ours, python)
                 if side is None:
                     self.report.notes.append(f"{name} is not installed; `make bench-peers` installs it.")
                 else:
@@ -776,7 +794,8 @@ def main() -> int:
     groups = [_dispatch_rows() + _dense_rows() + _sparse_rows() + _loop_rows(), _single_rows()]
     collectives = {workers: _collective_rows(workers) for workers in (2, 4)}
     together = {workers: _synchronous_rows(workers) for workers in (2, 4)}
-    all_groups = (*groups, *collectives.values(), *together.values())
+    with_torch = {workers: _torch_rows(workers) for workers in (2, 4)}
+    all_groups = (*groups, *collectives.values(), *together.values(), *with_torch.values())
     keys = [row.key for rows in all_groups for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
@@ -809,7 +828,13 @@ def main() -> int:
         for workers, rows in collectives.items():
             bench.group([row for row in rows if wanted(row.key)], ps=1, workers=workers)
         for workers, rows in together.items():
-            bench.group([row for row in rows if wanted(row.key)], workers=workers, ours="synchronous_side.py")
+            bench.group([row for row in rows if wanted(row.key)], workers=workers, ours=["synchronous_side.py"])
+        for workers, rows in with_torch.items():
+            rows = [row for row in rows if wanted(row.key)]
+            if rows and not FRAMEWORKS.exists():
+                bench.report.notes.append("our side with torch is left out: `make frameworks` installs it.")
+                continue
+            bench.group(rows, workers=workers, ours=["synchronous_side.py", "--torch"], python=FRAMEWORKS)
         costs(bench, wanted)
     finally:
         if left := end_orphans():

@@ -1,6 +1,6 @@
 """Our own side of the synchronous rows: replicas that step together.
 
-synchronous_side.py [--ps N] [--workers N]
+synchronous_side.py [--ps N] [--workers N] [--torch]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from driver import THREADS, Handlers, serve, timed
-from step_models import BATCH, batch, gradients, shapes
+from step_models import BATCH, batch, gradients, shapes, torch_gradients
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -37,7 +37,12 @@ def partitioner(num_ps: int) -> MinSizePartitioner:
     return MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=num_ps)
 
 
-def step_of(strategy: SynchronousStrategy, model: str, rule: Callable[[float], Any]) -> Callable[[], None]:
+def step_of(
+    strategy: SynchronousStrategy,
+    model: str,
+    rule: Callable[[float], Any],
+    compute: Callable[..., list[Any]] = gradients,
+) -> Callable[[], None]:
     """A step of a model, with new variables and an optimizer by this rule."""
     rng = np.random.default_rng(0)
     with strategy.scope():
@@ -51,7 +56,7 @@ def step_of(strategy: SynchronousStrategy, model: str, rule: Callable[[float], A
     def step() -> None:
         x, y = of_replicas[replica_context().replica_id]
         values = strategy.read(variables)
-        optimizer.apply_gradients(zip(gradients(x, y, *values), variables, strict=True), examples=examples)
+        optimizer.apply_gradients(zip(compute(x, y, *values), variables, strict=True), examples=examples)
 
     return step
 
@@ -59,18 +64,24 @@ def step_of(strategy: SynchronousStrategy, model: str, rule: Callable[[float], A
 class Bench:
     """The handlers, and the models they share."""
 
-    def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        num_ps: int,
+        num_workers: int,
+        compute: Callable[..., list[Any]] = gradients,
+    ) -> None:
         cluster = stack.enter_context(cluster_of(num_ps, num_workers))
         self.strategy = SynchronousStrategy(cluster, partitioner(num_ps))
         stack.callback(self.strategy.close)
-        self.workers = num_workers
+        self.workers, self._compute = num_workers, compute
         self._made: dict[str, Any] = {}
 
     def _step(self, model: str) -> Any:
         """A step function, which is the same at each call."""
         if model not in self._made:
             rule = optimizers.Adam if model == "digits" else optimizers.SGD
-            self._made[model] = step_of(self.strategy, model, rule)
+            self._made[model] = step_of(self.strategy, model, rule, self._compute)
         return self._made[model]
 
     def steps(self, n: int, model: str, at_once: int) -> float:
@@ -102,10 +113,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ps", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--torch", action="store_true", help="compute with torch instead of NumPy")
     options = parser.parse_args()
 
     def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-        bench = Bench(stack, options.ps, options.workers)
+        compute = torch_gradients if options.torch else gradients
+        bench = Bench(stack, options.ps, options.workers, compute)
         return {"steps": bench.steps, "alone": bench.alone}, {"pscluster": __version__, "numpy": np.__version__}
 
     serve(start)

@@ -49,7 +49,7 @@ class Reducer(Protocol):
 
     def summed(self, array: Any, what: str) -> Any: ...
 
-    def reduce_scatter(self, op: str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any: ...
+    def summed_part(self, array: Any, divisor: float | None, what: str) -> Any: ...
 
     def gather_parts(self, array: Any, what: str) -> None: ...
 
@@ -140,14 +140,17 @@ class Reduction:
             by_type[gradient.values.dtype].append(gradient)
         for dtype in sorted(by_type, key=str):
             gradients = by_type[dtype]
-            block = replica.reduce_scatter("sum", self._joined(dtype, gradients), in_place=True)
+            divisors = {totals.get(gradient.number) for gradient in gradients}
+            common = divisors.pop() or None if len(divisors) == 1 else None
+            block = replica.summed_part(self._joined(dtype, gradients), common, "large gradients of a step")
             start, stop = (0, *even_ends(self._used[dtype], replica.num_replicas))[replica.replica_id :][:2]
             ends = itertools.accumulate((len(gradient.values) for gradient in gradients), initial=0)
             for gradient, begin in zip(gradients, ends, strict=False):
                 low, high = max(begin, start), min(begin + len(gradient.values), stop)
                 if low < high:
                     piece = block[low - start : high - start]
-                    if total := totals.get(gradient.number):  # without any examples the sum is 0, and so is the mean
+                    total = totals.get(gradient.number)
+                    if total and common is None:  # without any examples the sum is 0, and so is the mean
                         with np.errstate(all="ignore"):
                             np.divide(piece, dtype.type(total), out=piece)
                     yield gradient, low - begin, piece

@@ -51,8 +51,8 @@ CHECK_SECONDS = 0.1
 _ALONE_BYTES = 64 << 10  # of a payload: before a larger one the signature is sent alone, to be received in place
 
 _SEND_BYTES = 1 << 20
-"""Of the send buffer. All members send and receive at once, more of them than there are cores: with a smaller one a core
-changes between them so often that an all-reduce of 40 MiB among four takes a fifth longer (two of them: a tenth)."""
+"""Of the send buffer. All members send and receive at once, and there may be more of them than cores: with a smaller
+one a core changes between them so often that an all-reduce of 40 MiB among four takes a fifth longer."""
 
 OpenStream = Callable[[Callable[[Any], None]], Stream]
 """Opens an exchange; passes each call that it makes to the function it is given, which may cancel it."""

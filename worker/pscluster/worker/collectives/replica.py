@@ -129,6 +129,17 @@ class ReplicaContext:
             with self._collective(f"the parts of {what}", _layout_of(array)):
                 algorithms.fill_parts(self._links, array, even_ends(array.size, self._links.size))
 
+    def summed_part(self, array: Array, divisor: float | None, what: str) -> Array:
+        """Return this replica's part of the sum of flat arrays as a view of its own, which is overwritten.
+
+        For internal use: the parts are those of `reduce_scatter`. Sums are divided while they are in the processor's
+        cache, by the same number on all replicas. `what` says in errors what is summed.
+        """
+        finish = None if divisor is None else _divide_by(divisor)
+        with self._collective(f"the sum of {what}", _layout_of(array)):
+            ends = even_ends(array.size, self._links.size)
+            return algorithms.reduce_scatter(self._links, np.add, array, ends, finish, in_place=True)
+
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
 
@@ -213,10 +224,7 @@ class ReplicaContext:
             algorithms.barrier(self._links)
 
     def _finish(self, op: ReduceOp) -> Finish | None:
-        if op is not ReduceOp.MEAN:
-            return None
-        size = self._links.size
-        return lambda array: np.divide(array, array.dtype.type(size), out=array)
+        return _divide_by(self._links.size) if op is ReduceOp.MEAN else None
 
     def calls_ahead(self) -> dict[int, MisuseError]:
         """Return which replicas have called a collective that this one has not, with the error if it never will."""
@@ -233,6 +241,14 @@ class ReplicaContext:
         if self._gang is None:
             return nullcontext()
         return self._gang.collective(_signature(operation, layout, _place()))
+
+
+def _divide_by(divisor: float) -> Finish:
+    def finish(array: Array) -> None:
+        with np.errstate(all="ignore"):
+            np.divide(array, array.dtype.type(divisor), out=array)
+
+    return finish
 
 
 def _signature(operation: str, layout: str, place: str) -> worker_pb2.Signature:
