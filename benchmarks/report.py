@@ -119,7 +119,8 @@ workers have run it; TensorFlow's functions are traced by then.
 - **Synchronous steps**: a network of two layers, ours in NumPy, with its parameters on two servers, and one of torch
   with DistributedDataParallel over gloo; a replica has the same batch in every step: 64 examples, with Adam (digits),
   or 4, with SGD (40 MiB). The dense model is there again with our step computed by torch as well, so that what is
-  compared is the training and not NumPy's arithmetic. A synchronous step is one of all replicas; in the asynchronous row each worker takes its own.
+  compared is the training and not NumPy's arithmetic. A synchronous step is one of all replicas; in the asynchronous
+  row each worker takes its own.
 - **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each worker to each
   server, with nothing else (`socket_side.py`) but the row's arithmetic: no variables, no checks, no once-only updates,
   nothing kept for a restart, and the same warm memory each time. A dense push is added, by NumPy, once it has all
