@@ -29,7 +29,10 @@ MAX_STEPS = (1 << 32) // STEP_UPDATES
 
 @dataclass(kw_only=True, eq=False)
 class FunctionContext:
-    """What a library call needs to know about the function it runs in."""
+    """What a library call needs to know about the function it runs in.
+
+    Most functions need few of the fields: the others are set where they are needed, which costs the others nothing.
+    """
 
     function: int
     attempt: int
@@ -37,22 +40,22 @@ class FunctionContext:
     num_workers: int
     key: int = 0
     term: int = 0
-    replica: Any = None
+    replica: Any = field(default=None, init=False)
     """The ReplicaContext of its gang, or of one replica; made at first use, by a module that stands above this one."""
-    steps: Any = None
+    steps: Any = field(default=None, init=False)
     """The ReplicaSteps of a synchronous run that this function is called for, once for each of them."""
-    pipeline: int | None = None
+    pipeline: int | None = field(default=None, init=False)
     """The replica of a SynchronousStrategy that this is, which takes elements of its own. None: it is none."""
-    position: int = 0
+    position: int = field(default=0, init=False)
     """The place of its step on the stream of functions. It names this execution: a retry has the attempt's number."""
-    asking: Callable[[FunctionContext, Any], Any] | None = None
+    asking: Callable[[FunctionContext, Any], Any] | None = field(default=None, init=False)
     """Takes its questions to the coordinator; see `ask`. None: it is not a function that was scheduled."""
-    tell_progress: Callable[[FunctionContext], object] | None = None
+    tell_progress: Callable[[FunctionContext], object] | None = field(default=None, init=False)
     """Tells the coordinator that this execution has committed steps of a synchronous run. None: there is no need to."""
-    turn: threading.Lock | None = None
+    turn: threading.Lock | None = field(default=None, init=False)
     """Shared with the other replicas that run here; None: they may run at the same time, or there are none."""
     _in_turn: int = field(default=0, init=False)  # the thread that has the turn; 0: this function has not
-    bounded: Any = None
+    bounded: Any = field(default=None, init=False)
     """The same for a run with bounded staleness, whose updates are applied as they come: its Bounded."""
     _has_updated: bool = field(default=False, init=False)  # in an earlier step
     _first_nth: int = field(default=0, init=False)
@@ -188,16 +191,23 @@ def current_function() -> FunctionContext | None:
     return next(reversed(steps or contexts), None)
 
 
-@contextmanager
-def running(context: FunctionContext) -> Iterator[FunctionContext]:
-    """Run the block as that function. Unless several run at the same time, other threads also find it."""
-    token = _current.set(context)
-    _of_process.append(context)
-    try:
-        yield context
-    finally:
-        _of_process.remove(context)
-        _current.reset(token)
+class running:  # noqa: N801 - it is used like a function
+    """Run the block as that function. Unless several run at the same time, other threads also find it.
+
+    A class, since a generator takes twice as long, and a worker runs tens of thousands of functions a second.
+    """
+
+    def __init__(self, context: FunctionContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> FunctionContext:
+        self._token = _current.set(self._context)
+        _of_process.append(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _of_process.remove(self._context)
+        _current.reset(self._token)
 
 
 def experimental_get_current_worker_index() -> int:

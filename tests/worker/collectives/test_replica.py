@@ -267,7 +267,8 @@ def test_threads_of_a_function_see_its_replica(three: list[Host], generation: in
     def step(replica: ReplicaContext) -> list[Any]:
         found: list[Any] = []
         # The other functions of this process are on other threads, so it is told which one is its own.
-        context = FunctionContext(function=2, attempt=1, worker_index=0, num_workers=3, replica=replica)
+        context = FunctionContext(function=2, attempt=1, worker_index=0, num_workers=3)
+        context.replica = replica
 
         def work() -> None:
             with running(context):

@@ -120,7 +120,8 @@ class Runner:
             while self._wait_next():
                 metrics.not_idle(idle)
                 while group := self._next():
-                    if group[0][1].gang.HasField("steps"):
+                    first = group[0][1]
+                    if first.HasField("gang") and first.gang.HasField("steps"):
                         self._job.host([step.gang.rank for _, step, _ in group])
                     if len(group) == 1:
                         self._deliver(self._run_one(group[0], self._turn))
@@ -206,17 +207,17 @@ class Runner:
             if not self._waiting or self._ended:
                 return []
             group = [self._waiting.popleft()]
-            step = group[0][1]
-            if step.HasField("gang"):
+            step, turn = group[0][1], None
+            if is_gang := step.HasField("gang"):
                 while self._waiting and self._waiting[0][1].gang.id == step.gang.id:
                     group.append(self._waiting.popleft())
-            turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
+                turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
             for position, member, _ in group:
                 self._running[member.function] = context = self._job.context(
                     function=member.function, attempt=member.attempt, key=member.key, term=member.term
                 )
                 context.position, context.asking, context.turn = position, self._asking, turn
-                if member.gang.HasField("steps"):
+                if is_gang and member.gang.HasField("steps"):
                     context.pipeline = member.gang.rank
                     context.tell_progress = self._telling
             if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
@@ -293,14 +294,20 @@ class Runner:
         begun = begin = time.monotonic()
         data_before = metrics.data_seconds
         try:
-            with turn, running(context), self._membership(step, context):
+            # For an empty function any call here is a hundredth of the time.
+            is_gang = step.HasField("gang")
+            with turn, running(context), self._job.membership.member(step.gang, context) if is_gang else _ALONE:
                 context.check()
                 function = self._job.definition(step.definition)
                 if step.parts:
                     parts = self._job.parts_of(step)
                 args, kwargs = self._arguments(step, arguments, parts)
                 begin = time.monotonic()
-                result = self._result(step, context, functools.partial(_called, function, args, kwargs, parts))
+                if is_gang and step.gang.HasField("steps"):
+                    call = functools.partial(_called, function, args, kwargs, parts)
+                    result = run_steps(step, context, self._job, call)
+                else:
+                    result = _called(function, args, kwargs, parts)
             outcome.seconds = seconds = time.monotonic() - begin
             reach("worker.run.after")
             if step.want_result and result is not None:
@@ -322,7 +329,6 @@ class Runner:
             for index, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=index)
-        # For an empty function this is 1 % of the time, so make no calls.
         kind = outcome.kind
         with self._counting:
             metrics.done += kind == Outcome.DONE
@@ -338,16 +344,6 @@ class Runner:
             run = Run(step.function, step.attempt, since, begun, begin, end, waited, how, thread)
             metrics.recording.runs.append(run)
         return outcome
-
-    def _membership(self, step: worker_pb2.Step, context: FunctionContext) -> AbstractContextManager[None]:
-        """Return the membership in the step's gang; nothing for a step that runs alone."""
-        return self._job.membership.member(step.gang, context) if step.HasField("gang") else _ALONE
-
-    def _result(self, step: worker_pb2.Step, context: FunctionContext, call: Callable[[], Any]) -> Any:
-        """Call a function, or call it for each synchronous step that it is to take."""
-        if not step.gang.HasField("steps"):
-            return call()
-        return run_steps(step, context, self._job, call)
 
     def _arguments(
         self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]
