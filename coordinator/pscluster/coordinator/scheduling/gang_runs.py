@@ -54,7 +54,7 @@ class GangRuns:
                 described.concurrent = len(set(gang.workers or ())) < gang.size
                 described.steps.CopyFrom(gang.steps)
                 described.steps.epoch += gang.generation
-                described.steps.open = gang.generation > 1
+                described.steps.open |= gang.generation > 1
             for index in gang.placed:
                 handle = self._state.workers[index]
                 assert handle.connection is not None, "a worker that is free is connected"

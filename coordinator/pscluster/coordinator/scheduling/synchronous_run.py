@@ -1,9 +1,11 @@
 """The synchronous run of a job: numbers its steps, and the attempts at them.
 
-A run begins with the first steps, and anew after a checkpoint is restored, whose steps are others. Only one call takes
-steps at a time. It knows how many steps are committed: all that it asked for, if it succeeded; if it did not, it asks
-server 0, which ends the attempt, and has all servers apply what is committed. So between two calls no server holds
-anything of a step that is not applied, and no other part of the job needs to know of steps.
+A run begins with the first steps, and anew after a checkpoint is restored, whose steps are others. The iterators go on
+where they were: server 0 keeps their positions for the next run, and replicas ask for them before its first step.
+
+Only one call takes steps at a time. It knows how many steps are committed: all that it asked for, if it succeeded; if
+it did not, it asks server 0, which ends the attempt, and has all servers apply what is committed. So between two calls
+no server holds anything of a step that is not applied, and no other part of the job needs to know of steps.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class SynchronousRun:
         self._options = options
         self._lock = threading.Lock()
         self._id, self._term = 0, -1
+        self._is_first = True  # of this job
         self._calls = 0
         self._settled = True  # all that is committed is applied, and nothing else will be
         self.committed = 0
@@ -46,22 +49,18 @@ class SynchronousRun:
         """
         with self._lock:
             if (term := self._updater.term) != self._term:
+                self._is_first = not self._id
                 self._id, self._term = fresh_id(), term
                 self.committed, self._settled = 0, True
             if self._options.staleness:
-                yield self._unsettled(count, collect), lambda _: None
+                # Their updates are applied as they come: nothing is ever left to be applied.
+                message = self._message(count, collect)
+                self.committed += count
+                yield message, lambda _: None
                 return
             if not self._settled:
                 self._settle()
-            self._calls += 1
-            message = worker_pb2.SynchronousSteps(
-                run=self._id,
-                first=self.committed,
-                count=count,
-                epoch=self._calls << _GENERATION_BITS,
-                collect=collect,
-            )
-            message.MergeFrom(self._options)
+            message = self._message(count, collect)
             self._settled = False
             try:
                 yield message, self._committed
@@ -70,12 +69,15 @@ class SynchronousRun:
                     with contextlib.suppress(PsClusterError):  # then the next call does it
                         self._settle()
 
-    def _unsettled(self, count: int, collect: worker_pb2.SynchronousSteps.Collect) -> worker_pb2.SynchronousSteps:
-        """Return the message for steps whose updates are applied as they come: nothing is ever left to be applied."""
-        first, self.committed = self.committed, self.committed + count
+    def _message(self, count: int, collect: worker_pb2.SynchronousSteps.Collect) -> worker_pb2.SynchronousSteps:
         self._calls += 1
         message = worker_pb2.SynchronousSteps(
-            run=self._id, first=first, count=count, epoch=self._calls << _GENERATION_BITS, collect=collect
+            run=self._id,
+            first=self.committed,
+            count=count,
+            epoch=self._calls << _GENERATION_BITS,
+            collect=collect,
+            open=not (self.committed or self._is_first),
         )
         message.MergeFrom(self._options)
         return message

@@ -31,7 +31,7 @@ from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.metadata import check_texts
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
-from pscluster.ps.spec import METADATA
+from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.ps.storage.tensor_files import Array, read, tensor_name, tensor_to_write, write
 from pscluster.v1 import ps_pb2
 
@@ -95,7 +95,7 @@ class CheckpointParts:
             same = self._marked.pop(checkpoint_id, ())  # from a copy of the request at the same time
             self._marked[checkpoint_id] = marked
         _release(same)
-        return store.directory.metadata.texts
+        return {name: text for name, text in store.directory.metadata.texts.items() if name != SYNCHRONOUS}
 
     def write(self, store: Store, checkpoint_id: int, path: str) -> ps_pb2.CheckpointReply:
         """Write the marked shards. CheckpointError if that fails."""
@@ -260,7 +260,9 @@ class CheckpointParts:
             if staged.metadata is not None:
                 ledger.replace(*METADATA, {})
                 metadata.updates += 1
-                metadata.texts = staged.metadata
+                # The last decision stays: the iterators of its replicas are where they are.
+                here = {name: text for name, text in metadata.texts.items() if name == SYNCHRONOUS}
+                metadata.texts = staged.metadata | here
         for ids, shard, arrays, steps in staged.shards:
             with shard.lock:
                 with store.ledger() as ledger:

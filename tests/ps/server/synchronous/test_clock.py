@@ -158,6 +158,22 @@ def test_contradictions_are_refused() -> None:
         Clocks().of(0)
 
 
+def test_positions_outlast_a_run() -> None:
+    """Also through a run in which a replica was not heard; not from one job to the next."""
+    clocks = Clocks()
+    for replica in range(2):
+        clocks.of(1, job=5).begin(1, replica, 2, 0).reach(3, {7: 2}, {7: 3 + replica})
+    clocks.of(2, job=5).begin(1, 0, 2, 0).reach(1, {7: 3}, {7: 4})
+    clock = clocks.of(3, job=5)
+    for replica in range(2):
+        known = clock.begin(1, replica, 2, 0)
+        assert (known.steps, known.before, known.after) == (0, {}, {7: 4})
+    clock = clocks.of(4, job=5)
+    assert clock.begin(1, 0, 1, 0).after == {7: 4}
+    assert clock.slowest == 0
+    assert clocks.of(5, job=6).begin(1, 0, 2, 0).after == {}
+
+
 def test_few_clocks_are_kept() -> None:
     """Those used last."""
     clocks = Clocks()

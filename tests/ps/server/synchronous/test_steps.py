@@ -447,7 +447,7 @@ def test_what_a_dead_coordinators_first_step_has_staged_goes_with_the_next_run(o
 def test_the_record_of_a_step_is_in_the_metadata(first: Server) -> None:
     for run, step in ((RUN, 0), (RUN + 1, 0), (RUN + 1, 1)):
         first.send(COMMIT, 0, add(1), run=run, step=step, replicas=1)
-    record = {"run": RUN + 1, "steps": 2, "epoch": 1, "before": {}, "after": {}}
+    record = {"job": JOB, "run": RUN + 1, "steps": 2, "epoch": 1, "before": {}, "after": {}}
     assert steps_module._decision(first.store) == record
     assert steps_module._decision(first.restarted().store) == record
 

@@ -10,6 +10,7 @@ t - staleness steps. The clock is kept on server 0. It decides nothing but who h
     a message of a later epoch-----------------> a new attempt: there is no `end`, and all progress stays
     a message of an earlier epoch--------------> refused: that attempt is over
     a message of a later call, from step m on--> every replica counts as having completed m steps
+    the first message of another run-----------> a new clock, with the positions of the last one of the same job
 
 Steps are numbered through all calls of a run. What a replica says is absolute, so a repeated or late message changes
 nothing, and progress never falls.
@@ -72,6 +73,7 @@ class Clock:
     first: int = 0  # the first step of the last call
     end: int | None = None  # after how many steps the data of a replica has ended
     progress: dict[int, Progress] = field(default_factory=dict)  # by replica, of those that have been heard
+    found: Mapping[int, Mapping[int, int]] = field(default_factory=dict)  # by replica, positions when the run began
 
     def begin(self, epoch: int, replica: int, replicas: int, first: int) -> Progress:
         """Take note of a message; return what is known of its replica.
@@ -87,7 +89,13 @@ class Clock:
         if epoch > self.epoch:
             self.epoch, self.end = epoch, None
         self.replicas, self.first = replicas, max(self.first, first)
-        return self.progress.setdefault(replica, Progress())
+        if (known := self.progress.get(replica)) is None:
+            known = self.progress[replica] = Progress(after=dict(self.found.get(replica, {})))
+        return known
+
+    def followed(self) -> Clock:
+        """Return the clock of the run after this one, whose iterators are where they are."""
+        return Clock(found={**self.found, **{replica: known.after for replica, known in self.progress.items()}})
 
     def end_at(self, steps: int) -> None:
         """Take note that the data of a replica has ended after so many steps."""
@@ -131,12 +139,17 @@ class Clocks:
 
     def __init__(self) -> None:
         self._by_run: dict[int, Clock] = {}
+        self._job = 0
 
-    def of(self, run: int) -> Clock:
+    def of(self, run: int, job: int = 0) -> Clock:
         """Return the clock of a run, perhaps a new one, in place of the oldest."""
         if not run:
             raise ProtocolError("a message of a synchronous run without a number")
-        clock = self._by_run.pop(run, None) or Clock()
+        if job != self._job:  # a new one
+            self._by_run.clear()
+            self._job = job
+        if (clock := self._by_run.pop(run, None)) is None:
+            clock = Clock() if self.last is None else self.last.followed()
         while len(self._by_run) >= MAX_CLOCKS:
             del self._by_run[next(iter(self._by_run))]
         self._by_run[run] = clock  # the youngest again

@@ -6,6 +6,7 @@ What becomes of a contribution is decided in `run`, and what the staged ones mak
   those that need its state wait for that.
 - Server 0 applies a step in the thread that brings the last COMMIT. The record of the decision is a text of the job's
   metadata, put in the same update, so it is logged, replayed and saved in checkpoints together with what was applied.
+- The positions of iterators in that record hold for all runs of a job. A restored checkpoint does not replace it.
 - The combined update is one of a client that is the run, with the number of steps committed as its sequence: so the
   ledger knows how many steps have been applied, also after a restart, and applies no part of one twice.
 - With a log, a contribution is logged before it is acknowledged, and when a segment of the log begins.
@@ -71,7 +72,7 @@ class StepPath:
         if of.kind in _WITHOUT_ITEMS and request.items:
             raise ProtocolError("updates with a question about a synchronous run")
         if of.kind == ps_pb2.Contribution.TICK:
-            return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(of))
+            return ps_pb2.UpdateReply(boot_id=store.losses.boot_id, state=self.ticks.take(of, request.job))
         self._finish_torn(store, of.run)
         if of.kind == ps_pb2.Contribution.OPEN:
             state = self._open(store, of)
@@ -183,7 +184,7 @@ class StepPath:
         if decided.get("run") == of.run:
             state.epoch = int(decided.get("epoch", 0))
             state.before.update(_positions(decided.get("before", {}), of.replica))
-            state.after.update(_positions(decided.get("after", {}), of.replica))
+        state.after.update(_positions(_known_positions(store, decided), of.replica))
         return state
 
     def _wait(self, store: Store, request: ps_pb2.UpdateRequest) -> ps_pb2.StepState:
@@ -330,10 +331,15 @@ def _decision(store: Store) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _known_positions(store: Store, decided: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the positions of all iterators after a decision, by replica; {} if it was one of another job."""
+    known: Mapping[str, Any] = decided.get("after", {}) if decided.get("job") == store.job else {}
+    return known
+
+
 def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribution]) -> str:
     """Return the record that this many steps of a run are committed, with the positions of all iterators."""
-    before = _decision(store)
-    known = before.get("after", {}) if before.get("run") == run_id else {}
+    known = _known_positions(store, _decision(store))
     after, before_last = dict(known), dict(known)  # of those that take no part
     for contribution in contributions:
         replica, new = str(contribution.replica), contribution.request.contribution.positions
@@ -345,6 +351,7 @@ def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribu
         if kept:
             after[replica] = dict(list(kept.items())[-MAX_ITERATORS:])
     decided = {
+        "job": store.job,
         "run": run_id,
         "steps": steps,
         "epoch": contributions[0].request.contribution.epoch,

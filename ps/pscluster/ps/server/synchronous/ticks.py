@@ -23,11 +23,11 @@ class Ticks:
         self._changed = threading.Condition()
         self._clocks = Clocks()
 
-    def take(self, of: ps_pb2.Contribution) -> ps_pb2.StepState:
+    def take(self, of: ps_pb2.Contribution, job: int) -> ps_pb2.StepState:
         """Take note of a replica's progress; return once all have completed `of.until` steps, or after a while."""
         deadline = time.monotonic() + WAIT_SECONDS
         with self._changed:
-            clock = self._clocks.of(of.run)
+            clock = self._clocks.of(of.run, job)
             before = clock.slowest, clock.end
             known = clock.begin(of.epoch, of.replica, of.replicas, of.first)
             if not of.begins:
