@@ -29,8 +29,8 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker import runner as runner_module
-from pscluster.worker.collectives.links import Ways
 from pscluster.worker.collectives.replica import replica_context
+from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of

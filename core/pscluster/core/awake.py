@@ -23,3 +23,23 @@ class AwakeTime:
         passed, self._last = min(now - self._last, 2 * self.step), now
         self.seconds += passed
         return passed
+
+
+class AwakeTimer:
+    """Tells at its checks, some `step` seconds apart, when `seconds` more of this process awake have passed."""
+
+    def __init__(self, seconds: float, step: float) -> None:
+        self._seconds, self._step = seconds, step
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: what is awaited has made progress."""
+        self._awake = AwakeTime(self._step)
+
+    def is_due(self) -> bool:
+        """Return whether the time has passed since the last time that it had, or `restart`."""
+        self._awake.check()
+        if self._awake.seconds < self._seconds:
+            return False
+        self.restart()
+        return True

@@ -85,7 +85,7 @@ class WaitTimeoutError(PsClusterError, TimeoutError):
 
 
 class MemberTimeoutError(MemberUnavailableError, WaitTimeoutError):
-    """Another worker of a gang has sent or taken nothing for as long as a collective waits."""
+    """Another worker of a gang has done nothing for long, and does not answer: it is frozen, or cut off."""
 
 
 class CancelledError(PsClusterError):

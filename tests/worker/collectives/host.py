@@ -12,8 +12,8 @@ from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
-from pscluster.worker.collectives.links import Ways
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
+from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.job import Job
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,14 @@ from tests.worker.collectives.hosts import WAYS, Running, hosts_of, together
 
 from pscluster.coordinator import ReduceOp, ReplicaContext, replica_context
 from pscluster.core.context import FunctionContext, running
-from pscluster.core.errors import (
-    FunctionCancelled,
-    MemberTimeoutError,
-    MemberUnavailableError,
-    MisuseError,
-    StaleError,
-    UnavailableError,
-    WaitTimeoutError,
-)
+from pscluster.core.errors import FunctionCancelled, MemberUnavailableError, MisuseError, StaleError, UnavailableError
 from pscluster.core.transport import transport
 from pscluster.core.transport.grpc_streams import GrpcStream
+from pscluster.core.transport.tcp import server
+from pscluster.core.transport.tcp.client import DataStream
+from pscluster.core.transport.tcp.packets import tuned
 from pscluster.worker.collectives import algorithms
+from pscluster.worker.collectives.links import Link
 from pscluster.worker.collectives.mailbox import ROOM_BYTES
 
 LARGE = 300_000
@@ -165,7 +162,8 @@ def test_nothing_is_left_of_a_gang(four: list[Host], generation: int) -> None:
         hosted = host.job.membership.gangs._hosted
         assert all(known.mailbox is None for known in hosted.values())
         assert len(hosted) == 1
-        assert not [link for link in host.job.membership._ways.links if not link._is_over]
+        links = (link for link in host.job.membership._ways.links if isinstance(link, Link))
+        assert not [link for link in links if not link._is_over]
 
 
 def test_connections_are_kept(three: list[Host], generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,16 +378,80 @@ def test_a_member_that_fails(three: list[Host], generation: int) -> None:
     assert "all_reduce(sum) at test_replica.py:" in str(results[0])
 
 
-def test_a_member_that_never_comes(three: list[Host], generation: int) -> None:
-    """A member whose function does not start is named at the deadline, with the operation and the place."""
-    results = together(three, total, None, total, generation=generation, timeout=0.5)
-    late = [result for result in results if isinstance(result, MemberTimeoutError)]
-    assert late
-    assert all(isinstance(results[rank], MemberUnavailableError) for rank in (0, 2))
-    assert all(isinstance(error, WaitTimeoutError) for error in late)
-    assert "replica 1 (worker 1 at 127.0.0.1:" in str(late[0])
-    assert "all_reduce(sum) at test_replica.py:" in str(late[0])
-    assert "0.5 s" in str(late[0])
+def test_a_member_whose_function_does_not_start(
+    three: list[Host], generation: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is awaited while its worker answers, and the log names it, until the others are told to stop."""
+    others = Running(three, (total, None, total), generation=generation, timeout=0.1)
+    expected = "replica 0 waits: replica 1 has sent nothing for 0.1 s, though its worker answers: it computes, or hangs"
+    until(lambda: caplog.messages.count(expected) > 1, "it is named")
+    for context in others.contexts:
+        context.cancel()
+    assert all(isinstance(others.results()[rank], FunctionCancelled) for rank in (0, 2))
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["receiving", "sending"])
+def test_a_member_that_computes_is_awaited(
+    four: list[Host], generation: int, sends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For longer than its worker may be silent, by one that receives of it, or has to send it much."""
+    begun, over = threading.Barrier(2), threading.Event()
+
+    def step(replica: ReplicaContext) -> float:
+        if replica.replica_id == sends:
+            replica.barrier()
+            begun.wait(60)
+            assert over.wait(60)
+        else:
+            replica.barrier()
+            begun.wait(60)
+        return float(replica.broadcast(np.full(20 * LARGE, replica.replica_id + 1.0))[0])
+
+    both = Running(four[:2], (step, step), generation=generation, timeout=0.1)
+    if sends:
+        links = four[0].job.membership._ways.links
+        until(lambda: [link for link in links if isinstance(link, Link) and link._liveness.answered], "it is probed")
+    else:
+        until(lambda: any("waits: replica 0 has sent nothing" in message for message in caplog.messages), "it waits")
+    over.set()
+    assert both.results() == [1.0, 1.0]
+
+
+def test_what_was_sent_last_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks after its sender has returned is noticed at once."""
+    returned = threading.Event()
+    sizes = ROOM_BYTES - (8 << 10), 150 << 10  # the second one is not read before it is awaited
+
+    def small(connected: socket.socket) -> socket.socket:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        return tuned(connected)
+
+    def send(replica: ReplicaContext) -> None:
+        replica.barrier()
+        for size in sizes:
+            replica.broadcast(np.ones(size, np.int8))
+
+    def receive(replica: ReplicaContext) -> None:
+        replica.barrier()
+        assert returned.wait(60)
+        (link,) = (link for link in hosts[0].job.membership._ways.links if isinstance(link, Link))
+        stream = link._stream
+        assert isinstance(stream, DataStream)
+        link.cancel()
+        until(lambda: stream._connection.fileno() < 0, "it is gone, with what has not arrived")
+        for size in sizes:
+            replica.broadcast(np.ones(size, np.int8))
+
+    monkeypatch.setattr(server, "tuned", small)
+    with hosts_of(2, folder) as hosts:
+        both = Running(hosts, (send, receive), timeout=1000.0)
+        both._threads[0].join(60)
+        assert not both._threads[0].is_alive()
+        returned.set()
+        results = both.results()
+    assert results[0] is None
+    assert type(results[1]) is MemberUnavailableError
+    assert "replica 0" in str(results[1])
 
 
 def test_a_function_starts_late(three: list[Host], generation: int) -> None:

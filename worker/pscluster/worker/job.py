@@ -23,8 +23,8 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
 from pscluster.ps.handles.registry import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
-from pscluster.worker.collectives.links import Ways
 from pscluster.worker.collectives.membership import Membership
+from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.per_replica import OfReplicas
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline

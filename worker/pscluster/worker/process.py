@@ -12,7 +12,7 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2
-from pscluster.worker.collectives.links import Ways
+from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import SERVICE, WorkerRole, WorkerService
 from pscluster.worker.telemetry import WorkerTelemetry

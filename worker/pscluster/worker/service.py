@@ -22,7 +22,7 @@ from pscluster.core.transport.frames import Assembler, cut, pack, pieces, unpack
 from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, worker_pb2
 from pscluster.worker.collectives import incoming
-from pscluster.worker.collectives.links import Ways
+from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
 from pscluster.worker.runner import Runner

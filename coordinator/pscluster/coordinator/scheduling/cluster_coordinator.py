@@ -34,7 +34,8 @@ class ClusterCoordinator(FunctionQueue):
             before synchronous steps that it has committed do not count. Default 3.
         worker_lease: seconds for which a worker may be silent, frozen or cut off, before its functions go to others
             and what it still sends is refused; default 30. It is polled three times as often. A step that holds the
-            GIL, as some libraries do, makes its worker silent as well.
+            GIL, as some libraries do, makes its worker silent as well. Workers that wait for each other ask after twice
+            as long whether the other one is there.
 
     Raises:
         ValueError: there is no strategy, or an option is out of range.

@@ -6,6 +6,7 @@ may return something else. All methods need the dispatcher's lock.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 
@@ -18,6 +19,10 @@ from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.v1 import worker_pb2
 
 _SECRET_BYTES = 16
+
+_PATIENCE = 2.0
+"""Leases for which members may hear nothing of each other before they ask. By then a worker that is frozen, or cut off
+from here, too, has been given up, and that is the cause that is told."""
 
 
 class GangRuns:
@@ -50,6 +55,8 @@ class GangRuns:
             described = gang.described = worker_pb2.Gang(
                 id=gang.id, generation=gang.generation, secret=secrets.token_bytes(_SECRET_BYTES)
             )
+            if math.isfinite(lease := self._state.worker_lease):
+                described.timeout = _PATIENCE * lease
             if gang.steps is not None:
                 described.concurrent = len(set(gang.workers or ())) < gang.size
                 described.steps.CopyFrom(gang.steps)

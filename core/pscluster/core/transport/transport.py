@@ -19,13 +19,18 @@ class Transport(DataPort):
 
     `say_hello` shakes hands with the role, and gives the reply to `learn`: called now and then to find out where its
     data plane is. None if the owner does so by itself. `send_bytes` is the size of the send buffers of its connections
-    within a machine, if not the usual one.
+    within a machine, if not the usual one. If `patient`, a call may wait for room for any time.
     """
 
     def __init__(
-        self, peer: PeerAddress, say_hello: Callable[[], object] | None = None, *, send_bytes: int | None = None
+        self,
+        peer: PeerAddress,
+        say_hello: Callable[[], object] | None = None,
+        *,
+        send_bytes: int | None = None,
+        patient: bool = False,
     ) -> None:
-        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name, send_bytes)
+        super().__init__(str(peer), peer.token, peer.tls, peer.tls_name, send_bytes, patient=patient)
         self._say_hello = say_hello
 
     def _ask(self) -> None:

@@ -11,13 +11,16 @@ import math
 import time
 from collections.abc import Mapping
 
+from pscluster.core.awake import AwakeTimer
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import MemberTimeoutError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import parts_of
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.request_metrics import ReplicaMetrics
 from pscluster.v1 import ps_pb2
+
+_ASK_SECONDS = 1.0
+"""Between two questions to server 0, at most, unless it is slow to answer."""
 
 
 class BoundedSteps:
@@ -42,7 +45,7 @@ class BoundedSteps:
         Args:
             header: the origin of all messages.
             staleness: how many steps this replica may be ahead of the slowest; perhaps infinite.
-            seconds: how long to wait for the slowest to complete a step.
+            seconds: how long the slowest may complete no step before their workers are asked whether they are there.
         """
         self._exchanges = exchanges
         self._header = header
@@ -73,7 +76,7 @@ class BoundedSteps:
         In that case all replicas have completed as many steps as that one.
 
         Raises:
-            MemberTimeoutError: the slowest have not completed a step in time; the message names them.
+            MemberTimeoutError: the worker of one of the slowest does not answer.
             StaleError: this attempt is over.
         """
         return self._reach(function, report, self.completed - self._staleness)
@@ -88,23 +91,19 @@ class BoundedSteps:
 
     def _reach(self, function: FunctionContext, report: ps_pb2.Contribution, steps: float) -> bool:
         until = int(max(steps, 0.0)) if self._slowest < steps else 0
-        begin = since = time.monotonic()
+        begin, silence = time.monotonic(), AwakeTimer(self._seconds, _ASK_SECONDS)
         reach("client.tick.before")
         state = self._tick(report, until)
         reach("client.tick.after")
         while not state.ended and (state.ending or self._slowest < until):
             function.check()
-            now, slowest = time.monotonic(), self._slowest
-            if now - since > self._seconds:
-                behind = ", ".join(map(str, state.missing))
-                raise MemberTimeoutError(
-                    f"replicas {behind} have completed {self._slowest - self._of.first} steps of this call, and no "
-                    f"more for {self._seconds:g} s: they are slow, frozen, or cut off. Replica {self._of.replica} is "
-                    f"{self.completed - self._slowest} ahead, and may be {self._staleness:g}"
-                )
+            slowest = self._slowest
+            if silence.is_due():
+                done = self._slowest - self._of.first
+                function.replica.check_answer(state.missing, f"completed {done} steps of this call, and no more")
             state = self._tick(report, until)
             if self._slowest > slowest:
-                since = now
+                silence.restart()
         if until or state.ending:
             took = time.monotonic() - begin
             self._metrics.wait_seconds += took

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class Reducer(Protocol):
     def all_reduce(self, op: str, structure: Any) -> Any: ...
 
     def calls_ahead(self) -> Mapping[int, MisuseError]: ...
+
+    def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None: ...
 
     def summed(self, array: Any, what: str) -> Any: ...
 

@@ -29,8 +29,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pscluster.core.awake import AwakeTimer
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import MemberTimeoutError, MemberUnavailableError, MisuseError, ProtocolError
+from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, parts_of, view
 from pscluster.ps.client.exchanges import Exchanges
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from pscluster.ps.client.updates import ShardUpdate
 
 _Kind = ps_pb2.Contribution
+
+_ASK_SECONDS = 1.0
+"""Between two questions to server 0, at most, unless it is slow to answer."""
 
 _WAITING_BYTES = 64 << 10
 """Of a COMMIT that waits for those of the other replicas, which saves a round trip."""
@@ -72,7 +76,7 @@ class ReplicaSteps:
 
         Args:
             header: the origin of all updates.
-            seconds: how long to wait for the other replicas.
+            seconds: how long the other replicas may be silent before their workers are asked whether they are there.
             backup: without how many of them a step is done.
         """
         self._exchanges = exchanges
@@ -191,7 +195,7 @@ class ReplicaSteps:
 
         Raises:
             MisuseError: the replicas have not made the same updates.
-            MemberTimeoutError: others have not ended the step in time; the message names them.
+            MemberTimeoutError: the worker of another one, which has not ended the step, does not answer.
             MemberUnavailableError: server 0 has restarted, and the attempt has to begin again, with backup.
             StaleError: this attempt is over.
         """
@@ -269,10 +273,10 @@ class ReplicaSteps:
             self._metrics.wait_seconds += took
 
     def _commit(self, function: FunctionContext, commit: ps_pb2.Contribution) -> bool:
-        deadline = time.monotonic() + self._seconds
+        silence = AwakeTimer(self._seconds, _ASK_SECONDS)
         sent = False
         if self.backup:
-            state, sent = self._find_place(function, commit, deadline)
+            state, sent = self._find_place(function, commit, silence)
             if state.ended or state.place == ps_pb2.StepState.LATE:
                 self.dropped = not state.ended
                 if self.dropped:
@@ -286,7 +290,7 @@ class ReplicaSteps:
             reach("client.step.staged")
             state = self._ask(_Kind.COMMIT, commit, function)
         while not state.ended and state.committed <= self.step:
-            self._check(function, state, deadline)
+            self._check(function, state, silence)
             ahead = function.replica.calls_ahead()
             kind, updates = (_Kind.COMMIT, commit) if state.unknown else (_Kind.WAIT, None)
             state = self._ask(kind, updates, function)
@@ -298,7 +302,7 @@ class ReplicaSteps:
         return not state.ended
 
     def _find_place(
-        self, function: FunctionContext, commit: ps_pb2.Contribution, deadline: float
+        self, function: FunctionContext, commit: ps_pb2.Contribution, silence: AwakeTimer
     ) -> tuple[ps_pb2.StepState, bool]:
         """Ask whether the step counts with this replica until that is known and, if it does not, it is committed.
 
@@ -307,21 +311,19 @@ class ReplicaSteps:
         state_of, sent = ps_pb2.StepState, not self._items.keys() - {0}
         state = self._ask(_Kind.COMMIT, commit, function) if sent else self._ask(_Kind.READY)
         while not (state.ended or state.place == state_of.ADMITTED or state.committed > self.step):
-            self._check(function, state, deadline)
+            self._check(function, state, silence)
             state, sent = self._ask(_Kind.READY), False
         return state, sent
 
-    def _check(self, function: FunctionContext, state: ps_pb2.StepState, deadline: float) -> None:
+    def _check(self, function: FunctionContext, state: ps_pb2.StepState, silence: AwakeTimer) -> None:
         """Raise an error if there is no use in waiting on."""
         function.check()
         if state.unknown and self.backup:
             raise MemberUnavailableError("ps 0 has restarted, and does not know who takes part in this step: try again")
-        if time.monotonic() > deadline:
-            missing = ", ".join(map(str, state.missing))
-            raise MemberTimeoutError(
-                f"replicas {missing} have not ended step {self.step} for {self._seconds:g} s: they are slow, frozen, "
-                "or cut off"
-            )
+        if silence.is_due():
+            # All must have opened the attempt; then some may be late, also for good.
+            spare = 0 if state.place == ps_pb2.StepState.EARLY else self.backup
+            function.replica.check_answer(state.missing, f"not ended step {self.step}", spare)
 
     def _follow(self, committed: int) -> None:
         """Go on after steps, the last of which was committed in this epoch."""

@@ -12,7 +12,7 @@ from pscluster.core.limits import MAX_COUNT, check_count
 from pscluster.v1 import worker_pb2
 
 DEFAULT_SECONDS = 60.0
-"""For which a collective waits for another member, unless the gang says otherwise."""
+"""For which a member is awaited before its worker is asked whether it is there, unless the gang says otherwise."""
 
 _SHORTEST_SECRET = 16
 _PROVED = struct.Struct("<QIIIQ")
@@ -42,7 +42,7 @@ class Gang:
     rank: int
     members: Sequence[Member]
     secret: bytes = field(repr=False)
-    seconds: float = DEFAULT_SECONDS  # for which a collective waits
+    seconds: float = DEFAULT_SECONDS  # for which others may be silent
 
     @property
     def size(self) -> int:

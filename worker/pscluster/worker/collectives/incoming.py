@@ -8,7 +8,7 @@ waits. Nothing more is read before it is accepted.
     an exchange   waiting --its gang is running------------> accepted: its messages go to the mailbox
                           --its gang has ended-------------> answered: how it ended; what it sends is dropped
                           --a later generation, no proof---> refused
-                          --the time is over---------------> refused
+                          --its caller goes----------------> over
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
 
-from pscluster.core.awake import AwakeTime
 from pscluster.core.errors import (
     MemberUnavailableError,
     NotPermittedError,
@@ -32,7 +31,7 @@ from pscluster.core.limits import MAX_WAITING_EXCHANGES, shortened
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import head_of, unpack
 from pscluster.v1 import worker_pb2
-from pscluster.worker.collectives.gang import DEFAULT_SECONDS, Gang
+from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.mailbox import Arrival, Mailbox
 
 _MAX_OPENING_BYTES = 1 << 10
@@ -133,12 +132,10 @@ class Gangs:
         return hosted
 
     def _wait(self, opening: worker_pb2.Opening, is_wanted: Callable[[], bool]) -> Hosted:
-        awake = AwakeTime(_CHECK_SECONDS)
         while (hosted := self._known(opening)) is None:
-            if awake.seconds >= DEFAULT_SECONDS or not is_wanted():
-                raise UnavailableError(f"the function has not started here within {awake.seconds:.0f} s")
+            if not is_wanted():
+                raise UnavailableError("the caller has gone before the function has started here")
             self._changed.wait(_CHECK_SECONDS)
-            awake.check()
         return hosted
 
     def _known(self, opening: worker_pb2.Opening) -> Hosted | None:

@@ -10,19 +10,24 @@ send: otherwise it would not learn of the other's end, nor the other one of the 
 
 Between the two ends the receiver drops what comes. Nothing waits for the links of a function that has ended: a slow
 receiver may still read what it was sent.
+
+A member may compute for any time before it takes part. So one that waits for it asks its worker now and then whether it
+is there, over another connection. If there is no answer the worker is frozen or cut off, and the wait fails; else it
+goes on, and the log says for whom.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
-from pscluster.core.awake import AwakeTime
+from pscluster.core.awake import AwakeTime, AwakeTimer
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import (
     MemberTimeoutError,
@@ -32,115 +37,50 @@ from pscluster.core.errors import (
     UnavailableError,
     from_rpc,
 )
-from pscluster.core.role.options import RoleOptions
-from pscluster.core.security.channel import reporting_calls
 from pscluster.core.transport.base import Stream
-from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello
 from pscluster.core.transport.frames import Buffer, parts_of
-from pscluster.core.transport.transport import Transport
-from pscluster.core.transport.watchdog import WatchedCall, watch
-from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.core.transport.watchdog import Liveness, WatchedCall, watch
+from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang, Member
 from pscluster.worker.collectives.mailbox import Mailbox, Posted
+from pscluster.worker.collectives.ways import Ways
 
-_PATH = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Exchange"
+logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.1
 """How often a wait looks whether its function was told to stop, and after which it opens a link to whom it awaits."""
 
-_ALONE_BYTES = 64 << 10  # of a payload: before a larger one the signature is sent alone, to be received in place
+PROBE_SECONDS = 10.0
+"""Time for a worker to answer whether it is there, at most."""
 
-_SEND_BYTES = 1 << 20
-"""Of the send buffer. All members send and receive at once, and there may be more of them than cores: with a smaller
-one a core changes between them so often that an all-reduce of 40 MiB among four takes a fifth longer."""
+_SILENT = "its worker does not answer: it is frozen, or cut off"
+
+_ALONE_BYTES = 64 << 10  # of a payload: before a larger one the signature is sent alone, to be received in place
 
 OpenStream = Callable[[Callable[[Any], None]], Stream]
 """Opens an exchange; passes each call that it makes to the function it is given, which may cancel it."""
 
 
-class _Way:
-    """The way to one incarnation of a worker."""
-
-    def __init__(self, peer: PeerAddress, incarnation: int, identity: node_pb2.Identity) -> None:
-        self.peer, self.incarnation, self._identity = peer, incarnation, identity
-        self._lock = threading.Lock()
-        self._transport = Transport(peer, self._hello, send_bytes=_SEND_BYTES)
-        self._version = 0 if peer.tls is None else peer.tls.refresh()
-        self._channel = open_peer_channel(peer)
-        self._retired: grpc.Channel | None = None  # of the previous certificate
-
-    def _hello(self) -> None:
-        self._transport.learn(self.peer, say_hello(self._channel, self.peer, self._identity))
-
-    def open(self, report: Callable[[Any], None]) -> Stream:
-        version = 0 if self.peer.tls is None else self.peer.tls.refresh()  # reads files: not under the lock
-        outdated = None
-        with self._lock:
-            if version > self._version:
-                # Calls on the old channel end normally: it is closed at the next renewal.
-                outdated, self._retired = self._retired, self._channel
-                self._version, self._channel = version, open_peer_channel(self.peer)
-        if outdated is not None:
-            outdated.close()
-        with reporting_calls(report):
-            return self._transport.open(self._channel, _PATH)
-
-    def close(self) -> None:
-        self._transport.close()
-        for channel in (self._retired, self._channel):
-            if channel is not None:
-                channel.close()
-
-
-class Ways:
-    """The ways to other workers, kept from one gang to the next. Thread-safe."""
-
-    def __init__(self, identity: node_pb2.Identity, options: RoleOptions) -> None:
-        self._identity, self._options = identity, options
-        self._lock = threading.Lock()
-        self._ways: dict[int, _Way] = {}
-        self.links: weakref.WeakSet[Link] = weakref.WeakSet()  # that are open, or will be
-
-    def open(self, member: Member, report: Callable[[Any], None]) -> Stream:
-        """Open an exchange with a member. Raises grpc.RpcError, or one of our errors."""
-        return self._way(member).open(report)
-
-    def _way(self, member: Member) -> _Way:
-        options, outdated = self._options, None
-        with self._lock:
-            way = self._ways.get(member.worker)
-            if way is None or (way.peer.address, way.incarnation) != (member.address, member.incarnation):
-                peer = PeerAddress(
-                    "worker", member.worker, member.address, options.tls, options.token, tls_name=member.tls_name
-                )
-                peer.check_plain(insecure=options.insecure)
-                # A new incarnation may be a new process: connections to the old one would only seem to be usable.
-                outdated, way = way, _Way(peer, member.incarnation, self._identity)
-                self._ways[member.worker] = way
-        if outdated is not None:
-            outdated.close()
-        return way
-
-    def close(self) -> None:
-        with self._lock:
-            ways, self._ways = list(self._ways.values()), {}
-        for link in list(self.links):
-            link.cancel()
-        for way in ways:
-            way.close()
-
-
 class Link:
     """The exchange that this member has opened with another one."""
 
-    def __init__(self, member: Member, opening: worker_pb2.Opening, open_stream: OpenStream, gang: Gang) -> None:
+    def __init__(
+        self,
+        member: Member,
+        opening: worker_pb2.Opening,
+        open_stream: OpenStream,
+        answers: Callable[[float], bool],
+        seconds: float,
+    ) -> None:
+        """Take what opens it, what tells whether the member's worker answers, and how long it may be silent."""
         self.member = member
         self.sent = 0  # messages of collectives
         self.begun = 0  # number of the last collective whose signature was sent
         self.ready = threading.Event()  # it is open, or broken
         self.on_ended: Callable[[worker_pb2.ExchangeReply], None] = lambda _reply: None
         self.on_broken: Callable[[PsClusterError], None] = lambda _error: None
-        self._opening, self._open, self._seconds = opening, open_stream, gang.seconds
+        self._opening, self._open, self._seconds = opening, open_stream, seconds
+        self._liveness = Liveness(answers, seconds)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._watched: WatchedCall | None = None
@@ -171,7 +111,7 @@ class Link:
             stream = self._open(self._report)
             with self._lock:
                 self._stream, cancelled = stream, self._is_cancelled
-                self._watched = watch(WatchedCall(stream.cancel, self._seconds))
+                self._watched = watch(WatchedCall(stream.cancel, self._seconds, self._liveness))
             if cancelled:
                 stream.cancel()
             stream.send(*parts_of(worker_pb2.ExchangeRequest(opening=self._opening)))
@@ -220,7 +160,7 @@ class Link:
             watched.raise_if_cancelled()
         except UnavailableError:
             raise MemberTimeoutError(
-                f"{self.member} has taken nothing for {self._seconds:g} s: it hangs, or computes for longer than that"
+                f"{self.member} has taken nothing for {self._seconds:g} s, and {_SILENT}"
             ) from None
 
     def end(self) -> None:
@@ -329,7 +269,13 @@ class MemberLinks:
             if (link := self._links.get(rank)) is not None:
                 return link
             member = self.gang.members[rank]
-            link = Link(member, self.gang.opening(rank), lambda report: self._ways.open(member, report), self.gang)
+            link = Link(
+                member,
+                self.gang.opening(rank),
+                functools.partial(self._ways.open, member),
+                functools.partial(self._ways.answers, member),
+                self.gang.seconds,
+            )
             link.on_ended = lambda reply: self.mailbox.ended(rank, reply)
             link.on_broken = lambda error: self.mailbox.broke(rank, error)
             self._links[rank] = link
@@ -346,18 +292,39 @@ class MemberLinks:
             self._wait_for(posted)
 
     def _wait_for(self, posted: Posted) -> None:
-        awake = AwakeTime(CHECK_SECONDS)
+        silence = AwakeTimer(self.gang.seconds, CHECK_SECONDS)
         while not self.mailbox.wait_for(posted, CHECK_SECONDS):
             self._function.check()
-            awake.check()
-            if awake.seconds >= self.gang.seconds:
-                raise MemberTimeoutError(
-                    f"{self.gang.members[posted.source]} has sent nothing for {self.gang.seconds:g} s: it hangs, or it "
-                    "computes for longer than that before it makes the same call"
-                )
+            if silence.is_due():
+                if self.mailbox.has_ended(posted.source):
+                    raise MemberTimeoutError(
+                        f"{self.gang.members[posted.source]} has returned, and what it has sent last has not come for "
+                        f"{self.gang.seconds:g} s: the connection to it is broken"
+                    )
+                self.check_answer([posted.source], "sent nothing")
             link = self._links.get(posted.source) or self._link(posted.source)
             if link.ready.is_set():
                 self._announce(link)  # it may wait for something else, and never make this call
+
+    def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None:
+        """Raise MemberTimeoutError if the workers of more than `spare` of these members do not answer.
+
+        Otherwise log who is awaited. `what` says what they have not done for as long as a worker may be silent.
+        """
+        seconds, silent = self.gang.seconds, list[Member]()
+        for rank in ranks:
+            if rank >= self.size or self.gang.runs_beside(rank):
+                continue
+            member = self.gang.members[rank]
+            if not self._ways.answers(member, min(PROBE_SECONDS, max(1.0, seconds / 2))):
+                silent.append(member)
+                if len(silent) > spare:
+                    names = " and ".join(map(str, silent))
+                    raise MemberTimeoutError(f"{names} has {what} for {seconds:g} s, and {_SILENT}")
+        if ranks:
+            names = " and ".join(f"replica {rank}" for rank in ranks)
+            why = "though its worker answers: it computes, or hangs"
+            logger.warning("replica %d waits: %s has %s for %g s, %s", self.rank, names, what, seconds, why)
 
     def _wait_ready(self, link: Link) -> None:
         awake = AwakeTime(CHECK_SECONDS)

@@ -154,6 +154,10 @@ class Mailbox:
                 if state.announced and state.announced[-1][0] > self.sequence
             }
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a member's function has ended."""
+        return self._sources[rank].ended is not None
+
     def check_target(self, rank: int) -> None:
         """Raise an error if a member takes no messages any more, or the members' calls disagree."""
         state = self._sources[rank]

@@ -10,8 +10,9 @@ from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.incoming import Gangs
-from pscluster.worker.collectives.links import MemberLinks, Ways
+from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.collectives.replica import ReplicaContext
+from pscluster.worker.collectives.ways import Ways
 
 _OUTCOMES = worker_pb2.ExchangeReply
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -59,8 +59,9 @@ class ReplicaContext:
     makes arrays of, or numbers; results are NumPy arrays, and NumPy scalars for numbers. They are bitwise the same on
     all replicas, and in every run. The arguments are never changed, unless `in_place`.
 
-    A collective raises MemberUnavailableError if another replica has died, failed or was stopped, and its subclass
-    MemberTimeoutError if nothing comes from one in time. After an error no other collective may follow.
+    A collective waits for as long as the others compute. It raises MemberUnavailableError if another replica has died,
+    failed or was stopped, and its subclass MemberTimeoutError if the worker of one does not answer any more. After an
+    error no other collective may follow.
     """
 
     def __init__(self, links: MemberLinks | None = None, rank: int = 0, size: int = 1) -> None:
@@ -229,6 +230,14 @@ class ReplicaContext:
     def calls_ahead(self) -> dict[int, MisuseError]:
         """Return which replicas have called a collective that this one has not, with the error if it never will."""
         return {} if self._gang is None else self._gang.mailbox.calls_ahead()
+
+    def check_answer(self, ranks: Collection[int], what: str, spare: int = 0) -> None:
+        """Raise MemberTimeoutError if the workers of more than `spare` of these replicas do not answer.
+
+        For internal use. The error names them, and says `what` they have not done for long.
+        """
+        if self._gang is not None:
+            self._gang.check_answer(ranks, what, spare)
 
     def refuse_collectives(self, why: str) -> None:
         """Have all collectives of this function raise MisuseError."""

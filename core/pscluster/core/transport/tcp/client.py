@@ -212,6 +212,8 @@ class DataPort:
         unknown --learn--> known; dialled at once, unless the same address has just failed: then after a while
         known   --a connection can't be made, or the peer is no role--> unknown; the role is asked after a while
         known   --a connection breaks--> unknown; the role is asked soon
+
+    `patient` is as in `packets.tuned`.
     """
 
     def __init__(
@@ -221,8 +223,11 @@ class DataPort:
         tls: Tls | None = None,
         tls_name: str = "",
         send_bytes: int | None = None,
+        *,
+        patient: bool = False,
     ) -> None:
-        self._name, self._tls, self._tls_name, self._send_bytes = name, tls, tls_name, send_bytes
+        self._name, self._tls, self._tls_name = name, tls, tls_name
+        self._send_bytes, self._patient = send_bytes, patient
         self._secret = None if token is None else Secret.of(token)
         self._lock = threading.Lock()
         self._endpoint: _Endpoint | None = None
@@ -292,7 +297,7 @@ class DataPort:
             return None
         where, boot_id = endpoint
         try:
-            connected = tuned(_connected(where), self._send_bytes)
+            connected = tuned(_connected(where), self._send_bytes, patient=self._patient)
         except OSError as error:
             self.avoid(str(error), endpoint)
             return None

@@ -74,10 +74,11 @@ def supported() -> bool:
     return hasattr(socket, "TCP_USER_TIMEOUT")
 
 
-def tuned(connected: socket.socket, send_bytes: int | None = None) -> socket.socket:
+def tuned(connected: socket.socket, send_bytes: int | None = None, *, patient: bool = False) -> socket.socket:
     """Return the socket, set to send at once and to detect a lost peer. Close it and raise OSError if it has ended.
 
-    `send_bytes` is the size of its send buffer within a machine; None: what suits a server and its client.
+    `send_bytes` is the size of its send buffer within a machine; None: what suits a server and its client. If
+    `patient`, a peer that takes nothing for long is not lost: the caller finds out by itself whether it is there.
     """
     try:
         connected.settimeout(None)
@@ -85,7 +86,8 @@ def tuned(connected: socket.socket, send_bytes: int | None = None) -> socket.soc
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes or _UNIX_SEND_BYTES)
             return connected
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        if not patient:  # it also ends the connection to a peer that lives, and has no room
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
