@@ -226,7 +226,7 @@ class StepCount(_message.Message):
     def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., pad: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "backup", "begins", "reduced", "wait", "together")
+    __slots__ = ("run", "step", "epoch", "replica", "replicas", "kind", "ended", "updated", "positions", "after", "until", "before", "first", "backup", "begins", "reduced", "wait", "together", "calls", "last_call")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Contribution.Kind]
@@ -277,6 +277,8 @@ class Contribution(_message.Message):
     REDUCED_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    LAST_CALL_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     epoch: int
@@ -295,7 +297,9 @@ class Contribution(_message.Message):
     reduced: int
     wait: bool
     together: int
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., backup: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ..., together: _Optional[int] = ...) -> None: ...
+    calls: int
+    last_call: str
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., replica: _Optional[int] = ..., replicas: _Optional[int] = ..., kind: _Optional[_Union[Contribution.Kind, str]] = ..., ended: bool = ..., updated: _Optional[_Iterable[int]] = ..., positions: _Optional[_Mapping[int, int]] = ..., after: _Optional[int] = ..., until: _Optional[int] = ..., before: _Optional[_Mapping[int, int]] = ..., first: _Optional[int] = ..., backup: _Optional[int] = ..., begins: bool = ..., reduced: _Optional[int] = ..., wait: bool = ..., together: _Optional[int] = ..., calls: _Optional[int] = ..., last_call: _Optional[str] = ...) -> None: ...
 
 class StepState(_message.Message):
     __slots__ = ("committed", "epoch", "missing", "ended", "ending", "unknown", "place", "before", "after", "own")

@@ -241,6 +241,27 @@ def test_the_end_of_the_data_of_one_ends_the_step_for_all(strategy: SynchronousS
     assert strategy.local_results(again) == (None, 7, 7), "what a step took that was not committed is given again"
 
 
+@pytest.mark.parametrize("ends", range(REPLICAS))
+def test_the_end_of_the_data_of_one_ends_collectives_of_the_others(strategy: SynchronousStrategy, ends: int) -> None:
+    """Also those of an optimizer, which sums gradients before it clips them."""
+    with strategy.scope():
+        w = Variable(np.zeros(2), name="w")
+        sgd = optimizers.SGD(1.0, global_clipnorm=1e9)
+
+    def step(numbers: Iterator[int]) -> int:
+        number = next(numbers)
+        sgd.apply_gradients([(np.ones(2), w)])
+        return number
+
+    data = strategy.distribute_datasets_from_function(
+        lambda context: range(3 if context.input_pipeline_id == ends else 9)
+    )
+    with pytest.raises(errors.EndOfDatasetError, match="ended after 3 of 8 steps") as caught:
+        strategy.run(step, (iter(data),), steps=8)
+    assert strategy.local_results(caught.value.results) == (2, 2, 2)
+    assert w.numpy().tolist() == [-9.0, -9.0]
+
+
 # Errors
 
 
@@ -268,6 +289,24 @@ def _raise(strategy: SynchronousStrategy, step: Callable[[], Any], match: str) -
     with pytest.raises(errors.MisuseError, match=match) as caught:
         strategy.run(step)
     assert "may have been applied" not in str(caught.value), "nothing of a step that fails is"
+
+
+@pytest.mark.parametrize("size", [2, 40_000], ids=["small", "large"])
+def test_a_broadcast_that_a_replica_leaves_out_is_named(strategy: SynchronousStrategy, size: int) -> None:
+    """Though its source waits for nobody: by server 0, before anything of the step is applied."""
+    with strategy.scope():
+        w = Variable(np.zeros(size), name="w")
+        sgd = optimizers.SGD(1.0)
+
+    def step() -> None:
+        if rank() != 2:
+            replica_context().broadcast(np.ones(3))
+        sgd.apply_gradients([(np.ones(size), w)])
+
+    calls = r"replica . has called 1 collective \(the last: broadcast\(source=0\) at test_steps\.py:\d+\)"
+    match = rf"in one step {calls}, and replica 2 no collective: all replicas must make the same calls"
+    _raise(strategy, step, rf"{match}|has called broadcast\(source=0\) .*at test_steps\.py")
+    assert not w.numpy().any()
 
 
 def test_what_replicas_may_not_do(strategy: SynchronousStrategy) -> None:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from pscluster.core.context import MAX_STEPS, FunctionContext
-from pscluster.core.errors import ProtocolError, PsClusterError
+from pscluster.core.errors import MemberUnavailableError, MisuseError, ProtocolError, PsClusterError
 from pscluster.core.limits import check_count
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
@@ -78,7 +78,9 @@ class WorkerSteps(ReplicaSteps):
     def end_call(self, function: FunctionContext) -> None:
         """Note what the step has done, and how long it took, now that its function has returned."""
         self._step_seconds = time.monotonic() - self._began
-        if function.replica.calls != self._calls:
+        calls = function.replica.calls - self._calls
+        self.collectives = calls, function.replica.last_call if calls else ""
+        if calls:
             self.note_other()
 
     def _follow(self, committed: int) -> None:
@@ -197,9 +199,12 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 ended = True
             except StepAlone:
                 again = True
-            except Exception:
-                steps.commit_before_error(context)
-                raise
+            except Exception as error:
+                # Others return where the data of one has ended, and may be awaited in a collective.
+                ended = isinstance(error, (MemberUnavailableError, MisuseError)) and steps.has_ended(context)
+                if not ended:
+                    steps.commit_before_error(context)
+                    raise
             finally:
                 context.steps = None
             steps.end_call(context)

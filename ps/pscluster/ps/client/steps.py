@@ -92,6 +92,8 @@ class ReplicaSteps:
         self.updated_at_once = False
         """Whether a step may have updated an asynchronous variable."""
         self._contributed: list[int] = []  # see Contribution.updated
+        self.collectives = 0, ""
+        """How many the last step has called, and which was the last, and where."""
         self._updated: dict[int, str] = {}  # names of variables
         self._used: list[bytearray] = []  # copies of this step's values
         self._spare: defaultdict[int, list[bytearray]] = defaultdict(list)  # those of the last one, by size
@@ -206,11 +208,23 @@ class ReplicaSteps:
         if ended:
             self._clear()
         self.forms = None if ended or self.backup else fits(self._items, self._reduction.forms, self._reads)
-        commit = _Kind(ended=ended, updated=self._contributed, reduced=self._reduction.digest, positions=positions)
+        calls, last_call = self.collectives
+        commit = _Kind(
+            ended=ended,
+            updated=self._contributed,
+            reduced=self._reduction.digest,
+            positions=positions,
+            calls=calls,
+            last_call=last_call,
+        )
         with self._waiting():
             goes_on = self._commit(function, commit)
         self._clear()
         return goes_on
+
+    def has_ended(self, function: FunctionContext) -> bool:
+        """Return whether the data of a replica has ended for this step, as far as server 0 knows."""
+        return self.joint is None and not self.dry and self._ask(_Kind.WAIT, None, function).ended
 
     @property
     def taken(self) -> int:
@@ -360,7 +374,7 @@ class ReplicaSteps:
 
     def _reduce(self, commit: ps_pb2.Contribution, function: FunctionContext) -> bool:
         """Reduce large gradients with the other replicas. False if the data of one of them has ended."""
-        told = _Kind(updated=commit.updated, reduced=commit.reduced)
+        told = _Kind(updated=commit.updated, reduced=commit.reduced, calls=commit.calls, last_call=commit.last_call)
         if self._ask(_Kind.REDUCE, told, function).ended:
             return False
         try:

@@ -71,6 +71,8 @@ class ReplicaContext:
         self._refusal = ""
         self.calls = 0
         """Of a function's collectives, so far."""
+        self.last_call = ""
+        """Which was the last, and where."""
         self._signatures: dict[Any, worker_pb2.Signature] = {}
 
     @property
@@ -249,7 +251,9 @@ class ReplicaContext:
         self.calls += 1
         if self._gang is None:
             return nullcontext()
-        return self._gang.collective(_signature(operation, layout, _place()))
+        place = _place()
+        self.last_call = f"{operation} at {place}"
+        return self._gang.collective(_signature(operation, layout, place))
 
 
 def _divide_by(divisor: float) -> Finish:

@@ -36,6 +36,7 @@ from pscluster.ps.server.synchronous.combine import (
     difference,
     parts_of_payload,
 )
+from pscluster.ps.server.synchronous.disagreement import disagreement_of
 from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
 from pscluster.ps.server.updates import Change
@@ -126,7 +127,7 @@ class StepPath:
                 _check_room(contribution, runs.contributions())
                 if of.kind == ps_pb2.Contribution.COMMIT:
                     run.ended |= of.ended
-                    run.disagreement = run.disagreement or _disagreement(store, run, of, contribution)
+                    run.disagreement = run.disagreement or disagreement_of(store, run, of, contribution)
                 elif (error := difference([*run.in_order()[:1], contribution])) is not None:
                     raise error  # now: once the step is committed it has to be applied
                 run.staged[of.replica] = contribution
@@ -163,7 +164,7 @@ class StepPath:
             run = store.runs.idle(of.run)
             updates.admit(store, request)  # again: the job may have been taken over since
             if run.admit(of.step, of.epoch, of.replica, of.replicas) is not Verdict.APPLIED:
-                run.disagreement = run.disagreement or _disagreement(store, run, of)
+                run.disagreement = run.disagreement or disagreement_of(store, run, of)
                 run.reducing[of.replica] = of
             if run.disagreement:
                 store.runs.changed.notify_all()
@@ -194,7 +195,7 @@ class StepPath:
             if of.step >= run.applied:
                 run.begin(of.epoch)
                 if of.replica not in run.staged:
-                    return ps_pb2.StepState(committed=run.applied, unknown=True)
+                    return ps_pb2.StepState(committed=run.applied, unknown=True, ended=run.ended)
         return self._state(store, request, WAIT_SECONDS)
 
     def _state(self, store: Store, request: ps_pb2.UpdateRequest, seconds: float) -> ps_pb2.StepState:
@@ -284,44 +285,6 @@ def _check_room(new: Contribution, staged: list[Contribution]) -> None:
             f"contributions to synchronous steps would take {size:,} bytes, more than half of the machine's memory: "
             "distribute the variables over more servers"
         )
-
-
-def _disagreement(
-    store: Store, run: Run[Contribution], mine: ps_pb2.Contribution, new: Contribution | None = None
-) -> str:
-    """Return how the updates of a replica differ from those of the others; "" if they do not.
-
-    `new` has those updates, unless they are still to come.
-    """
-    others = [staged for staged in run.in_order() if not staged.request.contribution.ended]
-    known = [*itertools.islice(run.reducing.values(), 1), *(other.request.contribution for other in others[:1])]
-    for theirs in known if not mine.ended else ():  # all that are known agree
-        first, second = sorted((mine, theirs), key=lambda of: of.replica)
-        if mine.updated != theirs.updated:
-            return (
-                f"in one step replica {first.replica} has applied gradients to {_named(store, first)}, and replica "
-                f"{second.replica} to {_named(store, second)}: all replicas must do so to the same variables, "
-                "in the same order"
-            )
-        if mine.reduced != theirs.reduced:
-            return (
-                f"in one step replicas {first.replica} and {second.replica} have applied gradients to "
-                f"{_named(store, first)}, but not alike: each must be dense or sparse on all replicas, with the "
-                "same optimizer, and with examples= or without"
-            )
-    if new is None or mine.ended or not others:
-        return ""
-    error = difference([others[0], new])
-    return "" if error is None else str(error)
-
-
-def _named(store: Store, of: ps_pb2.Contribution) -> str:
-    names = []
-    for variable in of.updated:
-        held = store.directory.variables.get(variable)
-        names.append(repr(held.spec.name) if held is not None else f"variable {variable}")
-    short = ", ".join(names[:4]) or "nothing"
-    return short + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _decision(store: Store) -> dict[str, Any]:
