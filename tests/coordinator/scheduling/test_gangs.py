@@ -11,7 +11,7 @@ from tests.conftest import search
 
 from pscluster.coordinator.scheduling.gangs import Gang, GangState
 from pscluster.coordinator.scheduling.scheduler import Scheduler
-from pscluster.coordinator.scheduling.tasks import Loss, RunLimits, State, Task
+from pscluster.coordinator.scheduling.tasks import Ending, Loss, RunLimits, State, Task
 
 WORKERS = 3
 _OVER = (GangState.DONE, GangState.FAILED, GangState.CANCELLED)
@@ -276,6 +276,51 @@ def test_a_retry_is_one_of_all() -> None:
             scheduler.take(index)
     assert gang.state is GangState.FAILED
     assert scheduler.error is None, "its owner makes the error that of the job"
+
+
+def fails(scheduler: Scheduler[str], gang: Gang[str]) -> bool:
+    """Have the first member raise, and everything end; return whether the gang runs again."""
+    member = gang.members[0]
+    again = scheduler.ended_badly(0, member) is Ending.AGAIN
+    if again:
+        scheduler.run_again(0, [member.id])
+    else:
+        scheduler.fail(0, member, ValueError("again"))
+    left_behind, _ = scheduler.settle_gangs()
+    scheduler.shut_out(left_behind)
+    scheduler.settle_gangs()
+    for index, worker in enumerate(scheduler.workers):
+        for task_id in list(worker.strays):
+            scheduler.stray_ended(index, task_id)
+        scheduler.take(index)
+    return again
+
+
+def test_retries_are_those_since_the_last_committed_steps() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(2, [0, 1], retries=1)
+    scheduler.add_gang(gang)
+    for _ in range(4):
+        placed(scheduler, gang)
+        scheduler.gangs.progressed(gang.members[1])
+        assert fails(scheduler, gang)
+        assert (gang.failures, gang.errors) == (1, 1)
+    placed(scheduler, gang)
+    assert not fails(scheduler, gang)
+    assert gang.state is GangState.FAILED
+
+
+def test_a_timeout_is_one_of_all_steps() -> None:
+    """However many of them are committed in each attempt."""
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(2, [0, 1], retries=1)
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    scheduler.workers[0].stopping = gang.members[0].id
+    assert fails(scheduler, gang)
+    placed(scheduler, gang)
+    scheduler.gangs.progressed(gang.members[1])
+    assert not fails(scheduler, gang)
 
 
 @pytest.mark.parametrize("running", [False, True])

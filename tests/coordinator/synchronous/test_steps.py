@@ -285,6 +285,30 @@ def test_a_step_that_raises_leaves_nothing(strategy: SynchronousStrategy) -> Non
     assert w.numpy().tolist() == [[-12.0]] * 4
 
 
+def test_retries_are_those_of_a_step(strategy: SynchronousStrategy, tmp_path: Path) -> None:
+    """An error counts until the step that it is of is committed, and some after it."""
+    with strategy.scope():
+        w = Variable(np.float64(0), name="w")
+
+    def step(numbers: Iterator[int], folder: str, always: int) -> int:
+        number = next(numbers)
+        mark = Path(folder) / str(number)
+        if rank() == 1 and (number == always or (number in (3, 9, 15) and not mark.exists())):
+            with mark.open("a") as file:
+                file.write("x")
+            raise ValueError(f"no {number}")
+        w.assign_add(number)
+        return number
+
+    numbers = iter(strategy.distribute_datasets_from_function(lambda: range(100)))
+    last = strategy.run(step, (numbers, str(tmp_path), -1), steps=20, retries=1)
+    assert last.values == (19,) * REPLICAS
+    assert w.numpy() == REPLICAS * sum(range(20))
+    with pytest.raises(ValueError, match="no 30"):
+        strategy.run(step, (numbers, str(tmp_path), 30), steps=20, retries=1)
+    assert {mark.name: mark.read_text() for mark in tmp_path.iterdir()} == {"3": "x", "9": "x", "15": "x", "30": "xx"}
+
+
 def _raise(strategy: SynchronousStrategy, step: Callable[[], Any], match: str) -> None:
     with pytest.raises(errors.MisuseError, match=match) as caught:
         strategy.run(step)

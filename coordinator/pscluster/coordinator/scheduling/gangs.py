@@ -16,8 +16,9 @@ A member gives up when another one is gone, or does not answer. The cause is the
 its worker, is on its way, and the others are not cancelled before it has come. If none comes, the attempt counts as if
 a worker had died.
 
-Such deaths are counted since a member has last told that steps of a synchronous run are committed (`progressed`). So a
-gang that takes steps for weeks does not fail because now and then a worker dies, but one that kills its workers does.
+Such deaths are counted since a member has last told that steps of a synchronous run are committed (`progressed`). So
+are errors that are retried, but not attempts that ran too long: the timeout is one for all steps. A gang that takes
+steps for weeks does not fail because now and then a worker dies, but one that kills its workers does.
 
 All workers are taken at once, when all are free. So that this happens on a busy cluster, one gang at a time, the front
 one, keeps its workers from getting tasks that were scheduled after it. The front one is the first in line whose
@@ -72,6 +73,8 @@ class Gang(Generic[P]):
     steps: Any = None  # the steps of a synchronous run that it takes, if it does
     results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned
     failures: int = 0  # that were retried
+    errors: int = 0  # those of them that members raised; see `progressed`
+    errors_before: int = 0  # this generation
     deaths: int = 0  # of workers that ran a member, and attempts in which members lost each other; see `progressed`
     deaths_before: int = 0  # this generation
     gave_up: dict[Task[P], Exception] = field(default_factory=dict)  # members that missed another one
@@ -105,7 +108,7 @@ class Gang(Generic[P]):
         """Make the tasks of the next generation."""
         self.results.clear()
         self.gave_up.clear()
-        self.deaths_before = self.deaths
+        self.deaths_before, self.errors_before = self.deaths, self.errors
         self.members = [
             Task(
                 payload,
@@ -240,7 +243,7 @@ class Gangs(Generic[P]):
             self._over.append(gang)
 
     def progressed(self, task: Task[P]) -> bool:
-        """Note that a member has committed steps: deaths before its generation do not count any more.
+        """Note that a member has committed steps: deaths and errors before its generation do not count any more.
 
         Return whether it is of this generation.
         """
@@ -248,9 +251,12 @@ class Gangs(Generic[P]):
         if gang is None or task not in gang.members:
             return False
         gang.deaths -= gang.deaths_before
+        gang.errors -= gang.errors_before
+        gang.failures -= gang.errors_before
         for member in gang.members:
             member.attempts -= gang.deaths_before
-        gang.deaths_before = 0
+            member.failures -= gang.errors_before
+        gang.deaths_before = gang.errors_before = 0
         return True
 
     def break_up(self, gang: Gang[P]) -> None:

@@ -418,6 +418,7 @@ class Scheduler(TaskQueue[P]):
         task.failures += 1
         if task.gang is not None:
             task.gang.failures = task.failures
+            task.gang.errors += task.id != worker.stopping
         return Ending.AGAIN
 
     def fail(self, index: int, task: Task[P], error: Exception, *, runs_on: bool = False) -> list[Task[P]]:

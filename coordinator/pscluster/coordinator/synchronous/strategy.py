@@ -144,7 +144,8 @@ class SynchronousStrategy(ParameterServerStrategy):
             collect: the results of the last step; a list of those of all steps; or the mean of each number or array
                 over the steps.
             timeout: seconds for all of these steps; see `ClusterCoordinator.schedule`.
-            retries: how often a step is tried again in which a replica has raised an error.
+            retries: how often a step is tried again in which a replica has raised an error. Once it is committed, and
+                another one after it, later steps have as many.
 
         Returns:
             The structure of the results, with a `PerReplica` in place of each leaf: a value for each replica, by rank.
