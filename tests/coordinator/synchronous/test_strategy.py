@@ -25,6 +25,7 @@ from pscluster.coordinator import (
     Variable,
     compute_average_loss,
     errors,
+    experimental_get_current_worker_index,
     metrics,
     optimizers,
     replica_context,
@@ -74,6 +75,48 @@ def test_run_gives_the_values_of_all_replicas(strategy: SynchronousStrategy) -> 
         strategy.reduce("sum", products)
     with pytest.raises(TypeError, match="gather needs an axis: give axis=0"):
         strategy.gather(products)
+
+
+def test_the_strategy_comes_first_and_lists_all_tasks(cluster: LocalCluster) -> None:
+    """Rows T1 and T2: a variable needs the connection, which making the strategy is."""
+    with pytest.raises(errors.MisuseError, match="created outside a strategy's scope"):
+        Variable(np.zeros(2))
+    with SynchronousStrategy(cluster) as strategy:
+        assert [task.task for task in strategy.tasks] == ["ps 0", *(f"worker {index}" for index in range(REPLICAS))]
+
+
+def test_a_function_can_be_placed(strategy: SynchronousStrategy) -> None:
+    """Row T3: on a worker that is named, and the result says where it was computed."""
+    coordinator = ClusterCoordinator(strategy)
+
+    def matmul(a: Any, b: Any) -> tuple[Any, int]:
+        return a @ b, experimental_get_current_worker_index()
+
+    for worker in (2, 0):
+        (value,) = coordinator.schedule_together(matmul, (A, B), workers=[worker])
+        product, place = value.fetch(TIMEOUT)
+        assert (product.tolist(), place) == (PRODUCT, worker)
+
+
+def test_another_number_of_steps_ships_nothing_anew(strategy: SynchronousStrategy) -> None:
+    """Rows T6 and T19: a function is sent once; how many steps to take is an argument."""
+    with strategy.scope():
+        count = Variable(np.int64(0), name="count")
+
+    def step() -> None:
+        count.assign_add(1)
+
+    def shipped() -> list[int]:
+        dispatcher = strategy.context.dispatcher
+        assert dispatcher is not None
+        return [len(handle.known) for handle in dispatcher.state.workers]
+
+    strategy.run(step)
+    before = shipped()
+    for steps in (2, 5, 50):
+        strategy.run(step, steps=steps)
+    assert count.numpy() == REPLICAS * 58
+    assert shipped() == before == [before[0]] * REPLICAS
 
 
 def test_arguments_and_results_are_nested(strategy: SynchronousStrategy) -> None:
