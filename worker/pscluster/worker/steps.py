@@ -226,7 +226,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
                 if not steps.end(context, {}, ended=True):
                     break
                 continue  # dropped: the data has ended for a later step
-            if not steps.end(context, steps.iterators.given):
+            if not steps.end(context, steps.iterators.given, steps.iterators.before):
                 break
             if steps.dropped and asked.requeue_dropped:
                 steps.iterators.rewind()

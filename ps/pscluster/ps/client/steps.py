@@ -190,8 +190,18 @@ class ReplicaSteps:
         """Begin this epoch on server 0: return how many steps are committed, and the positions of the iterators."""
         return self._ask(_Kind.OPEN)
 
-    def end(self, function: FunctionContext, positions: Mapping[int, int], *, ended: bool = False) -> bool:
+    def end(
+        self,
+        function: FunctionContext,
+        positions: Mapping[int, int],
+        before: Mapping[int, int] | None = None,
+        *,
+        ended: bool = False,
+    ) -> bool:
         """End a step: return once it is committed. False if it never will be, since the data has `ended`.
+
+        `positions` are those of the iterators after it, and `before` it, which only a run with backup needs: for the
+        others it is where the step before has ended.
 
         It may be committed without this replica: see `dropped`. Then others may be, too, and `step` goes on after them.
 
@@ -214,6 +224,7 @@ class ReplicaSteps:
             updated=self._contributed,
             reduced=self._reduction.digest,
             positions=positions,
+            before=before if self.backup else None,
             calls=calls,
             last_call=last_call,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,8 @@ class Server:
         updated: Sequence[int] | None = None,
         reduced: int = 0,
         wait: bool = False,
+        positions: Mapping[int, int] | None = None,
+        before: Mapping[int, int] | None = None,
     ) -> ps_pb2.StepState:
         """Send a contribution as the service does. The step before was committed in epoch `after`, or the same."""
         request = ps_pb2.UpdateRequest(job=job, incarnation=100 + replica, function=1 + replica, term=term)
@@ -105,6 +107,8 @@ class Server:
                 else updated,
                 reduced=reduced,
                 wait=wait,
+                positions=positions,
+                before=before,
                 after=epoch if after is None else after,
             )
         )

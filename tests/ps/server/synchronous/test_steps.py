@@ -452,6 +452,19 @@ def test_the_record_of_a_step_is_in_the_metadata(first: Server) -> None:
     assert steps_module._decision(first.restarted().store) == record
 
 
+def test_positions_before_the_last_step(first: Server) -> None:
+    """They are those after the last contribution, unless steps without it, or with others, have moved them since."""
+    first.send(COMMIT, 0, add(1), replicas=1, positions={7: 1, 8: 5})
+    state = first.send(OPEN, 0, step=1, epoch=1, replicas=1)
+    assert (dict(state.before), dict(state.after)) == ({}, {7: 1, 8: 5})
+    first.send(COMMIT, 0, add(1), step=1, replicas=1, positions={7: 4}, before={7: 3})
+    state = first.send(OPEN, 0, step=2, epoch=1, replicas=1)
+    assert (dict(state.before), dict(state.after)) == ({7: 3, 8: 5}, {7: 4, 8: 5})
+    first.send(COMMIT, 0, add(1), step=2, replicas=1, positions={7: 5})
+    state = first.send(OPEN, 0, step=3, epoch=1, replicas=1)
+    assert (dict(state.before), dict(state.after)) == ({7: 4, 8: 5}, {7: 5, 8: 5})
+
+
 # What hostile or broken clients send
 
 

@@ -306,9 +306,10 @@ def _decided(store: Store, run_id: int, steps: int, contributions: list[Contribu
     after, before_last = dict(known), dict(known)  # of those that take no part
     for contribution in contributions:
         replica, new = str(contribution.replica), contribution.request.contribution.positions
-        if contribution.request.contribution.together > 1:
-            positions = itertools.islice(contribution.request.contribution.before.items(), MAX_ITERATORS)
-            before_last[replica] = {str(key): at for key, at in positions}
+        # Several steps at once, or steps without this replica, have moved them since its last contribution.
+        moved = itertools.islice(contribution.request.contribution.before.items(), MAX_ITERATORS)
+        if before := known.get(replica, {}) | {str(key): at for key, at in moved}:
+            before_last[replica] = before
         kept = {key: at for key, at in known.get(replica, {}).items() if int(key) not in new}
         kept |= {str(key): at for key, at in new.items()}
         if kept:
