@@ -475,6 +475,74 @@ def test_a_worker_that_is_back_does_not_end_what_has_ended_in_part() -> None:
     assert scheduler.settle_gangs() == ([], [gang])
 
 
+def test_a_gang_that_can_do_without_a_member() -> None:
+    """Whose worker is lost, or is left behind, when the others have returned; not before."""
+    for how in ("lost", "silent", "missed another"):
+        scheduler = cluster(0, 1, 2)
+        gang = gang_of(3, [0, 1, 2], min_workers=1)
+        gang.spare = 1
+        scheduler.add_gang(gang)
+        placed(scheduler, gang)
+        late = gang.members[1]
+        for index in (0, 2):
+            assert not scheduler.leave_behind([late])
+            scheduler.finish(index, gang.members[index].id, 1.0)
+            scheduler.settle_gangs()
+        assert gang.has_enough
+        assert gang.late == [late]
+        if how == "lost":
+            scheduler.lose(1)
+            assert scheduler.settle_gangs() == ([], [])
+            assert scheduler.decide_loss(1, late) is None
+            scheduler.requeue(1)
+            assert scheduler.settle_gangs() == ([], [gang])
+        elif how == "silent":
+            assert scheduler.leave_behind([late]) == [late]
+            assert scheduler.settle_gangs() == ([], [gang])
+        else:
+            give_up(scheduler, 1, late)
+            assert scheduler.settle_gangs() == ([], [gang])
+        assert gang.state is GangState.DONE
+        assert gang.deaths == 0
+
+
+def test_who_is_left_behind_is_as_good_as_lost_until_its_member_has_ended() -> None:
+    scheduler = cluster(0, 1, 2)
+    first, second = (gang_of(3, [0, 1, 2], min_workers=1, key=key) for key in (100, 200))
+    first.spare = second.spare = 1
+    scheduler.add_gang(first)
+    placed(scheduler, first)
+    for index in (0, 2):
+        scheduler.finish(index, first.members[index].id, 1.0)
+    scheduler.settle_gangs()
+    late = first.members[1]
+    scheduler.shut_out(scheduler.leave_behind([late]))
+    scheduler.settle_gangs()
+    scheduler.add_gang(second)
+    for index in (0, 2):
+        scheduler.take(index)
+    assert scheduler.place_gang() is second
+    assert second.placed == [0, 0, 2]
+    for index in (0, 2):
+        scheduler.take(index)
+    scheduler.stray_ended(1, late.id)
+    left_behind, _ = scheduler.settle_gangs()
+    assert set(left_behind) == set(second.members), "its replica moves back"
+
+
+def test_errors_and_losses_before_the_others_have_returned_count_as_ever() -> None:
+    scheduler = cluster(0, 1, 2)
+    gang = gang_of(3, [0, 1, 2], min_workers=1)
+    gang.spare = 1
+    scheduler.add_gang(gang)
+    placed(scheduler, gang)
+    scheduler.finish(0, gang.members[0].id, 1.0)
+    scheduler.lose(1)
+    left_behind, _ = scheduler.settle_gangs()
+    assert left_behind == [gang.members[2]]
+    assert gang.state is GangState.ENDING
+
+
 class GangMachine(RuleBasedStateMachine):
     """All interleavings of gangs, functions, deaths, errors and cancels. In the end everything ends."""
 
@@ -513,11 +581,12 @@ class GangMachine(RuleBasedStateMachine):
         self.scheduler.add_gang(gang)
 
     @precondition(lambda self: self.scheduler.error is None and len(self.gangs) < 6)
-    @rule(devices=st.integers(1, 2), min_workers=st.integers(1, WORKERS))
-    def schedule_steps(self, devices: int, min_workers: int) -> None:
+    @rule(devices=st.integers(1, 2), min_workers=st.integers(1, WORKERS), spare=st.integers(0, WORKERS - 1))
+    def schedule_steps(self, devices: int, min_workers: int, spare: int) -> None:
         homes = [index for index in range(WORKERS) for _ in range(devices)]
         key = 100 * (len(self.gangs) + 1)
         self.gangs.append(gang_of(len(homes), homes, retries=1, key=key, min_workers=min_workers))
+        self.gangs[-1].spare = spare
         self.scheduler.add_gang(self.gangs[-1])
 
     @rule()
@@ -557,6 +626,12 @@ class GangMachine(RuleBasedStateMachine):
     def progress(self, data: st.DataObject) -> None:
         if running := [task for _, task in self.running() if task.gang is not None]:
             assert self.scheduler.gangs.progressed(data.draw(st.sampled_from(running)))
+
+    @rule(data=st.data())
+    def leave_behind(self, data: st.DataObject) -> None:
+        if running := [task for _, task in self.running() if task.gang is not None]:
+            self.unshut += self.scheduler.leave_behind([data.draw(st.sampled_from(running))])
+            self.settle()
 
     @rule(index=st.integers(0, WORKERS - 1))
     def lose(self, index: int) -> None:
@@ -614,6 +689,8 @@ class GangMachine(RuleBasedStateMachine):
         for gang in self.gangs:
             if gang.state is GangState.RUNNING:
                 gone = [member for member in gang.members if member.state is State.DONE or member in gang.gave_up]
+                if gang.has_enough:
+                    gone += [member for member in gang.members if member.state is State.CANCELLED]
                 assert all(id(member) in held or member in gone for member in gang.members)
             elif gang.state is not GangState.ENDING:
                 assert not any(id(member) in held for member in gang.members)

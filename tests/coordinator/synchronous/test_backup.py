@@ -180,6 +180,42 @@ def test_fit(strategy: SynchronousStrategy) -> None:
 # Deaths
 
 
+def test_a_frozen_replica_holds_up_no_call(tmp_path: Path) -> None:
+    """It has no results, others run it in the next call, and once it thaws it takes part again."""
+    with LocalCluster(1, REPLICAS, log_level="ERROR") as cluster, SynchronousStrategy(cluster, backup=1) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        until(lambda: coordinator.workers_up == REPLICAS, "all workers are up")
+        counted = Counted(strategy, tmp_path)
+        (tmp_path / "late").touch()
+        home = cluster.pids["worker", SLOW]
+
+        def step(numbers: Iterator[int], folder: str) -> tuple[int, int]:
+            mark = Path(folder) / "frozen"
+            if rank() == SLOW and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return counted.step(numbers, -1), os.getpid()
+
+        numbers = iter(strategy.distribute_datasets_from_function(lambda: range(1000)))
+
+        def taken(steps: int) -> Any:
+            return strategy.run(step, (numbers, str(tmp_path)), steps=steps, collect="all", timeout=TIMEOUT)
+
+        try:
+            each = taken(5)
+            assert [list(of[0]) for of in each] == [[at, None, at] for at in range(5)]
+            each = taken(5)
+            assert home not in {pid for of in each for pid in of[1]}
+            assert all(sum(number is not None for number in of[0]) == REPLICAS - 1 for of in each)
+        finally:
+            os.kill(home, signal.SIGCONT)
+        # As after a death, the results of steps before it came back are lost.
+        until(lambda: any(isinstance(of, tuple) and of[1][SLOW] == home for of in taken(3)), "it is at home")
+        steps = counted.count.numpy() / (REPLICAS - 1)
+        assert steps == int(steps) >= 13, "each step counts with two"
+        assert coordinator.workers_up == REPLICAS, "and nobody was given up"
+
+
 @pytest.mark.parametrize("dies", [("worker", 1), ("ps", 0), ("ps", 1)], ids=lambda task: "-".join(map(str, task)))
 def test_whatever_dies_steps_are_whole(dies: tuple[str, int], tmp_path: Path) -> None:
     """After each death, on both servers, the same replicas have contributed to each step, and as many of them."""

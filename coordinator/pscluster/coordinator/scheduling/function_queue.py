@@ -37,7 +37,7 @@ from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariable
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.ids import fresh_id
-from pscluster.core.values import HandleResolver, encode_call, map_structure
+from pscluster.core.values import HandleResolver, encode, encode_call, map_structure
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.data.per_replica import made_in_sync
@@ -227,11 +227,14 @@ class FunctionQueue(StaysHere):
         *,
         min_workers: int = 0,
         steps: worker_pb2.SynchronousSteps | None = None,
+        spare: int = 0,
+        no_result: Any = None,
         answer: Callable[[Question], None] | None = None,
     ) -> list[RemoteValue]:
         """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use.
 
-        `answer` is as in `schedule_with`; it gets the questions of all members.
+        `answer` is as in `schedule_with`; it gets the questions of all members. Once all but `spare` have returned, one
+        whose worker is lost or silent counts as having returned `no_result`.
         """
         timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
@@ -252,7 +255,8 @@ class FunctionQueue(StaysHere):
             calls.append(call)
         keys = [fresh_id() for _ in calls]
         limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
-        gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps)
+        gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare)
+        gang.no_result = encode(no_result), ()
         self._dispatcher.submit_gang(gang, wait)
         return values
 
@@ -277,7 +281,11 @@ class FunctionQueue(StaysHere):
         min_workers = -(-self.strategy.min_replicas // devices)
         with run.steps(steps, collect) as (message, committed):
             values = self.schedule_gang(
-                fn, args, kwargs, homes, replicas, timeout, retries, None, min_workers=min_workers, steps=message
+                *(fn, args, kwargs, homes, replicas, timeout, retries, None),
+                min_workers=min_workers,
+                steps=message,
+                spare=message.backup,
+                no_result=(message.first + steps, ([], [])),
             )
             try:
                 for value in values:

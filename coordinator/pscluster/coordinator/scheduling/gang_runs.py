@@ -1,14 +1,17 @@
 """Runs gangs: places their members on workers, ends what is left of one that failed, and sets their results.
 
 What becomes of a gang is decided in `gangs`. A member's result is kept until all have returned: a gang that runs again
-may return something else. All methods need the dispatcher's lock.
+may return something else. Where a gang can do without those that are late, their workers are asked now and then whether
+they are there, and those that are not are left behind. All methods but that one need the dispatcher's lock.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from pscluster.coordinator.scheduling.call import Call
 from pscluster.coordinator.scheduling.function_errors import cancelled_error
@@ -16,13 +19,21 @@ from pscluster.coordinator.scheduling.gangs import Gang, GangState
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.remote_value import RemoteValueStatus
 from pscluster.coordinator.scheduling.state import DispatchState
+from pscluster.coordinator.scheduling.tasks import Task
+from pscluster.coordinator.scheduling.worker_connection import WorkerConnection
 from pscluster.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
 
 _PATIENCE = 2.0
 """Leases for which members may hear nothing of each other before they ask. By then a worker that is frozen, or cut off
 from here, too, has been given up, and that is the cause that is told."""
+
+
+LATE_SECONDS = 1.0
+"""How long a member may be late before its worker is asked whether it is there, and how long it has to answer."""
 
 
 class GangRuns:
@@ -32,6 +43,7 @@ class GangRuns:
         self._state, self._scheduler = state, state.scheduler
         self._overtime = overtime
         self._hand_over = hand_over
+        self._watches = False  # for members that are late
         state.settle_gangs = self.settle
 
     def settle(self) -> None:
@@ -49,6 +61,42 @@ class GangRuns:
             if not ended:
                 break  # else the error of one may have ended others
         self._place()
+        if not self._watches and any(gang.has_enough for gang in self._scheduler.gangs.running):
+            self._watches = True
+            self._state.on_loop(lambda: self._state.in_background(self._watch_late()))
+
+    async def _watch_late(self) -> None:
+        """Leave behind members whose workers are silent, of gangs that can do without them, while there are any."""
+        late: set[Task[Call]] = set()
+        while True:
+            await asyncio.sleep(LATE_SECONDS)
+            with self._state.lock:
+                gangs = [gang for gang in self._scheduler.gangs.running if gang.has_enough]
+                before, late = late, {task for gang in gangs for task in gang.late}
+                if not late:
+                    self._watches = False
+                    return
+                asked = [(task, self._state.workers[index].connection) for task, index in self._where(before & late)]
+            answered = await asyncio.gather(*(_answers(connection) for _, connection in asked))
+            silent = [task for (task, _), answers in zip(asked, answered, strict=True) if not answers]
+            if silent:
+                with self._state.changed:
+                    self._leave_behind(silent)
+
+    def _where(self, tasks: Collection[Task[Call]]) -> list[tuple[Task[Call], int]]:
+        return [(task, task.gang.placed[task.gang.rank_of(task)]) for task in tasks if task.gang is not None]
+
+    def _leave_behind(self, tasks: Sequence[Task[Call]]) -> None:
+        for _, index in self._where([task for task in tasks if task.gang is not None and task.gang.has_enough]):
+            peer = self._state.workers[index].peer
+            logger.warning("%s does not answer, and is late: its replica has no result", peer)
+            self._state.event_log.record(peer.task, "note", "does not answer, and is late: its replica has no result")
+        left_behind = self._scheduler.leave_behind(tasks)
+        for task in left_behind:
+            task.payload.applied = True  # perhaps
+        if left_behind:
+            self._overtime.stop_strays(left_behind)
+        self.settle()
 
     def _place(self) -> None:
         while (gang := self._scheduler.place_gang()) is not None:
@@ -84,7 +132,7 @@ class GangRuns:
         unblocked = False
         for rank, call in enumerate(gang.payloads):
             if gang.state is GangState.DONE:
-                unblocked |= state.set_value(call, *gang.results[rank])
+                unblocked |= state.set_value(call, *gang.results.get(rank, gang.no_result))
             elif failed is not None:
                 state.set_call_error(call, failed, RemoteValueStatus.FAILED)
             else:
@@ -94,3 +142,7 @@ class GangRuns:
             state.ask_to_wake()
         self._scheduler.forget(gang.keys)
         self._state.changed.notify_all()
+
+
+async def _answers(connection: WorkerConnection | None) -> bool:
+    return connection is not None and await connection.answers(LATE_SECONDS)

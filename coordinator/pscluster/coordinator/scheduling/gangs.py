@@ -29,6 +29,10 @@ are then placed on others. Once such a worker is back the generation ends, and t
 If workers have left for good, and without them too few are left for that, it fails:
 
     WAITING --workers that it needs are GONE--> FAILED
+
+Some gangs can do without a few members at their end (`spare`): those of steps with backup replicas. Once all others
+have returned, one that is lost, or is left behind since its worker is silent, has no result, and the gang is DONE.
+While such a worker may still run its member, others run those of the next gang, as if it were lost.
 """
 
 from __future__ import annotations
@@ -71,7 +75,9 @@ class Gang(Generic[P]):
     placed: Sequence[int] = ()  # the worker of each
     described: Any = None  # this generation, as its members are told of it
     steps: Any = None  # the steps of a synchronous run that it takes, if it does
+    spare: int = 0  # how many members it can do without, once all others have returned
     results: dict[int, Any] = field(default_factory=dict)  # by rank, of members that have returned
+    no_result: Any = None  # of a member that it does without
     failures: int = 0  # that were retried
     errors: int = 0  # those of them that members raised; see `progressed`
     errors_before: int = 0  # this generation
@@ -89,6 +95,18 @@ class Gang(Generic[P]):
     def is_over(self) -> bool:
         """Return whether it has ended, or is ending, and will not run again."""
         return self.error is not None or self.withdrawn or self.state in _OVER
+
+    @property
+    def has_enough(self) -> bool:
+        """Return whether it runs, and can do without the members that have not returned."""
+        if not self.spare or self.state is not GangState.RUNNING or self.is_over:
+            return False
+        return sum(member.state is State.DONE for member in self.members) >= self.size - self.spare
+
+    @property
+    def late(self) -> list[Task[P]]:
+        """Return the members that have not ended."""
+        return [member for member in self.members if member.state not in ENDED]
 
     def is_away(self, index: int) -> bool:
         """Return whether a member whose home is this worker runs on another one."""
@@ -190,7 +208,8 @@ class Gangs(Generic[P]):
 
     def _is_up(self, index: int) -> bool:
         worker = self._workers[index]
-        return worker.up and not worker.leaving
+        behind = any(task.gang is not None and task.gang.state is GangState.DONE for task in worker.strays.values())
+        return worker.up and not worker.leaving and not behind
 
     def holds(self, index: int) -> Gang[P] | None:
         """Return the gang that keeps later tasks from this worker, if one does."""
@@ -223,7 +242,7 @@ class Gangs(Generic[P]):
         return gang
 
     def rejoin(self, index: int) -> None:
-        """Note that a worker is up: its members of gangs come back to it."""
+        """Note that a worker is up, or has nothing to do with a past gang any more: its members come back to it."""
         for gang in self.running:
             if gang.is_away(index) and not any(member.state in ENDED for member in gang.members):
                 self.break_up(gang)
@@ -232,10 +251,10 @@ class Gangs(Generic[P]):
         """Note that a member has ended, in any way."""
         gang = task.gang
         assert gang is not None
-        if task.state is not State.DONE and task not in gang.gave_up:
+        if task.state is not State.DONE and task not in gang.gave_up and not gang.has_enough:
             self.break_up(gang)
-        elif gang.state is GangState.RUNNING and all(member.state in ENDED for member in gang.members):
-            if gang.gave_up:
+        elif gang.state is GangState.RUNNING and not gang.late:
+            if gang.gave_up and not gang.has_enough:
                 gang.state = GangState.ENDING
                 return
             gang.state = GangState.DONE
@@ -260,8 +279,8 @@ class Gangs(Generic[P]):
         return True
 
     def break_up(self, gang: Gang[P]) -> None:
-        """Note that this generation can't be completed."""
-        if gang.state is GangState.RUNNING:
+        """Note that this generation can't be completed, unless what is missing can be spared."""
+        if gang.state is GangState.RUNNING and not gang.has_enough:
             gang.state = GangState.ENDING
             self._broken.append(gang)
 

@@ -440,7 +440,7 @@ class Scheduler(TaskQueue[P]):
         """Put tasks that the worker will not run at the head of the queue; return those that are cancelled instead."""
         worker, task_ids = self.workers[index], list(task_ids)
         for task_id in task_ids if worker.strays else ():
-            worker.strays.pop(task_id, None)
+            self.stray_ended(index, task_id)
         if worker.stopping in task_ids:  # its next attempt, perhaps here, may take as long again
             worker.stopping = 0
         tasks = [worker.sent.pop(task_id) for task_id in task_ids if task_id in worker.sent]
@@ -458,7 +458,10 @@ class Scheduler(TaskQueue[P]):
 
     def stray_ended(self, index: int, task_id: int) -> None:
         """Note that a worker no longer runs a task that is not its any more, if it did, or that it was never sent."""
-        self.workers[index].strays.pop(task_id, None)
+        worker = self.workers[index]
+        stray = worker.strays.pop(task_id, None)
+        if stray is not None and stray.gang is not None and worker.up and not worker.strays:
+            self.gangs.rejoin(index)
 
     def shut_out(self, tasks: Iterable[Task[P]] | None = None) -> None:
         """Note that every server refuses updates by attempts of these tasks (None: all) that were left behind."""
@@ -496,6 +499,8 @@ class Scheduler(TaskQueue[P]):
         None if it has ended, or is cancelled by `requeue`.
         """
         if task.state is not State.ORPHANED or task.withdrawn or self.error is not None:
+            return None
+        if task.gang is not None and task.gang.has_enough:
             return None
         late = task.id == self.workers[index].stopping
         if late and not self.may_retry(task):
@@ -543,6 +548,11 @@ class Scheduler(TaskQueue[P]):
         del self.workers[index].sent[task.id]
         task.gang.gave_up[task] = error
         self._end(task, State.CANCELLED)
+
+    def leave_behind(self, tasks: Iterable[Task[P]]) -> list[Task[P]]:
+        """End members that their gangs can do without; return them, since they may run on and must be shut out."""
+        _, left_behind = self._cancel({task for task in tasks if task.gang is not None and task.gang.has_enough})
+        return left_behind
 
     def settle_gangs(self) -> tuple[list[Task[P]], list[Gang[P]]]:
         """Decide what becomes of gangs with members that have ended.

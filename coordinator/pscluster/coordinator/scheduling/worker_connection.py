@@ -142,6 +142,16 @@ class WorkerConnection:
             return await self._attached.read() is not grpc.aio.EOF
         return False
 
+    def _pulse(self) -> Any:
+        """Return the worker's node, on its own connection: calls must not queue after megabytes of arguments."""
+        if self._heart is None:
+            self._heart = open_aio_channel(self.peer)
+        return Stub(self._heart, NODE_SERVICE)
+
+    async def answers(self, seconds: float) -> bool:
+        """Return whether the worker answers within so many seconds."""
+        return await _answers(self._pulse(), seconds)
+
     async def until_silent(self, lease: float) -> str:
         """Return, with the reason, when the worker has not answered for `lease` seconds: it is frozen or cut off.
 
@@ -149,9 +159,7 @@ class WorkerConnection:
         """
         if lease == math.inf:
             await asyncio.Event().wait()
-        # On its own connection: it must not queue after megabytes of arguments on a slow link.
-        self._heart = open_aio_channel(self.peer)
-        heart = Stub(self._heart, NODE_SERVICE)
+        heart = self._pulse()
         awake, heard = AwakeTime(lease / _CHECKS), 0.0
         while (silent := awake.seconds - heard) < lease:
             asked = awake.seconds
