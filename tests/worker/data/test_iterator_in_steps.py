@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.conftest import search
 
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import MisuseError
-from pscluster.worker.data.per_worker import EndOfIterator, WorkerIterator
+from pscluster.worker.data.per_replica import sliced
+from pscluster.worker.data.per_worker import EndOfIterator, InputContext, WorkerIterator
 
 
 class Steps:
@@ -110,6 +113,82 @@ class IteratorMachine(RuleBasedStateMachine):
 
 TestIteratorMachine = IteratorMachine.TestCase
 TestIteratorMachine.settings = search(60, 20)
+
+
+class SequenceMachine(IteratorMachine):
+    """The same with data that can begin anywhere."""
+
+    def start(self) -> None:
+        self.iterator = WorkerIterator("5", lambda: range(10_000))
+
+
+TestSequenceMachine = SequenceMachine.TestCase
+TestSequenceMachine.settings = search(20, 20)
+
+
+class Read(list[int]):
+    """Notes which elements are read."""
+
+    def __init__(self, elements: Iterable[int]) -> None:
+        super().__init__(elements)
+        self.read: list[int] = []
+
+    def __getitem__(self, at: Any) -> Any:
+        self.read.append(at)
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[at] for at in range(len(self)))
+
+
+class Skipping:
+    """Data with the method by which datasets of TensorFlow and Hugging Face begin later."""
+
+    def __init__(self, data: Read, first: int = 0) -> None:
+        self._data, self._first = data, first
+
+    def __iter__(self) -> Iterator[int]:
+        return (self._data[at] for at in range(self._first, len(self._data)))
+
+    def skip(self, count: int) -> Skipping:
+        """Begin so many elements later."""
+        return Skipping(self._data, self._first + count)
+
+
+@pytest.mark.parametrize("made", [lambda data: data, Skipping], ids=["a sequence", "skip"])
+def test_elements_before_a_position_are_not_read_where_they_need_not_be(made: Any) -> None:
+    data = Read(range(100))
+    iterator = WorkerIterator("5", lambda: made(data))
+    iterator.seek(90)
+    with running(context_of(Steps())):
+        assert [next(iterator), next(iterator)] == [90, 91]
+    assert data.read == [90, 91]
+    iterator.rewind()
+    assert list(iterator) == list(range(90, 100))
+    assert data.read == list(range(90, 100))
+    assert WorkerIterator("5", lambda: np.arange(3)).get_next() == 0
+
+
+@pytest.mark.parametrize("made", [lambda data: data, iter], ids=["a sequence", "an iterator"])
+def test_slices_before_a_position_are_not_made(made: Any) -> None:
+    batches = [np.arange(4 * at, 4 * at + 4) for at in range(10)]
+    context = InputContext(1, 2, 1, 2, 0)
+    iterator = WorkerIterator("5", lambda: sliced(lambda: made(batches), False, context))
+    iterator.seek(8)
+    assert [rows.tolist() for rows in iterator] == [[34, 35], [38, 39]]
+
+
+def test_data_that_can_not_be_skipped() -> None:
+    """Its error is raised in each step, as that of the function that makes it."""
+
+    class Broken(Skipping):
+        def skip(self, count: int) -> Skipping:
+            raise OSError(f"no element {count}")
+
+    iterator = WorkerIterator("5", lambda: Broken(Read([1, 2])))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no element 1"):
+            iterator.seek(1)
 
 
 def test_elements_that_are_gone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +14,14 @@ from pscluster.core.context import current_function
 from pscluster.core.handles import Handle
 from pscluster.core.values import map_structure
 from pscluster.worker.collectives.replica import ReplicaContext
-from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, share_of
+from pscluster.worker.data.per_worker import (
+    InputContext,
+    WorkerDataset,
+    WorkerIterator,
+    begun_at,
+    call_dataset_fn,
+    share_of,
+)
 
 
 class OfReplicas(Handle):
@@ -86,13 +94,28 @@ def sliced(source: Callable[[], Any], uneven: bool, context: InputContext) -> It
             f"the function given to distribute_dataset returned {type_of(batches)}: it must return global batches, in "
             "something to iterate over"
         )
-    return _slices(batches, context.input_pipeline_id, context.num_input_pipelines, uneven)
+    return _Slices(batches, context.input_pipeline_id, context.num_input_pipelines, uneven)
 
 
-def _slices(batches: Iterable[Any], rank: int, replicas: int, uneven: bool) -> Iterator[Any]:
-    for number, batch in enumerate(batches):
-        start, length = share_of(_examples_in(batch, number), replicas, rank, f"batch {number}", uneven)
-        yield map_structure(operator.itemgetter(slice(start, start + length)), batch)
+class _Slices:
+    """A replica's slices of global batches."""
+
+    def __init__(self, batches: Iterable[Any], rank: int, replicas: int, uneven: bool) -> None:
+        self._batches, self._rank, self._replicas, self._uneven = batches, rank, replicas, uneven
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._of(self._batches, 0)
+
+    def skip(self, count: int) -> Iterator[Any]:
+        """Return those of all batches but the first ones, which are not sliced, and not read if they need not be."""
+        batches = begun_at(self._batches, count)
+        return self._of(itertools.islice(self._batches, count, None) if batches is None else batches, count)
+
+    def _of(self, batches: Iterable[Any], first: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, first):
+            examples = _examples_in(batch, number)
+            start, length = share_of(examples, self._replicas, self._rank, f"batch {number}", self._uneven)
+            yield map_structure(operator.itemgetter(slice(start, start + length)), batch)
 
 
 def _examples_in(batch: Any, number: int) -> int:

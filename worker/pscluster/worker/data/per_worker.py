@@ -10,7 +10,7 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -96,6 +96,17 @@ def _called(dataset_fn: Callable[..., Any], context: InputContext) -> Any:
     return dataset_fn(context) if takes_one else dataset_fn()
 
 
+def begun_at(dataset: Iterable[Any], position: int) -> Iterator[Any] | None:
+    """Return an iterator that gives the element at this position first, if that is possible without reading others.
+
+    It is of sequences, arrays, and what has a method `skip(count)`, such as datasets of TensorFlow and Hugging Face.
+    """
+    if isinstance(dataset, Sequence | np.ndarray) and len(dataset) >= position:
+        return map(dataset.__getitem__, range(position, len(dataset)))
+    skip = getattr(dataset, "skip", None)
+    return iter(skip(position)) if callable(skip) else None
+
+
 def given(elements: Iterable[Any]) -> Iterable[Any]:
     """Return the elements: the `dataset_fn` of a per-worker dataset that was given without one."""
     return elements
@@ -167,6 +178,7 @@ class WorkerIterator(_Built):
         self._confirmed = 0  # how many by steps that are committed, and before
         if not isinstance(dataset, Iterable):
             raise TypeError(f"dataset_fn returned {type_of(dataset)}: it must return something to iterate over")
+        self._unread: Iterable[Any] | None = dataset  # until the first element is taken
         self._iterator = iter(dataset)
 
     def __iter__(self) -> Self:
@@ -194,7 +206,7 @@ class WorkerIterator(_Built):
 
     def _next(self) -> Any:
         """Take an element from the dataset. Under the lock."""
-        begin = time.monotonic()
+        begin, self._unread = time.monotonic(), None
         try:
             element = next(self._iterator)
         except StopIteration:
@@ -225,6 +237,8 @@ class WorkerIterator(_Built):
         """Give the element at this position next. MisuseError if it was given too long ago."""
         with self._lock:
             self._check()
+            if self._unread is not None and position:
+                self._skip_to(self._unread, position)
             if not self._recent:
                 self._begin = self.given
             if position < self._begin:
@@ -236,6 +250,16 @@ class WorkerIterator(_Built):
                 self._recent.append(self._next())
                 self._forget(self.given + 1)
             self.given = self._confirmed = position
+
+    def _skip_to(self, dataset: Iterable[Any], position: int) -> None:
+        """Begin at a position, if the dataset can. Under the lock."""
+        try:
+            iterator = begun_at(dataset, position)
+        except Exception as error:
+            self._store(error)
+            raise
+        if iterator is not None:
+            self._iterator, self._unread, self.given = iterator, None, position
 
     def _forget(self, before: int) -> None:
         """Drop elements before this position. Under the lock."""
