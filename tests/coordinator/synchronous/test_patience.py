@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,29 @@ def test_one_that_computes_is_awaited(cluster: LocalCluster, tmp_path: Path, whe
         assert pids.values == tuple(cluster.pids["worker", index] for index in range(2))
         assert (w.numpy() == -2.0).all()
         assert os.listdir(tmp_path) == ["True"]
+
+
+def test_one_that_is_frozen_is_not_awaited(cluster: LocalCluster, tmp_path: Path) -> None:
+    """After its lease another worker runs its replica, and once it thaws it is used again."""
+    with SynchronousStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy, worker_lease=LEASE)
+        until(lambda: coordinator.workers_up == 2, "all workers are up")
+        with strategy.scope():
+            w = Variable(np.zeros(2), name="w")
+        home = cluster.pids["worker", 1]
+
+        def step(folder: str) -> int:
+            mark = Path(folder) / "frozen"
+            if rank() and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            w.assign_add(np.full(2, rank() + 1.0))
+            return os.getpid()
+
+        try:
+            pids = strategy.run(step, (str(tmp_path),), steps=2, timeout=TIMEOUT)
+            assert pids.values == (cluster.pids["worker", 0],) * 2
+            assert w.numpy().tolist() == [6.0, 6.0]
+        finally:
+            os.kill(home, signal.SIGCONT)
+        until(lambda: strategy.run(os.getpid)[1] == home, "it is back")
