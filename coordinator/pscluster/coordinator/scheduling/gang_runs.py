@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 
 from pscluster.coordinator.scheduling.call import Call
+from pscluster.coordinator.scheduling.connections import LOST_CONNECTION
 from pscluster.coordinator.scheduling.function_errors import cancelled_error
 from pscluster.coordinator.scheduling.gangs import Gang, GangState
 from pscluster.coordinator.scheduling.overtime import Overtime
@@ -73,10 +74,11 @@ class GangRuns:
             with self._state.lock:
                 gangs = [gang for gang in self._scheduler.gangs.running if gang.has_enough]
                 before, late = late, {task for gang in gangs for task in gang.late}
+                self._watches = bool(late)
                 if not late:
-                    self._watches = False
                     return
-                asked = [(task, self._state.workers[index].connection) for task, index in self._where(before & late)]
+                workers = [(task, self._state.workers[index]) for task, index in self._where(before & late)]
+                asked = [(task, handle.connection) for task, handle in workers if handle.up]
             answered = await asyncio.gather(*(_answers(connection) for _, connection in asked))
             silent = [task for (task, _), answers in zip(asked, answered, strict=True) if not answers]
             if silent:
@@ -84,10 +86,12 @@ class GangRuns:
                     self._leave_behind(silent)
 
     def _where(self, tasks: Collection[Task[Call]]) -> list[tuple[Task[Call], int]]:
-        return [(task, task.gang.placed[task.gang.rank_of(task)]) for task in tasks if task.gang is not None]
+        """Return the workers of members that are late, and that their gangs can do without."""
+        late = [(task, task.gang) for task in tasks if task.gang is not None and task.gang.has_enough]
+        return [(task, gang.placed[gang.rank_of(task)]) for task, gang in late if task in gang.late]
 
     def _leave_behind(self, tasks: Sequence[Task[Call]]) -> None:
-        for _, index in self._where([task for task in tasks if task.gang is not None and task.gang.has_enough]):
+        for _, index in self._where(tasks):
             peer = self._state.workers[index].peer
             logger.warning("%s does not answer, and is late: its replica has no result", peer)
             self._state.event_log.record(peer.task, "note", "does not answer, and is late: its replica has no result")
@@ -145,4 +149,7 @@ class GangRuns:
 
 
 async def _answers(connection: WorkerConnection | None) -> bool:
-    return connection is not None and await connection.answers(LATE_SECONDS)
+    try:
+        return connection is not None and await connection.answers(LATE_SECONDS)
+    except LOST_CONNECTION:
+        return False

@@ -67,7 +67,7 @@ class Liveness:
     def probe(self) -> None:
         """Start a probe, unless one is under way."""
         if self._probing.acquire(blocking=False):
-            threading.Thread(target=self._probe, name="ps-liveness", daemon=True).start()
+            threading.Thread(target=self._probe, name="liveness", daemon=True).start()
 
     def _probe(self) -> None:
         try:

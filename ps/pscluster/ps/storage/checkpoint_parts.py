@@ -261,8 +261,10 @@ class CheckpointParts:
                 ledger.replace(*METADATA, {})
                 metadata.updates += 1
                 # The last decision stays: the iterators of its replicas are where they are.
-                here = {name: text for name, text in metadata.texts.items() if name == SYNCHRONOUS}
-                metadata.texts = staged.metadata | here
+                texts = {name: text for name, text in staged.metadata.items() if name != SYNCHRONOUS}
+                if (decision := metadata.texts.get(SYNCHRONOUS)) is not None:
+                    texts[SYNCHRONOUS] = decision
+                metadata.texts = texts
         for ids, shard, arrays, steps in staged.shards:
             with shard.lock:
                 with store.ledger() as ledger:

@@ -44,7 +44,7 @@ class _Way:
         """Return whether the worker answers within so many seconds. It may be computing."""
         try:
             say_hello(self._channel, self.peer, self._identity, seconds)
-        except PsClusterError:
+        except (PsClusterError, ValueError):  # ValueError: the channel was closed, for another process at that address
             return False
         return True
 
