@@ -182,7 +182,7 @@ def test_fit(strategy: SynchronousStrategy) -> None:
 
 def test_a_frozen_replica_holds_up_no_call(tmp_path: Path) -> None:
     """It has no results, others run it in the next call, and once it thaws it takes part again."""
-    with LocalCluster(1, REPLICAS, log_level="ERROR") as cluster, SynchronousStrategy(cluster, backup=1) as strategy:
+    with LocalCluster(2, REPLICAS, log_level="ERROR") as cluster, SynchronousStrategy(cluster, backup=1) as strategy:
         coordinator = ClusterCoordinator(strategy)
         until(lambda: coordinator.workers_up == REPLICAS, "all workers are up")
         counted = Counted(strategy, tmp_path)
@@ -204,6 +204,7 @@ def test_a_frozen_replica_holds_up_no_call(tmp_path: Path) -> None:
         try:
             each = taken(5)
             assert [list(of[0]) for of in each] == [[at, None, at] for at in range(5)]
+            assert counted.total.numpy().tolist() == [[5, 10], [0, 0], [5, 10]], "on both servers"
             each = taken(5)
             assert home not in {pid for of in each for pid in of[1]}
             assert all(sum(number is not None for number in of[0]) == REPLICAS - 1 for of in each)

@@ -285,7 +285,7 @@ class FunctionQueue(StaysHere):
                 min_workers=min_workers,
                 steps=message,
                 spare=message.backup,
-                no_result=(message.first + steps, ([], [])),
+                no_result=(None, ([], [])),
             )
             try:
                 for value in values:
@@ -296,8 +296,9 @@ class FunctionQueue(StaysHere):
             if any(value.status is not RemoteValueStatus.READY for value in values):
                 self.join()  # raises the error, which a later call would raise otherwise
             returned = [value.fetch() for value in values]
-            last = min(steps for steps, _ in returned)
-            committed(last)
+            ends = [end for end, _ in returned if end is not None]
+            last = min(ends)
+            committed(last, len(ends) < replicas)
         done, of_replicas = last - message.first, [result for _, result in returned]
         if message.staleness or message.backup:
             of_replicas = [of_steps(collect, numbered, done) for numbered in of_replicas]

@@ -42,10 +42,11 @@ class SynchronousRun:
     @contextlib.contextmanager
     def steps(
         self, count: int, collect: worker_pb2.SynchronousSteps.Collect
-    ) -> Iterator[tuple[worker_pb2.SynchronousSteps, Callable[[int], Any]]]:
+    ) -> Iterator[tuple[worker_pb2.SynchronousSteps, Callable[..., Any]]]:
         """Yield the message for `count` steps, and what to call with the number of steps that are then committed.
 
-        A block that does not call it, or raises, may have committed any of them.
+        A block that does not call it, or raises, may have committed any of them. If a replica was left behind, this is
+        to be told: then the servers that it should have told of the last steps are told here.
         """
         with self._lock:
             if (term := self._updater.term) != self._term:
@@ -56,7 +57,7 @@ class SynchronousRun:
                 # Their updates are applied as they come: nothing is ever left to be applied.
                 message = self._message(count, collect)
                 self.committed += count
-                yield message, lambda _: None
+                yield message, lambda *_: None
                 return
             if not self._settled:
                 self._settle()
@@ -94,8 +95,11 @@ class SynchronousRun:
             finally:
                 self._lock.release()
 
-    def _committed(self, steps: int) -> None:
-        self.committed, self._settled = steps, True
+    def _committed(self, steps: int, left_behind: bool = False) -> None:
+        if left_behind:
+            self._settle()
+        else:
+            self.committed, self._settled = steps, True
 
     def _settle(self) -> None:
         """End what may be left of the last attempt."""
