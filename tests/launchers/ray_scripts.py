@@ -7,7 +7,10 @@ import functools
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,51 @@ def inside(address: str, storage: str) -> None:
         }
 
     print("result", json.dumps(ray.get(ray.remote(driver).remote())), flush=True)
+
+
+def _meet(folder: str) -> dict[str, Any]:
+    """Meet the other ranks where the environment says, and return what it says; at first two attempts die."""
+    context, env = get_context(), os.environ
+    rank, size, where = int(env["RANK"]), int(env["WORLD_SIZE"]), (env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    if rank == 0:
+        with socket.create_server(where) as server:
+            others = [server.accept()[0] for _ in range(size - 1)]
+        met = sorted(int(other.recv(8)) for other in others)
+        for other in others:
+            other.sendall(b"met")
+    else:
+        with contextlib.closing(_connected(where)) as server:
+            server.sendall(str(rank).encode())
+            met = [len(server.recv(3))]
+    report({"met": len(met)})
+    if rank == context.attempt < 3:  # first the function's process, then its worker
+        os.kill(os.getpid() if rank == 1 else os.getppid(), signal.SIGKILL)
+    barrier()
+    Path(folder, f"{rank}-{context.attempt}").touch()
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    mine = [context.local_rank, context.local_world_size, context.node_rank]
+    return {"where": where[0], "met": met, "says": [int(env[name]) for name in names] == mine, "node": mine[2]}
+
+
+def _connected(where: tuple[str, int]) -> socket.socket:
+    """Connect as soon as rank 0 listens."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(where)
+        time.sleep(0.05)
+
+
+def group(address: str, folder: str) -> None:
+    """Run a function that finds its group as torch does."""
+    result = Trainer(
+        _meet,
+        folder,
+        ScalingConfig(workers=3),
+        RunConfig("group", storage=f"{folder}/runs"),
+        backend="torch",
+        launcher=functools.partial(RayCluster, address=address, ps_resources={"CPU": 1, "stable": 1}),
+    ).fit()
+    print("result", json.dumps([result.metrics, result.return_values]), flush=True)
 
 
 def _of_module() -> object:

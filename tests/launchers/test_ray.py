@@ -214,6 +214,21 @@ def test_a_driver_that_is_a_task_of_ray(run: Run, nodes: Nodes, tmp_path: Path) 
     assert sorted(result["members"]) in ([[0, 0, 1], [1, 0, 1]], [[0, 0, 2], [0, 1, 2]])  # as Ray has placed them
 
 
+def test_a_group_of_a_framework(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """Its members find each other at an address of a node; when one dies, or its worker, all begin again."""
+    nodes.add(OTHER)
+    script = run("group", str(tmp_path))
+    assert script.wait() == 0, script.log[-5000:]
+    metrics, values = json.loads(script.until(r"result (\[.*\])")[1])
+    assert metrics == {"met": 2}
+    assert [value["met"] for value in values] == [[1, 2], [3], [3]]
+    assert all(value["says"] for value in values)
+    assert {value["node"] for value in values} == {0, 1}, "it was on both nodes"
+    (where,) = {value["where"] for value in values}
+    assert where == OTHER or not where.startswith("127."), "an address that the other node reaches"
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-3", "1-3", "2-3"}
+
+
 def test_what_is_asked_for(run: Run, tmp_path: Path) -> None:
     """Where there is no room, or no cluster, what was asked for is named, and what there is, within a deadline.
 

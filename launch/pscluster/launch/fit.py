@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,7 @@ from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.logs import logs_of
+from pscluster.launch.rendezvous import Rendezvous, place_among
 from pscluster.launch.result import Result
 from pscluster.launch.run_folder import RunFolder
 from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
@@ -58,6 +58,8 @@ from pscluster.launch.session import Action, Answer, Commit, Report, Session
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+HERE = "127.0.0.1"
+"""Where members find each other that are all on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Fit:
         self._together = job.backend != "numpy" or self._run.failure.restart == "group"
         self._session = self._make_session()
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
-        self._ports: dict[int, list[int]] = {}  # by attempt
+        self._rendezvous = Rendezvous(self._size, self._run.report_timeout)
         self._workers: dict[int, int] = {}  # by rank: where it ran last
         self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
         self._cluster: SupervisedCluster | None = None
@@ -215,18 +217,16 @@ class Fit:
         restarts = self._max_restarts
         return LocalCluster(scaling.ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts)
 
+    @property
+    def _hosts(self) -> list[str]:
+        """The hosts of the workers; none if all are on this machine."""
+        return self._cluster.worker_hosts() if self._cluster is not None else []
+
     def _location(self, rank: int, worker: int) -> dict[str, int]:
-        """Return where a member is, beside the others: its worker's machine, and its place there."""
-        hosts = self._cluster.worker_hosts() if self._cluster is not None else []
-        if worker >= len(hosts):  # all are on this machine
-            return {"local_rank": rank, "local_world_size": self._size, "node_rank": 0}
-        there = [index for index, host in enumerate(hosts) if host == hosts[worker]]
-        nodes = list(dict.fromkeys(hosts))
-        return {
-            "local_rank": there.index(worker),
-            "local_world_size": len(there),
-            "node_rank": nodes.index(hosts[worker]),
-        }
+        """Return where a member is, beside the others; nothing if all are on this machine."""
+        if group := self._rendezvous.hosts:
+            return place_among(rank, group)
+        return place_among(worker, self._hosts)
 
     def _restore_variables(self, strategy: ParameterServerStrategy) -> None:
         """Give variables the values that they had at the newest checkpoint which has them.
@@ -288,7 +288,7 @@ class Fit:
                 if value.status is not RemoteValueStatus.READY:
                     raise MembersFailed(self._errors(values))
                 self._do(self._session.end(rank, self._session.members[rank].attempt))
-            self._do(self._session.expire(time.monotonic()))
+            self._do([*self._session.expire(time.monotonic()), *self._rendezvous.expire(time.monotonic())])
 
     def _errors(self, values: Sequence[RemoteValue]) -> dict[int, BaseException]:
         """Return the errors of those that have failed, those that others made fail last."""
@@ -323,8 +323,9 @@ class Fit:
         self._workers[rank] = question.worker
         match asked["do"]:
             case "address":
-                question.reply({"ports": self._ports_of(attempt)})
-                return []
+                hosts = self._hosts
+                host = hosts[question.worker] if question.worker < len(hosts) else HERE
+                return [*self._rendezvous.ask(rank, attempt, host, int(asked["port"]), question, now)]
             case "begin":
                 self._session.begin(rank, attempt)
                 question.reply(self._standing(rank, attempt) | self._location(rank, question.worker))
@@ -349,14 +350,6 @@ class Fit:
             "furthest": folder.positions(self._session.committed, rank) if self._session.committed else {},
             "updates": [*map(list, self._updates.get(rank, {}).items())],
         }
-
-    def _ports_of(self, attempt: int) -> list[int]:
-        """Return free ports for the members' own connections, the same for all in an attempt."""
-        if attempt not in self._ports:
-            with contextlib.ExitStack() as stack:
-                sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(self._size)]
-                self._ports[attempt] = [listening.getsockname()[1] for listening in sockets]
-        return self._ports[attempt]
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

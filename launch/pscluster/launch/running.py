@@ -18,6 +18,7 @@ import datetime
 import json
 import multiprocessing.connection
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -27,16 +28,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from pscluster.coordinator.local.supervisor import describe_exit
+from pscluster.core.cluster.spec import join_address
 from pscluster.core.context import FunctionContext, current_function
 from pscluster.core.errors import FunctionCancelled, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.values import decode, encode
 from pscluster.launch.context import Ask, Member, TrainContext, membership
+from pscluster.launch.rendezvous import place_among
 from pscluster.launch.shards import Position, made
 from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.failures import RelayedFailure, failure_of
-
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,9 @@ def run_in_process(
         forms: its definitions, to be tried in turn; see `CapturedFunction.forms`.
     """
     context = _function()
-    info = context.ask({"do": "address"})
-    env = {**os.environ, **environment(Setup(**setup), rank, info["ports"])}
+    with _free_port() as port:  # until just before the child takes it
+        info = context.ask({"do": "address", "port": port})
+    env = {**os.environ, **environment(Setup(**setup), rank, info["addresses"])}
     sources = {name: made(source) for name, source in datasets.items()}
     start = {"forms": list(forms), "config": config, "setup": setup, "datasets": sources, "rank": rank}
     with _child(env) as (process, connection):
@@ -158,33 +160,38 @@ def run_member(
         return value
 
 
-def environment(setup: Setup, rank: int, ports: Sequence[int]) -> dict[str, str]:
-    """Return the variables that a framework's launcher sets for a member."""
-    size, address = str(setup.size), f"{_HOST}:{ports[0]}"
+def environment(setup: Setup, rank: int, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
+    """Return the variables that a framework's launcher sets for a member.
+
+    Args:
+        addresses: host and port of each rank, where the others can reach it.
+    """
+    size, (host, port) = str(setup.size), addresses[0]
+    place = place_among(rank, [host for host, _ in addresses])
     env = {"PSCLUSTER_RANK": str(rank), "PSCLUSTER_WORLD_SIZE": size}
     if setup.backend == "torch":
         env |= {
             "RANK": str(rank),
             "WORLD_SIZE": size,
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": size,
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(ports[0]),
+            "LOCAL_RANK": str(place["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(place["local_world_size"]),
+            "GROUP_RANK": str(place["node_rank"]),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
         }
     elif setup.backend == "jax":
         env |= {
-            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_ADDRESS": join_address(host, port),
             "JAX_NUM_PROCESSES": size,
             "JAX_PROCESS_ID": str(rank),
             # Of these three JAX reads only the first. It finds the others if it believes to be under Open MPI.
             "OMPI_MCA_orte_hnp_uri": "pscluster",
             "OMPI_COMM_WORLD_SIZE": size,
             "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(place["local_rank"]),
         }
     elif setup.backend == "tensorflow":
-        workers = [f"{_HOST}:{port}" for port in ports]
+        workers = [join_address(*address) for address in addresses]
         env["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     return env
 
@@ -208,6 +215,17 @@ def _function() -> FunctionContext:
 
 def _positions(plain: Mapping[str, Sequence[int]]) -> dict[str, Position]:
     return {name: Position(*numbers) for name, numbers in plain.items()}
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """Hold a port that is free on all addresses of this machine, within the block."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(("", 0))  # it never listens
+        yield bound.getsockname()[1]
 
 
 # The connection to the child

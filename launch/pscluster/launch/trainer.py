@@ -41,7 +41,7 @@ class Trainer:
             "pad" gives some rows twice, so that all have as many.
         seed: of the order of datasets.
         launcher: makes the cluster for the run: `RayCluster`, a `functools.partial` of it, or another callable that
-            takes `ps`, `workers`, `env` and `log_level`. Default: a `LocalCluster`. Only with the backend "numpy".
+            takes `ps`, `workers`, `env` and `log_level`. Default: a `LocalCluster`.
         resume_from: a checkpoint to start a new run from.
 
     Raises:
@@ -93,10 +93,10 @@ class Trainer:
             )
         if launcher is not None and not callable(launcher):
             raise TypeError(f"launcher is {type_of(launcher)}; give a callable, such as RayCluster")
-        if launcher is not None and (backend != "numpy" or not self._scaling.workers):
+        if launcher is not None and not self._scaling.workers:
             raise ValueError(
-                'a launcher starts workers for functions with the backend "numpy": those of a framework find each '
-                "other on this machine, and with workers=0 the function runs in this process"
+                "a launcher starts workers, and with workers=0 the function runs in this process: give a number of "
+                "workers, or no launcher"
             )
         self._backend, self._variables, self._launcher = backend, variables, launcher
         self._datasets = dict(datasets or {})

@@ -127,6 +127,11 @@ def split_address(text: str, key: str = "address") -> tuple[str, int]:
     raise _wrong(key, f"is {_quote(text)}", limit, _quote(right))
 
 
+def join_address(host: str, port: int) -> str:
+    """Return `host:port`, or `[IPv6]:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_address(text: str, key: str = "address") -> tuple[str, int]:
     """Return the host and port of a task's address, or, of `unix:/PATH`, the path and 0. Raises as `split_address`."""
     if text.startswith(("unix-abstract:", "unix://")):

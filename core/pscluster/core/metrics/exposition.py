@@ -22,6 +22,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
+from pscluster.core.cluster.spec import join_address
 from pscluster.core.errors import ConfigurationError, PsClusterError
 from pscluster.core.metrics.registry import Telemetry, Value
 from pscluster.core.security.http_access import CertificateFiles, Visitors
@@ -130,7 +131,7 @@ class MetricsServer(HTTPServer):
                 f"can't serve metrics on {host}:{port}: {error.strerror or error}; give another --metrics-port (0: any "
                 "free one), --metrics-host, or --metrics-port off"
             ) from None
-        self.address = f"[{host}]:{self.server_port}" if ":" in host else f"{host}:{self.server_port}"
+        self.address = join_address(host, self.server_port)
         # Not `serve_forever`: ending it would take one of its poll intervals.
         self._over, self._ending = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

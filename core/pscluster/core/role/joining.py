@@ -46,6 +46,7 @@ from pscluster.core.cluster.spec import (
     VARIABLE,
     TFConfig,
     is_on_this_machine,
+    join_address,
     parse_address,
     split_address,
 )
@@ -182,7 +183,7 @@ def dialled_at(address: str, join: JoinOptions) -> str:
                 host = probe.getsockname()[0]
         except OSError:
             return address
-    return f"[{host}]:{other_port or port}" if ":" in host else f"{host}:{other_port or port}"
+    return join_address(host, other_port or port)
 
 
 class Serving(Protocol):

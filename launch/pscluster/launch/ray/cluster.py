@@ -27,7 +27,7 @@ from pscluster.coordinator.local.supervisor import Phase, RestartPolicy, TaskKey
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
-from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback
+from pscluster.core.cluster.spec import ClusterSpec, Task, TFConfig, is_loopback, join_address
 from pscluster.core.errors import ConfigurationError, MisuseError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE
 from pscluster.core.ids import VERSION
@@ -214,7 +214,7 @@ class RayCluster(SupervisedCluster):
             self._changed.wait_for(lambda: self._ended.is_set() or not self._are_starting(), self._timeout)
             jobs: dict[str, list[str]] = {"chief": [self._chief.spec.task_address("chief", 0)]}
             for task in self._tasks:
-                jobs.setdefault(task[0], []).append(_joined(*self._processes.places[task]))
+                jobs.setdefault(task[0], []).append(join_address(*self._processes.places[task]))
         return ClusterSpec(jobs, source="RayCluster")
 
     def _are_starting(self) -> bool:
@@ -222,7 +222,7 @@ class RayCluster(SupervisedCluster):
 
     def _address_of(self, task: TaskKey) -> str:
         with self._changed:
-            return _joined(*self._processes.places[task])
+            return join_address(*self._processes.places[task])
 
     def hand_over_port(self, role: str, index: int) -> list[str]:
         """Return the options for a process that is about to listen at a task's address."""
@@ -265,7 +265,7 @@ class RayCluster(SupervisedCluster):
     def arguments(self, task: TaskKey, host: str, port: int) -> tuple[Any, ...]:
         """Return the arguments of `RoleActor.start` for a task that is there."""
         role, index = task
-        address = _joined(host, port)
+        address = join_address(host, port)
         command = [f"pscluster.{role}", *self._options, "--bind", address]
         env = dict(self._env)
         config = "{}"
@@ -316,7 +316,3 @@ def _checked_resources(name: str, resources: Mapping[str, float]) -> dict[str, f
             f'{name} is {resources!r}; give a dictionary with an amount above 0, such as {{"CPU": 1}}'
         )
     return amounts
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
