@@ -350,7 +350,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
         ({"backend": "torch"}, "a process group of torch can't lose a rank: give one number, or keep parameters on"),
         ({"run": RunConfig(failure=FailureConfig(restart="group"))}, 'with restart="group" all begin again together'),
-        ({"launcher": LocalCluster}, "only on a cluster of this machine: give one number, or no launcher"),
         ({"split": "pad"}, 'split="pad" cuts rows for a fixed number: leave it at "all", or give one number'),
     ):
         with pytest.raises(ValueError, match=rf"workers is \(2, 8\), so members may come and go, but .*{message}"):

@@ -10,16 +10,33 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, SynchronousStrategy, Variable, optimizers
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    IndexedSlices,
+    ParameterServerStrategy,
+    SynchronousStrategy,
+    Variable,
+    optimizers,
+)
 from pscluster.coordinator.checkpoints.manager import CheckpointManager
-from pscluster.core.errors import PSUnavailableError
-from pscluster.launch import RayCluster, RunConfig, ScalingConfig, Trainer, barrier, get_context, report
+from pscluster.core.errors import PsClusterError, PSUnavailableError
+from pscluster.launch import (
+    RayCluster,
+    RunConfig,
+    ScalingConfig,
+    Trainer,
+    barrier,
+    get_context,
+    get_dataset_shard,
+    report,
+)
 
 
 def _show(cluster: RayCluster) -> None:
@@ -164,6 +181,53 @@ def _meet(folder: str) -> dict[str, Any]:
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     mine = [context.local_rank, context.local_world_size, context.node_rank]
     return {"where": where[0], "met": met, "says": [int(env[name]) for name in names] == mine, "node": mine[2]}
+
+
+def _count_rows(folder: str) -> list[int]:
+    """Count each row on the servers, epoch by epoch, until a file says how many there are."""
+    context, shard, ends = get_context(), get_dataset_shard(), Path(folder, "ends")
+    while shard.epoch < (int(ends.read_text()) if ends.exists() else 1 << 30):
+        for rows in shard.iter_batches(5):
+            context.variables.scatter_add(IndexedSlices(np.ones(len(rows), np.int64), rows))
+            time.sleep(0.01)
+        report({"size": context.world_size, "epoch": shard.epoch})
+    seen: list[int] = context.variables.numpy().tolist()
+    return seen
+
+
+def elastic(address: str, folder: str) -> None:
+    """Fit an elastic run, whose number of workers standard input changes."""
+    clusters: list[RayCluster] = []
+
+    def launcher(**options: Any) -> RayCluster:
+        # Three workers have room on the first node, and one on the other.
+        resources: dict[str, Any] = {"worker_resources": {"CPU": 2}, "ps_resources": {"CPU": 1, "stable": 1}}
+        clusters.append(RayCluster(address=address, placement="PACK", **resources, **options))
+        return clusters[-1]
+
+    trainer = Trainer(
+        _count_rows,
+        folder,
+        ScalingConfig(workers=(1, 5)),
+        RunConfig("elastic", storage=f"{folder}/runs"),
+        datasets={"train": np.arange(201)},
+        variables=lambda _: Variable(np.zeros(201, np.int64), name="seen"),
+        launcher=launcher,
+    )
+
+    def scale() -> None:
+        for line in sys.stdin:
+            try:
+                trainer.scale(int(line), timeout=5 if int(line) == 5 else 60)
+                print("scaled to", line, flush=True)
+            except PsClusterError as error:
+                print("not scaled:", error, flush=True)
+            _show(clusters[0])
+
+    threading.Thread(target=scale, daemon=True).start()
+    result = trainer.fit()
+    seen = np.max(result.return_values or [], axis=0)
+    print("result", json.dumps([seen.tolist(), result.rows_again]), flush=True)
 
 
 def _connected(where: tuple[str, int]) -> socket.socket:

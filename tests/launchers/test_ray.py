@@ -229,6 +229,51 @@ def test_a_group_of_a_framework(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-3", "1-3", "2-3"}
 
 
+def test_an_elastic_run(run: Run, nodes: Nodes, tmp_path: Path) -> None:
+    """It grows as far as there is room, goes on without a node that is removed, shrinks, and grows on another node.
+
+    No row is lost, and what was counted twice, the result tells of.
+    """
+    nodes.add(OTHER)
+    script = run("elastic", str(tmp_path))
+
+    def ask(workers: int) -> None:
+        at = len(script.log)
+        assert script.process.stdin is not None
+        script.process.stdin.write(f"{workers}\n".encode())
+        script.process.stdin.flush()
+        script.until(r"scaled.*(\n.*)*tasks .*\n", at)
+
+    def has(size: int) -> None:
+        script.until(rf"report \d+  size {size}\b", len(script.log))
+
+    has(1)
+    ask(4)
+    has(4)
+    ask(5)
+    sentence = (
+        r"not scaled: the Ray cluster has no room for 1 more worker after 5 s: they need CPU 2 \(\S+ free of 10\)"
+    )
+    assert re.search(sentence, script.log), script.log[-5000:]
+    has(4)
+    places = [json.loads(line) for line in re.findall(r"tasks (\[.*\])", script.log)][-1]
+    (lost,) = (int(name.removeprefix("worker ")) for name, _, address in places if address.startswith(OTHER))
+    assert lost > 0
+    nodes.remove()
+    has(3)
+    ask(lost)  # also the one that waits for a node with room
+    has(lost)
+    nodes.add(THIRD)
+    ask(4)
+    has(4)
+    (tmp_path / "ends").write_text(str(json.loads(script.log.rpartition("epoch ")[2].split()[0]) + 3))
+    assert script.wait() == 0, script.log[-5000:]
+    seen, again = json.loads(script.until(r"result (\[.*\])")[1])
+    epochs = int((tmp_path / "ends").read_text())
+    assert min(seen) >= epochs
+    assert sum(seen) - epochs * 201 <= again
+
+
 def test_what_is_asked_for(run: Run, tmp_path: Path) -> None:
     """Where there is no room, or no cluster, what was asked for is named, and what there is, within a deadline.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pscluster.core.errors import MisuseError
 
 if TYPE_CHECKING:
-    from pscluster.coordinator.local.local_cluster import LocalCluster
+    from pscluster.coordinator.local.scaling import ScalableCluster
 
 
 class Clusters:
@@ -18,10 +18,10 @@ class Clusters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cluster: LocalCluster | None = None
+        self._cluster: ScalableCluster | None = None
 
     @contextmanager
-    def using(self, cluster: LocalCluster) -> Iterator[None]:
+    def using(self, cluster: ScalableCluster) -> Iterator[None]:
         """Let others change the size of this cluster within the block."""
         with self._lock:
             self._cluster = cluster

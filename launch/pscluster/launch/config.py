@@ -24,7 +24,8 @@ class ScalingConfig:
 
     Args:
         workers: how many members; 0: one, in this process. `(fewest, most)`: the run is elastic: members may join and
-            leave while it runs. It begins with as many as this machine has cores, within these limits.
+            leave while it runs. It begins with as many as this machine has cores, within these limits; on the cluster
+            of a launcher with the fewest.
         ps: how many parameter servers.
         env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
             unless it is set here or in this process.
@@ -48,13 +49,12 @@ class ScalingConfig:
         """The fewest and the most members of an elastic run; None: their number is fixed."""
         return self.workers if isinstance(self.workers, tuple) else None
 
-    @property
-    def at_start(self) -> int:
-        """With how many workers a run begins."""
+    def at_start(self, *, is_here: bool) -> int:
+        """Return with how many workers a run begins, on this machine or elsewhere."""
         if isinstance(self.workers, int):
             return self.workers
         fewest, most = self.workers
-        return max(fewest, min(most, os.cpu_count() or 1))
+        return max(fewest, min(most, os.cpu_count() or 1)) if is_here else fewest
 
     def __post_init__(self, num_workers: int | tuple[int, int] | None, use_gpu: bool) -> None:
         if num_workers is not None:

@@ -164,8 +164,10 @@ class Member:
     def _follow(self, answer: Mapping[str, Any]) -> str | None:
         """Take note of who the members are now; return the path of the report's checkpoint."""
         context = self.context
-        context.world_rank = context.local_rank = answer["rank"]
-        context.world_size = context.local_world_size = answer["size"]
+        context.world_rank, context.world_size = answer["rank"], answer["size"]
+        context.local_rank = answer.get("local_rank", context.world_rank)
+        context.local_world_size = answer.get("local_world_size", context.world_size)
+        context.node_rank = answer.get("node_rank", 0)
         for name, shard in self._shards.items():
             if isinstance(shard, ElasticShard):
                 shard.go_on_in(answer["epochs"][name])

@@ -129,7 +129,7 @@ class Fit:
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job, self._folder = job, folder
         self._scaling, self._run = job.scaling, job.run
-        self._size = max(self._scaling.at_start, 1)
+        self._size = max(self._scaling.at_start(is_here=job.launcher is None), 1)
         self._together = job.backend != "numpy" or self._run.failure.restart == "group"
         self._session = self._make_session()
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()

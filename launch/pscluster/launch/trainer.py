@@ -85,7 +85,7 @@ class Trainer:
                 raise TypeError(f"{name} is {type_of(value)}, not a {getattr(kind, '__name__', 'Checkpoint')}")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; give one of {', '.join(map(repr, BACKENDS))}")
-        _check_elastic(self._scaling, self._run, backend, split, launcher)
+        _check_elastic(self._scaling, self._run, backend, split)
         if variables is not None and (backend != "numpy" or not self._scaling.workers):
             raise ValueError(
                 'variables are on parameter servers, which only functions with the backend "numpy" on one worker or '
@@ -118,7 +118,7 @@ class Trainer:
         Raises:
             ValueError: `workers` is not within these limits.
             MisuseError: the run is not elastic, or `fit` does not run.
-            LocalClusterError, UnavailableError, WaitTimeoutError: as `LocalCluster.scale`.
+            ClusterError, UnavailableError, WaitTimeoutError: as `LocalCluster.scale`.
         """
         if self._scaling.limits is None:
             raise MisuseError(
@@ -177,7 +177,7 @@ class TensorflowTrainer(Trainer):
         super().__init__(*args, backend="tensorflow", **options)
 
 
-def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: str, launcher: object) -> None:
+def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: str) -> None:
     """Raise ValueError if members are to come and go where they can't."""
     if scaling.limits is None:
         return
@@ -188,8 +188,6 @@ def _check_elastic(scaling: ScalingConfig, run: RunConfig, backend: str, split: 
         why = 'with restart="group" all begin again together: leave it at "worker", or give one number'
     elif split != "all":
         why = f'split="{split}" cuts rows for a fixed number: leave it at "all", or give one number'
-    elif launcher is not None:
-        why = "only on a cluster of this machine: give one number, or no launcher"
     if why:
         raise ValueError(f"workers is {scaling.limits}, so members may come and go, but {why}")
 

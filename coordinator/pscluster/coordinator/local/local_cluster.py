@@ -12,11 +12,10 @@ files that are left on disk; see `temp_folder.py`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -25,30 +24,26 @@ from pscluster.coordinator.local.addresses import Addresses, choose_transport
 from pscluster.coordinator.local.environment import child_environ, role_environ
 from pscluster.coordinator.local.launcher import Report
 from pscluster.coordinator.local.processes import Processes
-from pscluster.coordinator.local.supervised import ClusterError, SupervisedCluster, logger
-from pscluster.coordinator.local.supervisor import Added, Removed, RestartPolicy, TaskKey, task_name
+from pscluster.coordinator.local.scaling import ScalableCluster
+from pscluster.coordinator.local.supervised import ClusterError, logger
+from pscluster.coordinator.local.supervisor import RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback
-from pscluster.core.errors import ConfigurationError, MisuseError, WaitTimeoutError
-from pscluster.core.ids import make_identity
+from pscluster.core.errors import ConfigurationError, MisuseError
 from pscluster.core.role.options import DATA_PORT_VARIABLE, GRACE_SECONDS
 from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.security.tls import Tls, load_tls
 from pscluster.core.security.tokens import TOKEN_VARIABLE, load_token, new_token
-from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.ps.storage.options import STATE_VARIABLE
-
-MAX_WORKERS = 1000
-"""The most workers of a local cluster."""
 
 
 class LocalClusterError(ClusterError):
     """A process of the local cluster has died and will not be restarted; the message says which one and why."""
 
 
-class LocalCluster(SupervisedCluster):
+class LocalCluster(ScalableCluster):
     """Parameter servers and workers as processes on this machine; a context manager and a cluster resolver.
 
     Attributes:
@@ -165,7 +160,6 @@ class LocalCluster(SupervisedCluster):
         )
         self._processes = Processes(self._changed, self._inbox.put)
         self._addresses: Addresses | None = None  # None before the start
-        self._scaling = threading.Lock()
         self._joining: set[int] = set()  # workers that were started by `scale`: they register with the coordinator
         self._started_at = ""  # the caller's file and line
 
@@ -219,77 +213,16 @@ class LocalCluster(SupervisedCluster):
     def _certified_hosts(self) -> list[str]:
         return [self._host]
 
-    def scale(self, workers: int, *, timeout: float = 60.0) -> None:
-        """Start workers, or stop those with the highest indices, until there are so many. Return when that is done.
-
-        Those that had ended, or been given up, are started again, with their full number of restarts.
-
-        Jobs on this cluster go on meanwhile: a new worker gets functions at once, and one that is stopped lets the
-        function that it runs end within the grace, or gives it back, to run elsewhere. A coordinator in another process
-        learns of workers that were started here, and counts one that was there from its start as missing if it is
-        stopped.
-
-        Args:
-            workers: how many there are afterwards, from 1 to 1,000.
-            timeout: seconds for new workers to serve, and beyond its grace for each that is stopped to end.
-
-        Raises:
-            ConfigurationError: `workers` is out of range. Nothing has changed.
-            MisuseError: the cluster isn't running.
-            LocalClusterError: a worker could not be started.
-            UnavailableError: a new worker does not serve within `timeout` seconds; it may do so later.
-            WaitTimeoutError: a worker does not end.
-        """
-        with configuration_errors():
-            workers = checks.whole("workers", workers, at_least=1, at_most=MAX_WORKERS)
-            timeout = checks.real("timeout", timeout, kind="number of seconds", at_least=0)
-        with self._scaling:
-            with self._changed:
-                if self._monitor is None or self._ended.is_set():
-                    raise MisuseError("the cluster can't be scaled: it isn't running")
-                before = self._counts["worker"]
-                there = range(min(before, workers))
-                ended = [index for index in there if self._supervisor.state(("worker", index)).phase.is_final]
-            for index in ended:
-                self.restart("worker", index, timeout=timeout)
-            for index in range(before, workers):
-                self._add_worker(index)
-            for index in reversed(range(workers, before)):
-                self._remove_worker(index, timeout)
-            self._wait_until_serving([*ended, *range(before, workers)], timeout)
-
-    def _add_worker(self, index: int) -> None:
-        task = "worker", index
+    def _reserve_workers(self, indices: Sequence[int], timeout: float) -> None:
+        del timeout  # there is room at once
         with self._changed:
-            self._started_addresses().add(task)
-            self._counts["worker"] = index + 1
-            self._joining.add(index)
-        self._inbox.put(Added(task))
+            for index in indices:
+                self._started_addresses().add(("worker", index))
+                self._joining.add(index)
 
-    def _remove_worker(self, index: int, timeout: float) -> None:
-        task = "worker", index
-        for job in list(self._jobs):
-            job.retire_worker(index)
-        self._inbox.put(Removed(task))
+    def _release_worker(self, index: int) -> None:
         with self._changed:
-            left = not self._changed.wait_for(
-                lambda: self._ended.is_set() or not self._supervisor.has(task), self._grace + timeout
-            )
-            if left:
-                raise WaitTimeoutError(f"{task_name(task)} does not end {self._grace + timeout:g} s after SIGTERM")
-            if not self._ended.is_set():
-                self._counts["worker"] = index
-                self._started_addresses().remove(task)
-
-    def _wait_until_serving(self, indices: Iterable[int], timeout: float) -> None:
-        spec, peers = self.cluster_spec(), []
-        tls = load_tls("coordinator", Path(self.tls_folder)) if self.tls_folder else None
-        for index in indices:
-            why_gone = functools.partial(self.why_gone, "worker", index)
-            peers.append(PeerAddress("worker", index, spec.task_address("worker", index), tls, self.token, why_gone))
-        if peers:
-            wait_for_peers(peers, make_identity("tool", 0), timeout=timeout, purpose="scaling")
-        self.check()
+            self._started_addresses().remove(("worker", index))
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks, and one for the chief, for the process that runs the coordinator."""

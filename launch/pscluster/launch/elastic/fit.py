@@ -5,7 +5,8 @@ refuse its late updates, and another one is scheduled. What may happen here, and
 
     a worker is lost-----------------> its function fails with WorkerLostError: the member has left
     a worker is told to stop---------> its member leaves with its next report (`FunctionQueue.is_leaving`)
-    a worker dies too often----------> LocalCluster restarts it no more: the run goes on without it, if enough are left
+    a worker dies too often----------> the cluster restarts it no more: the run goes on without it, if enough are left
+    its node is gone-----------------> the same as for a worker that is lost, until the cluster has another place for it
     no worker is left----------------> the cluster cancels all functions with that error: the run fails at once
     there are too few for too long---> the run fails
     a function raises----------------> the others are stopped, and the run fails, as in other runs
@@ -21,14 +22,17 @@ import queue
 import time
 from typing import Any
 
-from pscluster.coordinator.local.local_cluster import LocalCluster, LocalClusterError
+from pscluster.coordinator.local.scaling import ScalableCluster
+from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
-from pscluster.core.errors import FunctionError, PsClusterError, UnavailableError, WorkerLostError
+from pscluster.core.checks import type_of
+from pscluster.core.errors import ConfigurationError, FunctionError, PsClusterError, UnavailableError, WorkerLostError
 from pscluster.launch.elastic.requests import Requests
-from pscluster.launch.elastic.session import Admit, ElasticSession, SavedRows
+from pscluster.launch.elastic.session import Admit, ElasticSession, Ranked, SavedRows
 from pscluster.launch.fit import POLL_SECONDS, Asked, Fit, MembersFailed, report_of
+from pscluster.launch.rendezvous import place_among
 from pscluster.launch.session import Action, Answer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +72,11 @@ class ElasticFit(Fit):
     def _run_members(self, coordinator: ClusterCoordinator, variables: Any) -> list[Any]:
         """Run the function as each member that there is; return what those return that come to its end."""
         session, cluster, self._coordinator = self._session, self._cluster, coordinator
-        assert isinstance(cluster, LocalCluster), "a trainer refuses launchers for elastic runs"
+        if not isinstance(cluster, ScalableCluster):
+            raise ConfigurationError(
+                f"the launcher made {type_of(cluster)}, whose number of workers can't change: give one number of "
+                "workers, or another launcher, such as RayCluster"
+            )
         member = self._member_function(coordinator, variables)
         assert self._scaling.limits is not None, "it is elastic"
         requests = Requests(self._folder, self._scaling.limits, cluster.scale)
@@ -93,7 +101,7 @@ class ElasticFit(Fit):
                         raise MembersFailed({}, UnavailableError(f"{why}{_why_gone(cluster)}"))
         except BaseException as error:
             coordinator.cancel(self._values.values())
-            if isinstance(error, LocalClusterError):  # no worker is left, so no member can be scheduled
+            if isinstance(error, ClusterError):  # no worker is left, so no member can be scheduled
                 raise MembersFailed({}, error) from None
             raise
         if behind := sum(rows.behind for rows in session.rows.values()):
@@ -149,12 +157,15 @@ class ElasticFit(Fit):
         return super()._decide(question)
 
     def _answer_to(self, answer: Answer) -> Any:
-        if not isinstance(answer, Admit):
+        if not isinstance(answer, Ranked):
             return answer.value
+        ranked = {**answer.value, **place_among(answer.question.worker, self._hosts)}
+        if not isinstance(answer, Admit):
+            return ranked
         logger.info("%s: rank %d of %d begins", self._folder.name, answer.value["rank"], answer.value["size"])
         latest = self._folder.latest()
         return {
-            **answer.value,
+            **ranked,
             "committed": self._session.committed,
             "latest": None if latest is None else [latest.number, latest.path],
             "restored": {},
@@ -178,10 +189,10 @@ def _error_of(value: RemoteValue) -> BaseException:
     raise AssertionError("it has failed")
 
 
-def _why_gone(cluster: LocalCluster) -> str:
+def _why_gone(cluster: ScalableCluster) -> str:
     """Return what the cluster knows of workers that it has given up."""
     try:
         cluster.check()
-    except LocalClusterError as error:
+    except ClusterError as error:
         return f". {error}"
     return ""

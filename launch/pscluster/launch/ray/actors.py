@@ -56,6 +56,7 @@ class Actors:
         self._starting: dict[TaskKey, Any] = {}  # actors
         self._living: dict[TaskKey, tuple[int, Any]] = {}  # pids and actors
         self._threads: dict[TaskKey, threading.Thread] = {}
+        self._given_up: set[TaskKey] = set()  # whose starts fail
         self._ending = False
         self.places: dict[TaskKey, tuple[str, int]] = {}  # host and port of each task, now or when it last ran
 
@@ -96,8 +97,8 @@ class Actors:
         actor = self._plan.actor(task)
         with self._changed:
             self._starting[task] = actor
-            if self._ending:
-                raise RayClusterError("the cluster was stopped")
+            if self._ending or task in self._given_up:
+                raise RayClusterError("the cluster was stopped, or scaled down")
             known = self.places.get(task)
         port = known[1] if known is not None and task[0] == "ps" else 0
         self._await_room(task, actor, is_first=known is None)
@@ -141,6 +142,20 @@ class Actors:
 
     def join(self, pid: int) -> None:
         """Return: the thread that reported this exit has ended."""
+
+    def give_up_start(self, task: TaskKey) -> None:
+        """Have a start of this task fail that has not succeeded, and later ones until `forget`."""
+        with self._changed:
+            self._given_up.add(task)
+            actor = self._starting.get(task)
+        self._kill(actor)
+
+    def forget(self, task: TaskKey) -> None:
+        """Forget a task, which has ended for good."""
+        with self._changed:
+            self._given_up.discard(task)
+            self.places.pop(task, None)
+            self._threads.pop(task, None)
 
     def give_up_starts(self) -> None:
         """Have all starts fail that have not succeeded, and all later ones."""

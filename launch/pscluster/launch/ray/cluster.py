@@ -1,7 +1,9 @@
 """A cluster on Ray: each parameter server and worker is an actor, the coordinator is this process.
 
 Supervised like a local cluster, see `SupervisedCluster`, with actors instead of processes of this machine, see
-`actors`. A placement group reserves the room of all tasks before the first one is started.
+`actors`. A placement group reserves the room of all tasks before the first one is started; each worker that is added
+later has one of its own. Ray can't make a group smaller: the room of the first tasks stays reserved for them, also
+while there are fewer workers.
 
 What can be lost: when a worker's actor or node dies, the functions in flight, which the coordinator schedules again. A
 parameter server whose actor dies comes back on the same node, at the same port, with what `durability` says. One whose
@@ -16,13 +18,13 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pscluster.coordinator.job.settings import process_options
 from pscluster.coordinator.local.addresses import Addresses
 from pscluster.coordinator.local.environment import THREADS_VARIABLES, role_environ
-from pscluster.coordinator.local.supervised import SupervisedCluster
+from pscluster.coordinator.local.scaling import ScalableCluster
 from pscluster.coordinator.local.supervisor import Phase, RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
@@ -54,7 +56,7 @@ _PRIVATE = {
 _CONCURRENCY = 4  # of an actor's methods: one waits, the others start, signal and clean
 
 
-class RayCluster(SupervisedCluster):
+class RayCluster(ScalableCluster):
     """Parameter servers and workers as actors of a Ray cluster; a context manager and a cluster resolver.
 
     Attributes:
@@ -148,14 +150,15 @@ class RayCluster(SupervisedCluster):
         self._state_dir = state_dir
         self._id = f"pscluster-ray-{secrets.token_hex(8)}"
         super().__init__({"ps": ps, "worker": workers}, RestartPolicy(max_restarts=max_restarts), grace=grace)
-        self._tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]
+        self._tasks = [(role, index) for role, count in self._counts.items() for index in range(count)]  # at the start
         self._processes = Actors(self, self._changed, self._inbox.put, self._timeout)
         self._is_connected = False  # by this cluster
         self._host = ""  # of this process
         self._own_folder: OwnFolder | None = None
         self._certifying = threading.Lock()
         self._chief: Addresses | None = None
-        self._group: Any = None
+        self._group: Any = None  # the room of `_tasks`
+        self._added: dict[TaskKey, Any] = {}  # that of others
 
     # Starting and stopping
 
@@ -187,11 +190,25 @@ class RayCluster(SupervisedCluster):
         super()._request_stop(at_once=at_once)
         self._processes.give_up_starts()
 
+    def _reserve_workers(self, indices: Sequence[int], timeout: float) -> None:
+        new = [("worker", index) for index in indices if ("worker", index) not in self._tasks]
+        if new:
+            bundles = [self._resources["worker"] for _ in new]
+            for task, group in zip(new, connection.place_each(bundles, timeout), strict=True):
+                self._added[task] = group
+
+    def _release_worker(self, index: int) -> None:
+        task = "worker", index
+        self._processes.forget(task)
+        _give_back(self._added.pop(task, None))
+
+    def _give_up_start(self, task: TaskKey) -> None:
+        self._processes.give_up_start(task)
+
     def _release_resources(self) -> None:
-        if self._group is not None:
-            with contextlib.suppress(Exception):  # Ray may be gone
-                import_ray().util.remove_placement_group(self._group)
-            self._group = None
+        for group in (self._group, *self._added.values()):
+            _give_back(group)
+        self._group, self._added = None, {}
         if self._own_folder is not None:
             self._own_folder.remove()
             self._own_folder = None
@@ -212,9 +229,9 @@ class RayCluster(SupervisedCluster):
             if self._chief is None or self._monitor is None:
                 raise MisuseError("the cluster has no addresses before its start: use `with RayCluster(...)`")
             self._changed.wait_for(lambda: self._ended.is_set() or not self._are_starting(), self._timeout)
-            jobs: dict[str, list[str]] = {"chief": [self._chief.spec.task_address("chief", 0)]}
-            for task in self._tasks:
-                jobs.setdefault(task[0], []).append(join_address(*self._processes.places[task]))
+            jobs: dict[str, dict[int, str]] = {"chief": {0: self._chief.spec.task_address("chief", 0)}}
+            for (role, index), place in sorted(self._processes.places.items()):  # those that have started once
+                jobs.setdefault(role, {})[index] = join_address(*place)
         return ClusterSpec(jobs, source="RayCluster")
 
     def _are_starting(self) -> bool:
@@ -231,10 +248,10 @@ class RayCluster(SupervisedCluster):
         return self._chief.hand_over((role, index))
 
     def worker_hosts(self) -> list[str]:
-        """Return the hosts of the workers, in their order, as they are now."""
+        """Return the hosts of the workers, in their order, as they are now; "" of one that has not had any yet."""
         with self._changed:
-            places = sorted(self._processes.places.items())
-        return [host for (role, _), (host, _) in places if role == "worker"]
+            places = self._processes.places
+            return [places.get(("worker", index), ("", 0))[0] for index in range(self._counts["worker"])]
 
     def task_hosts(self) -> list[str]:
         """Return the hosts of all tasks, as they are now."""
@@ -252,8 +269,9 @@ class RayCluster(SupervisedCluster):
         """Return a new actor for a task, in its own bundle of the placement group."""
         ray = import_ray()
         strategies = ray.util.scheduling_strategies
+        room = (self._group, self._tasks.index(task)) if task in self._tasks else (self._added[task], 0)
         options: dict[str, Any] = {
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, self._tasks.index(task)),
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(*room),
             "max_concurrency": _CONCURRENCY,
             "max_restarts": 0,
             **connection.actor_options(self._resources[task[0]]),
@@ -299,6 +317,13 @@ class RayCluster(SupervisedCluster):
             if host not in hosts_in(folder, role):
                 renew_certificates(folder, by_role={role: [host]})
             return {path.name: path.read_bytes() for path in (folder / role).iterdir()}
+
+
+def _give_back(group: Any) -> None:
+    """Return what a placement group has reserved, if there is one."""
+    if group is not None:
+        with contextlib.suppress(Exception):  # Ray may be gone
+            import_ray().util.remove_placement_group(group)
 
 
 def _inherited() -> dict[str, str]:

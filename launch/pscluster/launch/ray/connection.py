@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,22 +74,45 @@ def reason(error: BaseException) -> str:
 
 def place(bundles: Sequence[Mapping[str, float]], placement: str, timeout: float) -> Any:
     """Return a placement group of these bundles, which has its place. RayClusterError if it has none in time."""
-    ray = import_ray()
-    try:
-        group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=placement)
-    except ValueError as error:
-        raise ConfigurationError(f"Ray refuses the tasks' resources: {reason(error)}") from None
-    try:
-        if not group.wait(timeout):
-            raise RayClusterError(
-                f"the Ray cluster has no room for {len(bundles)} tasks with placement={placement!r} after "
-                f"{timeout:g} s: they need {shortage(bundles)}; stop what uses it, add nodes, or ask for less with "
-                "ps_resources= and worker_resources="
-            )
-    except BaseException:  # Ctrl-C included
-        ray.util.remove_placement_group(group)
-        raise
+    (group,) = _placed(
+        [bundles],
+        placement,
+        timeout,
+        f"{len(bundles)} tasks with placement={placement!r}",
+        "stop what uses it, add nodes, or ask for less with ps_resources= and worker_resources=",
+    )
     return group
+
+
+def place_each(bundles: Sequence[Mapping[str, float]], timeout: float) -> list[Any]:
+    """Return a placement group for each of these bundles, on any nodes. RayClusterError if one has no place in time."""
+    whose = f"{len(bundles)} more worker{'s' * (len(bundles) != 1)}"
+    return _placed([[bundle] for bundle in bundles], "PACK", timeout, whose, "stop what uses it, or add nodes")
+
+
+def _placed(
+    groups: Sequence[Sequence[Mapping[str, float]]], placement: str, timeout: float, whose: str, mend: str
+) -> list[Any]:
+    """Return placement groups, which all have their place; otherwise none is left, and the error says for whom."""
+    ray, until = import_ray(), time.monotonic() + timeout
+    placed: list[Any] = []
+    try:
+        placed.extend(
+            ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=placement) for bundles in groups
+        )
+        for group in placed:
+            if not group.wait(max(until - time.monotonic(), 0.0)):
+                needed = [bundle for bundles in groups for bundle in bundles]
+                raise RayClusterError(
+                    f"the Ray cluster has no room for {whose} after {timeout:g} s: they need {shortage(needed)}; {mend}"
+                )
+    except BaseException as error:  # Ctrl-C included
+        for group in placed:
+            ray.util.remove_placement_group(group)
+        if isinstance(error, ValueError):
+            raise ConfigurationError(f"Ray refuses the tasks' resources: {reason(error)}") from None
+        raise
+    return placed
 
 
 def shortage(bundles: Sequence[Mapping[str, float]]) -> str:
