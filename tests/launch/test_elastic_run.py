@@ -267,7 +267,11 @@ def test_the_command_scale(tmp_path: Path) -> None:
         assert command("scale", f"{path}/", "3") == (0, "asked is asked for 3 workers\n")
         wait(lambda record: len(record["metrics"]) == 3)
         (tmp_path / "enough").touch()
-    assert "does not run: it is finished" in command("scale", str(path), "3")[1]
+    code, output = command("scale", str(path), "3")
+    assert (code, " ".join(output.split())) == (
+        1,
+        f"Error: the run in {path} is over (finished), so its number of workers can't change",
+    )
     assert "there is no run in" in command("scale", str(tmp_path / "none"), "3")[1]
     folder = RunFolder(str(tmp_path), "fixed")
     with folder.writing(workers=2), pytest.raises(errors.MisuseError, match="has 2 workers throughout"):

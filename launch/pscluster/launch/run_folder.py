@@ -361,14 +361,16 @@ class RunFolder:
         """Ask the process that writes this run for so many workers. The run has been read.
 
         Raises:
-            MisuseError: it does not run, is at a URL, or does not have so many.
+            MisuseError: the run is over, is at a URL, or does not have so many.
             CheckpointError: its folder can't be written.
         """
         limits = self._run.get("workers")
         if not self._is_local:
             raise MisuseError(f"{self.path} is a URL, where no requests are read: call Trainer.scale() in its process")
         if self._run.get("state") != "running":
-            raise MisuseError(f"the run in {self.path} does not run: it is {self._run.get('state')}")
+            raise MisuseError(
+                f"the run in {self.path} is over ({self._run.get('state')}), so its number of workers can't change"
+            )
         if not isinstance(limits, list):
             raise MisuseError(f"the run in {self.path} has {limits} workers throughout: only elastic runs change")
         if not limits[0] <= workers <= limits[1]:
