@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.launch.rendezvous import Rendezvous, place_among
+from pscluster.launch.rendezvous import Rendezvous, Serving, place_among
 from pscluster.launch.running import Setup, environment
+from pscluster.launch.session import Answer
 
 HOSTS = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
 ADDRESSES = [(host, 4000 + rank) for rank, host in enumerate(HOSTS)]
@@ -61,7 +62,8 @@ def test_places_on_the_same_host() -> None:
 
 
 def environ(backend: str, rank: int, addresses: Any = ADDRESSES) -> dict[str, str]:
-    return environment(Setup("run", "/run", len(addresses), backend, "all", 0, None), rank, addresses)
+    setup = Setup("run", "/run", len(addresses), backend, 0, 0, "all", 0, None)
+    return environment(setup, rank, addresses)
 
 
 def test_the_environment_of_each_framework() -> None:
@@ -75,3 +77,27 @@ def test_the_environment_of_each_framework() -> None:
     config = json.loads(environ("tensorflow", 1)["TF_CONFIG"])
     workers = ["10.0.0.1:4000", "10.0.0.2:4001", "10.0.0.1:4002"]
     assert config == {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
+
+
+def test_a_cluster_of_tensorflows_parameter_servers() -> None:
+    """Rank 0 is the chief, then come the workers and the servers."""
+    addresses = [("h", 4000 + rank) for rank in range(5)]
+    cluster = {"chief": ["h:4000"], "worker": ["h:4001", "h:4002"], "ps": ["h:4003", "h:4004"]}
+    setup = Setup("run", "/run", 1, "tensorflow", 2, 2, "all", 0, None)
+    configs = [json.loads(environment(setup, rank, addresses)["TF_CONFIG"]) for rank in range(5)]
+    assert all(config["cluster"] == cluster for config in configs)
+    tasks = [(config["task"]["type"], config["task"]["index"]) for config in configs]
+    assert tasks == [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+
+
+def test_who_serves_does_so_until_all_members_have_returned() -> None:
+    serving = Serving(2)
+    assert serving.serve(1, "s1") == []
+    assert serving.returned(0, 1, "q0") == [Answer("q0")]
+    assert serving.serve(2, "s2") == [], "another attempt has begun"
+    with pytest.raises(StaleError):
+        serving.returned(1, 1, "old")
+    assert serving.returned(0, 2, "q0") == [Answer("q0")]
+    assert serving.returned(0, 2, "q0") == [Answer("q0")]
+    assert serving.returned(1, 2, "q1") == [Answer("q1"), Answer("s2")]
+    assert serving.serve(2, "late") == [Answer("late")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -319,6 +321,53 @@ def test_a_launcher(tmp_path: Path) -> None:
     result = Trainer(train, scaling=scaling, run=run, launcher=launcher).fit()
     assert asked == [{"ps": 2, "workers": 3, "env": {"MINE": "1"}, "log_level": "ERROR"}]
     assert sorted(map(tuple, result.return_values or ())) == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+
+
+def test_a_chief_with_workers_and_servers_of_its_own(tmp_path: Path) -> None:
+    """With TensorFlow's parameter servers, the run is over when the chief is, which alone reports."""
+
+    def train() -> list[str]:
+        config = json.loads(os.environ["TF_CONFIG"])
+        job, index = config["task"]["type"], config["task"]["index"]
+        if job != "chief":
+            with pytest.raises(errors.MisuseError) as refused:
+                report({"x": 1.0})
+            if job == "ps" and get_context().attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            host, port = config["cluster"][job][index].split(":")
+            with socket.create_server((host, int(port))) as server:
+                while True:
+                    with server.accept()[0] as caller:
+                        caller.sendall(f"{job} {index}: {refused.value}".encode())
+        said: dict[str, str] = {}
+        for address in (*config["cluster"]["worker"], *config["cluster"]["ps"]):
+            while not said.get(address):
+                said[address] = _said_at(address)
+        assert sum(len(rows) for rows in get_dataset_shard().iter_batches(4)) == 10
+        report({"x": 2.0})
+        return list(said.values())
+
+    result = Trainer(
+        train,
+        scaling=ScalingConfig(workers=1, ps=1),
+        run=RunConfig("chief", str(tmp_path)),
+        backend="tensorflow",
+        datasets={"train": np.arange(10)},
+    ).fit()
+    assert result.metrics_history == [{"x": 2.0}]
+    (said,) = result.return_values or ()
+    assert [line.partition(":")[0] for line in said] == ["worker 0", "ps 0"]
+    assert all("only the chief of a ParameterServerStrategy reports" in line for line in said)
+
+
+def _said_at(address: str) -> str:
+    """What is said to who connects there; "" as long as nobody listens."""
+    host, port = address.split(":")
+    with socket.socket() as caller:
+        if caller.connect_ex((host, int(port))):
+            time.sleep(0.05)
+            return ""
+        return caller.makefile().read()
 
 
 def test_the_names_of_the_guide(tmp_path: Path) -> None:

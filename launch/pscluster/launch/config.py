@@ -26,7 +26,8 @@ class ScalingConfig:
         workers: how many members; 0: one, in this process. `(fewest, most)`: the run is elastic: members may join and
             leave while it runs. It begins with as many as this machine has cores, within these limits; on the cluster
             of a launcher with the fewest.
-        ps: how many parameter servers.
+        ps: how many parameter servers; by default one. With the backend "tensorflow" so many of TensorFlow's own, for
+            a `ParameterServerStrategy`, beside a chief and the workers; by default none, and no chief.
         env: environment variables of their processes. `OMP_NUM_THREADS` is set to each worker's share of the cores,
             unless it is set here or in this process.
         join_timeout: seconds for which an elastic run may have fewer members than the fewest; then it fails.
@@ -38,7 +39,7 @@ class ScalingConfig:
     """
 
     workers: int | tuple[int, int] = 2
-    ps: int = 1
+    ps: int | None = None
     env: Mapping[str, str] | None = None
     join_timeout: float = 60.0
     num_workers: InitVar[int | tuple[int, int] | None] = None
@@ -60,7 +61,8 @@ class ScalingConfig:
         if num_workers is not None:
             object.__setattr__(self, "workers", num_workers)
         object.__setattr__(self, "workers", _workers(self.workers))
-        object.__setattr__(self, "ps", checks.whole("ps", self.ps, at_least=1, at_most=1000))
+        if self.ps is not None:
+            object.__setattr__(self, "ps", checks.whole("ps", self.ps, at_least=1, at_most=1000))
         seconds = checks.real("join_timeout", self.join_timeout, kind="number of seconds", above=0)
         object.__setattr__(self, "join_timeout", seconds)
         if use_gpu:

@@ -49,7 +49,7 @@ from pscluster.launch.clusters import Clusters
 from pscluster.launch.config import RunConfig, ScalingConfig
 from pscluster.launch.errors import TrainingFailedError
 from pscluster.launch.logs import logs_of
-from pscluster.launch.rendezvous import Rendezvous, place_among
+from pscluster.launch.rendezvous import Rendezvous, Serving, place_among
 from pscluster.launch.result import Result
 from pscluster.launch.run_folder import RunFolder
 from pscluster.launch.running import Setup, forms_of, plain_setup, run_here, run_in_process, run_member
@@ -129,11 +129,15 @@ class Fit:
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job, self._folder = job, folder
         self._scaling, self._run = job.scaling, job.run
-        self._size = max(self._scaling.at_start(is_here=job.launcher is None), 1)
+        size = max(self._scaling.at_start(is_here=job.launcher is None), 1)
+        # A chief runs TensorFlow's ParameterServerStrategy; its workers and servers take no part in the run.
+        tf_ps = self._scaling.ps if job.backend == "tensorflow" and self._scaling.workers else None
+        self._size, self._servers = (size, 0) if tf_ps is None else (1, size + tf_ps)
         self._together = job.backend != "numpy" or self._run.failure.restart == "group"
         self._session = self._make_session()
         self._questions: queue.SimpleQueue[Question] = queue.SimpleQueue()
-        self._rendezvous = Rendezvous(self._size, self._run.report_timeout)
+        self._rendezvous = Rendezvous(self._processes, self._run.report_timeout)
+        self._serving = Serving(self._size)
         self._workers: dict[int, int] = {}  # by rank: where it ran last
         self._updates: dict[int, Mapping[int, int]] = {}  # by rank: those before the newest checkpoint, if it is of now
         self._cluster: SupervisedCluster | None = None
@@ -144,10 +148,17 @@ class Fit:
             path=folder.path,
             size=self._size,
             backend=job.backend,
+            tf_ps=tf_ps or 0,
+            tf_workers=size if tf_ps else 0,
             split=job.split,
             seed=job.seed,
             resume_from=None if job.resume_from is None else job.resume_from.path,
         )
+
+    @property
+    def _processes(self) -> int:
+        """How many workers the run has: one for each member, and for each that serves them."""
+        return self._size + self._servers
 
     def _make_session(self) -> Session:
         committed, seconds = self._folder.committed, self._run.report_timeout
@@ -206,16 +217,18 @@ class Fit:
         except BaseException:
             coordinator.cancel(values)
             raise
-        return [value.fetch() for value in values]
+        return [value.fetch() for value in values[: self._size]]
 
     def _made_cluster(self, log_dir: str) -> SupervisedCluster:
-        scaling, size = self._scaling, self._size
+        scaling, size, ps = self._scaling, self._processes, self._scaling.ps or 1
+        if self._servers:
+            ps = 1  # those of TensorFlow are workers here
         if self._job.launcher is not None:
-            return self._job.launcher(ps=scaling.ps, workers=size, env=scaling.env, log_level="ERROR")
+            return self._job.launcher(ps=ps, workers=size, env=scaling.env, log_level="ERROR")
         threads = max((os.cpu_count() or 1) // size, 1)
         env = {**({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}), **(scaling.env or {})}
         restarts = self._max_restarts
-        return LocalCluster(scaling.ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts)
+        return LocalCluster(ps, size, env=env, log_level="ERROR", log_dir=log_dir, max_restarts=restarts)
 
     @property
     def _hosts(self) -> list[str]:
@@ -261,9 +274,9 @@ class Fit:
     def _schedule(self, coordinator: ClusterCoordinator, variables: Any) -> list[RemoteValue]:
         member = self._member_function(coordinator, variables)
         if self._together:
-            ranks, failures = PerReplica(range(self._size)), self._run.failure.limit
+            ranks, failures = PerReplica(range(self._processes)), self._run.failure.limit
             return coordinator.schedule_gang(
-                member, (ranks,), None, None, self._size, None, failures, None, answer=self._questions.put
+                member, (ranks,), None, None, self._processes, None, failures, None, answer=self._questions.put
             )
         return [
             coordinator.schedule_with(member, (rank,), answer=functools.partial(self._ask, rank))
@@ -287,7 +300,8 @@ class Fit:
                 del running[rank]
                 if value.status is not RemoteValueStatus.READY:
                     raise MembersFailed(self._errors(values))
-                self._do(self._session.end(rank, self._session.members[rank].attempt))
+                if rank < self._size:
+                    self._do(self._session.end(rank, self._session.members[rank].attempt))
             self._do([*self._session.expire(time.monotonic()), *self._rendezvous.expire(time.monotonic())])
 
     def _errors(self, values: Sequence[RemoteValue]) -> dict[int, BaseException]:
@@ -326,10 +340,20 @@ class Fit:
                 hosts = self._hosts
                 host = hosts[question.worker] if question.worker < len(hosts) else HERE
                 return [*self._rendezvous.ask(rank, attempt, host, int(asked["port"]), question, now)]
+            case "serve":
+                return [*self._serving.serve(attempt, question)]
+            case "returned":
+                return [*self._serving.returned(rank, attempt, question)]
             case "begin":
-                self._session.begin(rank, attempt)
+                if not self._setup.serves(rank):
+                    self._session.begin(rank, attempt)
                 question.reply(self._standing(rank, attempt) | self._location(rank, question.worker))
                 return []
+            case _ if self._setup.serves(rank):
+                raise MisuseError(
+                    "only the chief of a ParameterServerStrategy reports, and has data: begin the function with "
+                    '`if resolver.task_type in ("worker", "ps"): tf.distribute.Server(...).join()`'
+                )
             case "report":
                 return self._session.report(rank, attempt, int(asked["number"]), report_of(asked), question, now)
             case "barrier" | "broadcast":

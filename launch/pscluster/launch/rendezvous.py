@@ -1,4 +1,4 @@
-"""Where the processes of a framework's group find each other. Pure.
+"""Where the processes of a framework's group find each other, and how long those run that only serve. Pure.
 
 Each member reserves a port of its own machine, and says which. The trainer knows at which host others reach that
 machine. All members of an attempt get all addresses together:
@@ -7,6 +7,12 @@ machine. All members of an attempt get all addresses together:
     one of a later attempt asks----------> those that wait are dropped: all begin again, and these are being killed
     one of an earlier attempt asks-------> StaleError
     a wait that takes too long-----------> fails, for all who wait; the error names who is missing
+
+Processes of a group that are no members of the run, such as TensorFlow's parameter servers, serve as long as a member
+of their attempt runs:
+
+    one that serves asks-----------------> waits until all members of its attempt have returned; then it is ended
+    a later attempt begins---------------> those that wait are dropped: they are being killed
 """
 
 from __future__ import annotations
@@ -69,6 +75,40 @@ class Rendezvous:
             "give RunConfig(report_timeout=) more seconds"
         )
         return [Answer(waits, error=error) for waits in waiting.values()]
+
+
+class Serving:
+    """The processes of one group that serve until its members have returned, in its newest attempt."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self._attempt = 0
+        self._returned: set[int] = set()  # ranks
+        self._waiting: list[Any] = []  # questions
+
+    def serve(self, attempt: int, question: Any) -> list[Answer]:
+        """Take a process that serves. Answered once it is needed no more."""
+        self._begin(attempt)
+        self._waiting.append(question)
+        return self._settle()
+
+    def returned(self, rank: int, attempt: int, question: Any) -> list[Answer]:
+        """Take note that the function of a member has returned."""
+        self._begin(attempt)
+        self._returned.add(rank)
+        return [Answer(question), *self._settle()]
+
+    def _begin(self, attempt: int) -> None:
+        if attempt < self._attempt:
+            raise StaleError("a later attempt of this group has begun")
+        if attempt > self._attempt:
+            self._attempt, self._returned, self._waiting = attempt, set(), []
+
+    def _settle(self) -> list[Answer]:
+        if len(self._returned) < self._members:
+            return []
+        waiting, self._waiting = self._waiting, []
+        return [Answer(question) for question in waiting]
 
 
 def place_among(at: int, hosts: Sequence[str]) -> dict[str, int]:

@@ -8,6 +8,7 @@ that they expect from its start, runs in its main thread, and is killed if the f
     any   --told to stop----------> the child is killed; FunctionCancelled
     any   --the child dies--------> RuntimeError, which says how
     any   --this process dies-----> the child reads the end of its connection, and exits
+    any   --it only serves, and the members have returned--> the child is killed; None is returned
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ class Setup:
 
     name: str  # of the run
     path: str  # of its folder
-    size: int
+    size: int  # how many members there are
     backend: str
+    tf_workers: int  # of TensorFlow's ParameterServerStrategy, beside rank 0, its chief: processes that serve
+    tf_ps: int  # the same, the ranks after those
     split: str
     seed: int
     resume_from: str | None
+
+    def serves(self, rank: int) -> bool:
+        """Return whether this process of a group is no member, and only serves."""
+        return bool(self.tf_ps) and rank >= self.size
 
 
 def run_here(
@@ -82,23 +89,44 @@ def run_in_process(
         forms: its definitions, to be tried in turn; see `CapturedFunction.forms`.
     """
     context = _function()
+    known = Setup(**setup)
+    serves = known.serves(rank)
     with _free_port() as port:  # until just before the child takes it
         info = context.ask({"do": "address", "port": port})
-    env = {**os.environ, **environment(Setup(**setup), rank, info["addresses"])}
+    env = {**os.environ, **environment(known, rank, info["addresses"])}
     sources = {name: made(source) for name, source in datasets.items()}
     start = {"forms": list(forms), "config": config, "setup": setup, "datasets": sources, "rank": rank}
     with _child(env) as (process, connection):
         context.on_cancel(process.kill)
         with contextlib.suppress(OSError):  # it has ended: see below
             connection.send_bytes(_packed(start))
+        needed = threading.Event()
+        needed.set()
+        if serves:
+            arguments = context.ask, needed, process.kill
+            threading.Thread(target=_end_with_members, args=arguments, name="serving", daemon=True).start()
         outcome = _relay(connection, context.ask)
         code = process.wait()
     context.check()
+    if not needed.is_set():
+        return None
+    if outcome is not None and "failure" not in outcome and known.tf_ps and not serves:
+        context.ask({"do": "returned"})
     if outcome is None:
         raise RuntimeError(f"the process of {name}, rank {rank}, {describe_exit(code)} before the function returned")
     if "failure" in outcome:
         raise RelayedFailure(worker_pb2.Failure.FromString(outcome["failure"]))
     return outcome["value"]
+
+
+def _end_with_members(ask: Ask, needed: threading.Event, kill: Callable[[], None]) -> None:
+    """Kill a process that serves when the trainer says that all members have returned."""
+    try:
+        ask({"do": "serve"})
+    except (Exception, FunctionCancelled):
+        return  # the function that asked has ended, or is told to
+    needed.clear()
+    kill()
 
 
 def run_member(
@@ -138,7 +166,8 @@ def run_member(
     )
     if tells:
         now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
-        print(f"{now} rank {rank} of {size} begins, attempt {context.attempt}", file=sys.stderr, flush=True)
+        who = f"process {rank} of the group" if setup.serves(rank) else f"rank {rank} of {size}"
+        print(f"{now} {who} begins, attempt {context.attempt}", file=sys.stderr, flush=True)
     member = Member(
         context,
         ask,
@@ -191,8 +220,15 @@ def environment(setup: Setup, rank: int, addresses: Sequence[tuple[str, int]]) -
             "OMPI_COMM_WORLD_LOCAL_RANK": str(place["local_rank"]),
         }
     elif setup.backend == "tensorflow":
-        workers = [join_address(*address) for address in addresses]
-        env["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+        counts = {"worker": len(addresses)}
+        if setup.tf_ps:
+            counts = {"chief": 1, "worker": setup.tf_workers, "ps": setup.tf_ps}
+        tasks = [(job, index) for job, count in counts.items() for index in range(count)]
+        cluster: dict[str, list[str]] = {job: [] for job in counts}
+        for (job, _), where in zip(tasks, addresses, strict=True):
+            cluster[job].append(join_address(*where))
+        job, index = tasks[rank]
+        env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
     return env
 
 
