@@ -15,7 +15,7 @@ from pscluster.core.cluster.spec import ClusterSpec, Task
 from pscluster.core.errors import ConfigurationError
 from pscluster.launch.slurm.commands import JobState, SlurmError
 from pscluster.launch.slurm.job_script import SlurmOptions, job_script
-from pscluster.launch.slurm.task import adopt_state, check_port, role_command
+from pscluster.launch.slurm.task import adopt_state, check_port, role_command, task_environ
 
 CLUSTER = ClusterSpec({"chief": ["n1:20000"], "ps": ["n1:20001"], "worker": ["n2:20000"]})
 
@@ -150,3 +150,29 @@ def test_submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = {path.name: oct(os.stat(path).st_mode & 0o777) for path in (folder, folder / "job.sh", folder / "token")}
     assert modes == {folder.name: "0o700", "job.sh": "0o700", "token": "0o600"}
     assert "secret" not in seen.read_text()
+
+
+def test_the_environment_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many threads as CPUs, a free port for each task of a node, and functions from the script's folder."""
+    given = (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "PSCLUSTER_DATA_PORT",
+        "PSCLUSTER_FUNCTIONS_FROM",
+        "PYTHONUNBUFFERED",
+    )
+    for name in given:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    monkeypatch.setenv("PSCLUSTER_METRICS_PORT", "9000")
+    env = task_environ(Task("worker", 0), CLUSTER, str(tmp_path / "train.py"))
+    assert [env.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED")] == ["4", "1", "1"]
+    assert (env["PSCLUSTER_METRICS_PORT"], env["PSCLUSTER_DATA_PORT"]) == ("0", "0")
+    assert str(tmp_path) in env["PSCLUSTER_FUNCTIONS_FROM"].split(os.pathsep)
+    assert '"type": "worker"' in env["TF_CONFIG"]
+    monkeypatch.setenv("PSCLUSTER_DATA_PORT", "off")
+    assert task_environ(Task("worker", 0), CLUSTER, "x.py")["PSCLUSTER_DATA_PORT"] == "off"
+    monkeypatch.setenv("PSCLUSTER_DATA_PORT", "many")
+    with pytest.raises(ConfigurationError, match="many"):
+        task_environ(Task("worker", 0), CLUSTER, "x.py")

@@ -1,4 +1,4 @@
-"""The environment variables of a local cluster's processes."""
+"""The environment variables of the processes that this one starts, or its scheduler does, as a cluster."""
 
 from __future__ import annotations
 
@@ -47,19 +47,32 @@ def role_environ(
             f"env names {', '.join(sorted(conflicts))}, which LocalCluster sets; use token=, tls=, durability=, "
             "state_dir= or allow_pickle="
         )
-    # Numeric libraries take all cores in each process; several workers would get in each other's way.
-    threads = str(max(1, (os.cpu_count() or 1) // num_workers))
-    environ = {name: threads for name in THREADS_VARIABLES if name not in os.environ}
-    environ |= {**env, DURABILITY_VARIABLE: durability_named(durability).value}
-    # All processes are on one machine, so a given port would serve only one of them: each takes a free one.
-    for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
-        value = environ.get(variable) or os.environ.get(variable) or "0"
-        environ[variable] = "off" if port_of(value) is None else "0"
+    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = cwd, script and os.path.dirname(os.path.abspath(script))
+    environ = {**env, **common_environ({**os.environ, **env}, threads, *folders)}
+    environ[DURABILITY_VARIABLE] = durability_named(durability).value
     if allow_pickle is not None:
         environ[PICKLE_VARIABLE] = str(int(allow_pickle))
-    if FUNCTIONS_VARIABLE not in environ and FUNCTIONS_VARIABLE not in os.environ:
-        script = getattr(sys.modules.get("__main__"), "__file__", None)
-        environ[FUNCTIONS_VARIABLE] = functions_from_also(cwd, script and os.path.dirname(os.path.abspath(script)))
+    return environ
+
+
+def common_environ(given: Mapping[str, str], threads: int, *folders: str | os.PathLike[str] | None) -> dict[str, str]:
+    """Return the variables that each process of a cluster needs beside those that are given, or in their place.
+
+    Args:
+        threads: of its numeric libraries. They would take all cores in each process, and be in each other's way.
+        folders: where functions may be from, beside the default.
+
+    Raises:
+        ConfigurationError: a port that is given is none.
+    """
+    environ = {name: str(threads) for name in THREADS_VARIABLES if name not in given}
+    # Several processes are on one machine, so a given port would serve only one of them: each takes a free one.
+    for variable, port_of in ((METRICS_PORT_VARIABLE, metrics_port_of), (DATA_PORT_VARIABLE, data_port_of)):
+        environ[variable] = "off" if port_of(given.get(variable) or "0") is None else "0"
+    if FUNCTIONS_VARIABLE not in given:
+        environ[FUNCTIONS_VARIABLE] = functions_from_also(*folders)
     return environ
 
 

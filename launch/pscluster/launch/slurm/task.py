@@ -32,7 +32,7 @@ from pathlib import Path
 
 import click
 
-from pscluster.coordinator.local.environment import THREADS_VARIABLES
+from pscluster.coordinator.local.environment import common_environ
 from pscluster.coordinator.local.supervisor import (
     CONFIGURATION_EXIT_CODE,
     Action,
@@ -52,8 +52,6 @@ from pscluster.coordinator.local.supervisor import (
 from pscluster.core.cluster.slurm import SlurmClusterResolver
 from pscluster.core.cluster.spec import VARIABLE, ClusterSpec, Task, TFConfig, split_address
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, functions_from_also
-from pscluster.core.role.options import DATA_PORT_VARIABLE, METRICS_PORT_VARIABLE
 from pscluster.core.role.process import complain, configure_logging, main_of
 from pscluster.launch.slurm.commands import is_cancelled, signal_step
 from pscluster.launch.slurm.job_script import CLUSTER, EXIT_CODE, STATE
@@ -246,15 +244,14 @@ def role_command(task: Task, cluster: ClusterSpec, run: Path, script: str, args:
     return command
 
 
-def role_environ(task: Task, cluster: ClusterSpec, script: str) -> dict[str, str]:
-    """Return the variables of a role's process: those of the job, and what this role needs."""
-    threads = os.environ.get("SLURM_CPUS_PER_TASK", "1")
-    env = dict.fromkeys(THREADS_VARIABLES, threads) | dict(os.environ)
-    for variable in (METRICS_PORT_VARIABLE, DATA_PORT_VARIABLE):  # tasks of one node can't share one
-        env[variable] = "off" if env.get(variable) == "off" else "0"
-    env.setdefault(FUNCTIONS_VARIABLE, functions_from_also(Path(script).resolve().parent))
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    return env | {VARIABLE: TFConfig(cluster, task).to_json()}
+def task_environ(task: Task, cluster: ClusterSpec, script: str) -> dict[str, str]:
+    """Return the variables of a role's process: those of the job, and what this role needs.
+
+    ConfigurationError if one of the job's is invalid.
+    """
+    threads = int(os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    own = common_environ(os.environ, threads, Path(script).resolve().parent)
+    return {"PYTHONUNBUFFERED": "1", **os.environ, **own, VARIABLE: TFConfig(cluster, task).to_json()}
 
 
 @click.command("task", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -277,11 +274,12 @@ def run_task(
         (run / CLUSTER).write_text(TFConfig(cluster).to_json() + "\n")
     try:
         check_port(task, cluster)
+        env = task_environ(task, cluster, script)
     except ConfigurationError as error:
         signal_step(signal.SIGTERM)  # the others would wait for this task in vain
         code = complain(error, CONFIGURATION_EXIT_CODE)
     else:
-        command, env = role_command(task, cluster, run, script, args), role_environ(task, cluster, script)
+        command = role_command(task, cluster, run, script, args)
         code = RoleTask(task, command, env, requeue=requeue).run()
     if is_chief:
         draft = run / f".{EXIT_CODE}"
