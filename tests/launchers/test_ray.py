@@ -269,6 +269,7 @@ def test_an_elastic_run(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "ends").write_text(str(json.loads(script.log.rpartition("epoch ")[2].split()[0]) + 3))
     assert script.wait() == 0, script.log[-5000:]
     seen, again = json.loads(script.until(r"result (\[.*\])")[1])
+    assert script.log.count("not scaled") == 1
     epochs = int((tmp_path / "ends").read_text())
     assert min(seen) >= epochs
     assert sum(seen) - epochs * 201 <= again

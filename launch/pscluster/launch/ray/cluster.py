@@ -194,8 +194,14 @@ class RayCluster(ScalableCluster):
         new = [("worker", index) for index in indices if ("worker", index) not in self._tasks]
         if new:
             bundles = [self._resources["worker"] for _ in new]
-            for task, group in zip(new, connection.place_each(bundles, timeout), strict=True):
-                self._added[task] = group
+            groups = connection.place_each(bundles, timeout)
+            with self._changed:
+                if self._group is not None:  # else nobody would give them back
+                    self._added |= zip(new, groups, strict=True)
+                    return
+            for group in groups:
+                _give_back(group)
+            raise MisuseError("the cluster can't be scaled: it was stopped meanwhile")
 
     def _release_worker(self, index: int) -> None:
         task = "worker", index
@@ -206,9 +212,11 @@ class RayCluster(ScalableCluster):
         self._processes.give_up_start(task)
 
     def _release_resources(self) -> None:
-        for group in (self._group, *self._added.values()):
+        with self._changed:
+            groups = [self._group, *self._added.values()]
+            self._group, self._added = None, {}
+        for group in groups:
             _give_back(group)
-        self._group, self._added = None, {}
         if self._own_folder is not None:
             self._own_folder.remove()
             self._own_folder = None
