@@ -34,7 +34,7 @@ check: $(STAMP)  ## lint, types, import directions and circles, generated stubs,
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_imports.py
 	$(BIN)/python scripts/generate_stubs.py --check
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core launch ps worker
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core launch ps spmd worker
 	$(BIN)/python scripts/audit.py
 
 proto: $(STAMP)  ## regenerate the stubs from proto/

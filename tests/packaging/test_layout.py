@@ -1,4 +1,4 @@
-"""One import name in six source roots: what keeps them from hiding each other."""
+"""One import name in seven source roots: what keeps them from hiding each other."""
 
 import importlib
 import tomllib
@@ -17,12 +17,13 @@ PORTIONS = {
     "worker": "pscluster.worker",
     "coordinator": "pscluster.coordinator",
     "launch": "pscluster.launch",
+    "spmd": "pscluster.spmd",
 }
 
 
 @pytest.mark.parametrize("root", PORTIONS)
 def test_no_root_hides_the_others(root: str) -> None:
-    """A `pscluster/__init__.py` in one root would hide the other five, and mypy would not say so."""
+    """A `pscluster/__init__.py` in one root would hide the other six, and mypy would not say so."""
     assert not (ROOT / root / "pscluster" / "__init__.py").exists()
 
 
@@ -40,7 +41,7 @@ def test_each_portion_is_alone_in_its_root(root: str, name: str) -> None:
 
 
 def test_build_knows_every_root() -> None:
-    """The wheel and the editable install list the six roots and no other."""
+    """The wheel and the editable install list the seven roots and no other."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(settings["packages"]) == {f"{root}/pscluster" for root in PORTIONS}
     assert set(settings["dev-mode-dirs"]) == set(PORTIONS)

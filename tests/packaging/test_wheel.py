@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PORTIONS = ["v1", "core", "ps", "worker", "coordinator", "launch"]
+PORTIONS = ["v1", "core", "ps", "worker", "coordinator", "launch", "spmd"]
 
 # Building and installing fetch packages, over the network the first time.
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
@@ -86,7 +86,7 @@ def test_version_is_that_of_the_project(installed: Path, tmp_path: Path) -> None
 def test_modules_come_from_the_environment(installed: Path, tmp_path: Path) -> None:
     """Every portion is imported from the environment, not from the checkout."""
     code = "import importlib, sys; [print(importlib.import_module(n).__file__) for n in sys.argv[1:]]"
-    names = [f"pscluster.{portion}" for portion in ("core", "ps", "worker", "coordinator", "launch", "v1.node_pb2")]
+    names = [f"pscluster.{portion}" for portion in (*PORTIONS[1:], "v1.node_pb2")]
     files = run(installed / "python", "-c", code, *names, cwd=tmp_path, timeout=60).splitlines()
     assert len(files) == len(names)
     for file in files:

@@ -32,6 +32,14 @@ class UnknownVariableError(MisuseError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class MeshError(MisuseError, ValueError):
+    """A mesh of devices makes no sense, or does not fit the devices there are."""
+
+
+class LayoutError(MisuseError, ValueError):
+    """A layout does not fit its mesh, its array, or another layout."""
+
+
 class RefusedError(PsClusterError):
     """The peer understood the request and refused it."""
 

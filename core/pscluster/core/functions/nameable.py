@@ -18,6 +18,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),
+        *("MeshError", "LayoutError"),
     ),
     "pscluster.ps.client.exchanges": ("Traffic",),  # returned by `strategy.traffic()`
     "pscluster.ps.initializers": (

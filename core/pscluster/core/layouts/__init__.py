@@ -1,0 +1,1 @@
+"""Meshes of devices, and how arrays lie on them: geometry only, no arrays and no connections."""
