@@ -40,6 +40,18 @@ class LayoutError(MisuseError, ValueError):
     """A layout does not fit its mesh, its array, or another layout."""
 
 
+class ShardedGatherError(MisuseError, ValueError):
+    """Something would gather a sharded array without having been told to: call `full()` if that is meant."""
+
+
+class UnsupportedFunctionError(MisuseError, TypeError):
+    """A function of NumPy is not there for global arrays; the message says what can be done."""
+
+
+class PackError(MisuseError, ValueError):
+    """Components don't make a global array."""
+
+
 class RefusedError(PsClusterError):
     """The peer understood the request and refused it."""
 
@@ -78,6 +90,10 @@ class PSUnavailableError(UnavailableError):
 
 class MemberUnavailableError(UnavailableError):
     """Another worker of a gang, one function on several workers, died, failed, or was stopped."""
+
+
+class TensorLostError(UnavailableError):
+    """A global array is lost, with a worker that held blocks of it. Make it again."""
 
 
 class CheckpointError(PsClusterError):

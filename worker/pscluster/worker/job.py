@@ -30,6 +30,7 @@ from pscluster.worker.data.per_worker import InputContext, WorkerDataset, Worker
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.function_metrics import WorkerMetrics
+from pscluster.worker.programs.store import BlockStore
 from pscluster.worker.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Job:
         self._connected = False
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
-        self._handles: dict[tuple[str, str], Handle] = {("strategy", ""): StepStrategy(client)}
+        own: list[Handle] = [StepStrategy(client), BlockStore()]
+        self._handles: dict[tuple[str, str], Handle] = {(item.handle_kind, item.handle_key): item for item in own}
         # Those of an evaluation snapshot, while a function uses them.
         self._passing: weakref.WeakValueDictionary[tuple[str, str], Handle] = weakref.WeakValueDictionary()
         self._definitions: dict[str, Callable[..., Any]] = {}

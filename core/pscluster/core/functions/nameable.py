@@ -18,7 +18,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),
-        *("MeshError", "LayoutError"),
+        *("MeshError", "LayoutError", "ShardedGatherError", "UnsupportedFunctionError", "PackError", "TensorLostError"),
     ),
     "pscluster.ps.client.exchanges": ("Traffic",),  # returned by `strategy.traffic()`
     "pscluster.ps.initializers": (
@@ -53,6 +53,7 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.evaluation": ("states_of",),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
     "pscluster.worker.data.sources": ("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files"),
+    "pscluster.worker.programs.interpreter": ("run_program",),
     "pscluster.worker.training": ("logs_of_steps",),
 }
 """Additional ones, on a worker."""

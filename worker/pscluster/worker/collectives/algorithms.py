@@ -15,7 +15,7 @@ block: the member furthest behind has posted what its predecessor sends next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,11 +125,19 @@ def all_to_all(links: Links, outgoing: Sequence[memoryview], incoming: Sequence[
     """Send each member its buffer, and receive that of each; this member's own is copied."""
     incoming[links.rank][:] = outgoing[links.rank]
     others = _others(links)
+    exchange(links, {to: outgoing[to] for to in others}, {source: incoming[source] for source in others})
+
+
+def exchange(links: Links, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview]) -> None:
+    """Send some other members buffers, and receive those of some, whose sizes are known."""
+    others = _others(links)
     # Predecessors first: the nearest one sends to this member first.
-    receipts = [links.post(source, piece) for source in reversed(others) for piece in _pieces(incoming[source])]
+    sources = [source for source in reversed(others) if source in incoming]
+    receipts = [links.post(source, piece) for source in sources for piece in _pieces(incoming[source])]
     for to in others:
-        for piece in _pieces(outgoing[to]):
-            links.send(to, piece)
+        if to in outgoing:
+            for piece in _pieces(outgoing[to]):
+                links.send(to, piece)
     for receipt in receipts:
         receipt.wait()
 

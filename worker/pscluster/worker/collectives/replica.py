@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -142,6 +142,15 @@ class ReplicaContext:
         with self._collective(f"the sum of {what}", _layout_of(array)):
             ends = even_ends(array.size, self._links.size)
             return algorithms.reduce_scatter(self._links, np.add, array, ends, finish, in_place=True)
+
+    def exchange(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
+        """Send some other replicas bytes, and fill memory with those of some, which know how many.
+
+        For internal use: `what` says in errors what is exchanged.
+        """
+        if self._gang is not None:
+            with self._gang.collective(_signature(f"an exchange of {what}", "", "a program")):
+                algorithms.exchange(self._links, outgoing, incoming)
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.

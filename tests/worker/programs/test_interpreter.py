@@ -1,0 +1,171 @@
+"""Programs run on one task, and on several: what each holds, and what they fetch."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.core.layouts.support import all_layouts
+from tests.worker.programs.support import Tasks, grid, typed, whole
+
+from pscluster.core.errors import ProtocolError, TensorLostError
+from pscluster.core.layouts.layout import Layout
+from pscluster.worker.programs.exchange import OneProcess
+from pscluster.worker.programs.interpreter import run
+from pscluster.worker.programs.program import ArrayType, encode, parse
+from pscluster.worker.programs.store import BlockStore
+
+FLOAT = np.dtype(np.float64)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 6])
+def test_arrays_move_between_all_layouts(tasks: int) -> None:
+    """From one to another, the array stays what it is, on any number of tasks."""
+    mesh = grid(tasks)
+    array = np.arange(35.0).reshape(7, 5)
+    layouts = all_layouts(mesh, 2)
+    for source in layouts:
+        types = [ArrayType(array.shape, array.dtype, layout) for layout in (source, *layouts)]
+        code: list[Any] = [["load", 0, 0]]
+        for register in range(1, len(types)):
+            code += [["move", register, 0], ["fetch", register, False]]
+        fetched = Tasks(mesh).run(types, code, loads=[(array, types[0])])
+        for nth, of in enumerate(types[1:]):
+            np.testing.assert_array_equal(whole([blocks[nth] for blocks in fetched], of), array)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 6])
+def test_sums_have_the_same_bits_on_any_number_of_tasks(tasks: int) -> None:
+    """Terms are added in the order of the devices, wherever these are."""
+    mesh = grid(tasks)
+    array = np.random.default_rng(1).normal(size=(50, 7)) * 10.0 ** np.arange(7)
+    rows = typed(array, ["x", "y"], mesh)
+    terms = typed(array[0], ["y"], mesh, ["x"])
+    for target in all_layouts(mesh, 1):
+        result = ArrayType((7,), FLOAT, target)
+        code: list[Any] = [
+            ["load", 0, 0],
+            ["compute", [1], "add.reduce", [0], [["in", 0]], {"axis": 0}],
+            ["move", 2, 1],
+            ["fetch", 2, False],
+        ]
+        fetched = Tasks(mesh).run([rows, terms, result], code, loads=[(array, rows)])
+        by_column = np.concatenate(
+            [
+                sum_of([np.ascontiguousarray(block) for block in np.array_split(half, 3)])
+                for half in np.array_split(array, 2, axis=1)
+            ]
+        )
+        np.testing.assert_array_equal(whole([blocks[0] for blocks in fetched], result), by_column)
+        np.testing.assert_allclose(by_column, array.sum(axis=0))
+
+
+def sum_of(blocks: list[Any]) -> Any:
+    """The sum of the sums of blocks, in their order."""
+    total = blocks[0].sum(axis=0)
+    for block in blocks[1:]:
+        total = total + block.sum(axis=0)
+    return total
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize(
+    ("maker", "numbers", "dtype"),
+    [
+        ("full", [2.5], "float32"),
+        ("full", [float("inf")], "float64"),
+        ("full", [7], "int64"),
+        ("normal", [0.0, 1.0, 1], "float64"),
+        ("truncated_normal", [0.0, 1.0, 2], "float32"),
+        ("uniform", [0, 100, 3], "int32"),
+        ("eye", [1], "float32"),
+    ],
+)
+def test_what_is_made_does_not_depend_on_the_layout(tasks: int, maker: str, numbers: list[Any], dtype: str) -> None:
+    """For every layout, and any number of tasks."""
+    mesh, shape = grid(tasks), (70, 67)
+    types = [ArrayType(shape, np.dtype(dtype), layout) for layout in all_layouts(mesh, 2)]
+    code: list[Any] = []
+    for register in range(len(types)):
+        code += [["create", register, maker, numbers], ["fetch", register, False]]
+    fetched = Tasks(mesh).run(types, code)
+    arrays = [whole([blocks[nth] for blocks in fetched], of) for nth, of in enumerate(types)]
+    for array in arrays[1:]:
+        np.testing.assert_array_equal(array, arrays[0])
+    if maker == "eye":
+        np.testing.assert_array_equal(arrays[0], np.eye(*shape, k=1))
+
+
+@pytest.mark.parametrize(("start", "step", "dtype"), [(0, 1, "int64"), (5, -3, "int32"), (0.1, 0.7, "float64")])
+def test_a_range_is_numpys(start: float, step: float, dtype: str) -> None:
+    """Bit for bit, also in floats."""
+    mesh = grid(1)
+    wanted = np.arange(start, start + step * 100.5, step).astype(dtype)
+    types = [ArrayType(wanted.shape, np.dtype(dtype), layout) for layout in all_layouts(mesh, 1)]
+    code: list[Any] = []
+    for register in range(len(types)):
+        code += [["create", register, "arange", [start, step]], ["fetch", register, False]]
+    for nth, blocks in enumerate(Tasks(mesh).run(types, code)[0]):
+        np.testing.assert_array_equal(whole([blocks], types[nth]), wanted)
+
+
+def test_arrays_stay_from_one_program_to_the_next() -> None:
+    """Until they are forgotten; a program whose input is not there says so, and stores nothing."""
+    tasks = Tasks(grid(2))
+    array = np.arange(6.0)
+    of = typed(array, ["x"], tasks.mesh)
+    tasks.run([of], [["load", 0, 0]], outputs={0: 7}, loads=[(array, of)])
+    code: list[Any] = [["compute", [1], "negative", [0], [["in", 0]], {}], ["fetch", 1, False]]
+    for _ in range(2):  # as when it is run again: the same comes out
+        fetched = tasks.run([of, of], code, inputs=[7], outputs={1: 8})
+        np.testing.assert_array_equal(whole([blocks[0] for blocks in fetched], of), -array)
+    tasks.run([], [], forgotten=[7, 99])
+    assert [len(store) for store in tasks.stores] == [1, 1]
+    with pytest.raises(TensorLostError, match=r"global array 7, float64\[6\], is lost"):
+        tasks.run([of, of], code, inputs=[7], outputs={1: 9})
+    other = typed(array, ["y"], tasks.mesh)
+    with pytest.raises(ProtocolError, match="global array 8 is"):
+        tasks.run([other], [["fetch", 0, False]], inputs=[8])
+    assert [len(store) for store in tasks.stores] == [1, 1]
+
+
+def test_equal_blocks_are_one() -> None:
+    """Devices of a task that have the same share it, and compute once."""
+    mesh, store = grid(1), BlockStore()
+    array = np.arange(6.0)
+    of = typed(array, ["x"], mesh)
+    program = parse(encode(mesh, [of, of], 0, [["load", 0, 0], ["compute", [1], "exp", [0], [["in", 0]], {}]], [1]))
+    run(program, store, OneProcess(), [], [1], [], [{shard: array[2 * shard : 2 * shard + 2] for shard in range(3)}])
+    blocks = store.get(1, of).of
+    assert len({id(block) for block in blocks.values()}) == 3
+    assert blocks[0] is blocks[1]
+
+
+def test_every_device_can_be_fetched() -> None:
+    """With replicas, in the order of devices."""
+    tasks = Tasks(grid(2))
+    array = np.arange(3)
+    of = typed(array, ["x"], tasks.mesh)
+    fetched = tasks.run([of], [["load", 0, 0], ["fetch", 0, True]], loads=[(array, of)])
+    assert [block.tolist() for block in itertools.chain(*(blocks[0] for blocks in fetched))] == [
+        *([[0]] * 2),
+        *([[1]] * 2),
+        *([[2]] * 2),
+    ]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Payloads of other shapes, too few numbers, and functions that return something else."""
+    mesh, store = grid(1), BlockStore()
+    of = ArrayType((6,), FLOAT, Layout(["x"], mesh))
+    loading = parse(encode(mesh, [of], 0, [["load", 0, 0]], []))
+    rubbish: list[Any] = [{}, {0: np.zeros(2)}, 3, {n: np.zeros(3) for n in range(3)}, {n: [0, 0] for n in range(3)}]
+    for payload in rubbish:
+        with pytest.raises(ProtocolError, match="needs a block of shape"):
+            run(loading, store, OneProcess(), [], [], [], [payload])
+    with pytest.raises(ProtocolError, match="1 payloads was given 0, 0 and 0"):
+        run(loading, store, OneProcess(), [], [], [], [])
+    wrong = parse(encode(mesh, [of, of], 0, [["create", 0, "full", [1]], ["compute", [1], "sign", [0], [1], {}]], [1]))
+    with pytest.raises(ProtocolError, match="sign has returned"):
+        run(wrong, store, OneProcess(), [], [5], [], [])
+    assert not len(store)

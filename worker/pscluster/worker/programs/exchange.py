@@ -1,0 +1,59 @@
+"""How the tasks of a mesh send each other pieces of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pscluster.core.errors import ProtocolError
+from pscluster.core.layouts.mesh import LOCAL_JOB, Mesh
+from pscluster.worker.collectives.replica import ReplicaContext
+
+
+class Exchange(Protocol):
+    """A task's way to the other tasks of a mesh, which are numbered as in `Mesh.tasks`."""
+
+    @property
+    def task(self) -> int:
+        """The number of this one."""
+
+    def swap(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
+        """Send other tasks bytes, and fill memory with theirs: both sides know how many. `what` is shown in errors."""
+
+
+class OneProcess:
+    """All devices are of this process: there is nobody to send anything to."""
+
+    task = 0
+
+    def swap(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
+        """Do nothing."""
+        assert not outgoing, what
+        assert not incoming, what
+
+
+class AmongWorkers:
+    """The members of a gang, one for each task, in the order of the mesh."""
+
+    def __init__(self, replica: ReplicaContext) -> None:
+        self.task = replica.replica_id
+        self._replica = replica
+
+    def swap(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
+        """Exchange, as one collective. Raise MemberUnavailableError if a member that is awaited is gone."""
+        self._replica.exchange(outgoing, incoming, what)
+
+
+def exchange_of(mesh: Mesh, replica: ReplicaContext, worker: int) -> AmongWorkers:
+    """Return how this worker exchanges pieces with the others of a mesh.
+
+    Raise ProtocolError if the mesh is not of the workers that run this function.
+    """
+    if len(mesh.tasks) != replica.num_replicas or mesh.tasks[replica.replica_id][1] != worker:
+        raise ProtocolError(
+            f"replica {replica.replica_id} of {replica.num_replicas} runs on worker {worker}, but the mesh is of "
+            f"{', '.join(f'{job} {index}' for job, index in mesh.tasks)}"
+        )
+    if any(job == LOCAL_JOB for job, _ in mesh.tasks):
+        raise ProtocolError("a mesh of another process' own devices can't be used on a worker")
+    return AmongWorkers(replica)

@@ -1,0 +1,62 @@
+"""The blocks that one worker holds of global arrays, from one program to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from pscluster.core.errors import ProtocolError, TensorLostError
+from pscluster.core.handles import Handle
+from pscluster.worker.programs.program import ArrayType
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one task has of an array: the block of each of its devices, by the device's number in the mesh.
+
+    Blocks never change: devices with the same block share the memory.
+    """
+
+    type: ArrayType
+    of: Mapping[int, Array]
+
+
+class BlockStore(Handle):
+    """Arrays by number. They live as long as the coordinator's attachment: a worker that comes back has none.
+
+    Not thread-safe: a worker runs one function at a time.
+    """
+
+    handle_kind = "block-store"
+    handle_key = ""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Blocks] = {}
+
+    def get(self, number: int, expected: ArrayType) -> Blocks:
+        """Return an array. Raise TensorLostError if it is not here; ProtocolError if it is not of this type."""
+        if (found := self._arrays.get(number)) is None:
+            raise TensorLostError(
+                f"global array {number}, {expected}, is lost: a worker of its mesh was restarted, or the program that "
+                "makes it has failed. Make it again"
+            )
+        if found.type != expected:
+            raise ProtocolError(f"global array {number} is {found.type}, {found.type.layout!r}, not {expected}")
+        return found
+
+    def put(self, number: int, blocks: Blocks) -> None:
+        """Keep an array, in place of an earlier one: a program that is run again makes the same."""
+        self._arrays[number] = blocks
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget arrays, also some that are not here."""
+        for number in numbers:
+            self._arrays.pop(number, None)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
