@@ -72,9 +72,10 @@ def sum_of(blocks: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("maker", "numbers", "dtype"),
     [
-        ("full", [2.5], "float32"),
-        ("full", [float("inf")], "float64"),
-        ("full", [7], "int64"),
+        ("full", [2.5, 0], "float32"),
+        ("full", [float("inf"), 0], "float64"),
+        ("full", [1, 2.5], "complex64"),
+        ("full", [7, 0], "int64"),
         ("normal", [0.0, 1.0, 1], "float64"),
         ("truncated_normal", [0.0, 1.0, 2], "float32"),
         ("uniform", [0, 100, 3], "int32"),
@@ -165,7 +166,9 @@ def test_what_does_not_fit_is_refused() -> None:
             run(loading, store, OneProcess(), [], [], [], [payload])
     with pytest.raises(ProtocolError, match="1 payloads was given 0, 0 and 0"):
         run(loading, store, OneProcess(), [], [], [], [])
-    wrong = parse(encode(mesh, [of, of], 0, [["create", 0, "full", [1]], ["compute", [1], "sign", [0], [1], {}]], [1]))
+    wrong = parse(
+        encode(mesh, [of, of], 0, [["create", 0, "full", [1, 0]], ["compute", [1], "sign", [0], [1], {}]], [1])
+    )
     with pytest.raises(ProtocolError, match="sign has returned"):
         run(wrong, store, OneProcess(), [], [5], [], [])
     assert not len(store)

@@ -112,8 +112,8 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
         (("code", 2), ["fetch", 1, False], "has terms, which have to be combined first"),
         (("code", 2), ["fetch", 2, 1], "is not true or false"),
         (("code", 1), ["create", 2, "file", []], "there is no maker 'file'"),
-        (("code", 1), ["create", 2, "full", []], "is \\[\\], not a list of 1"),
-        (("code", 1), ["create", 2, "full", ["1"]], "full takes numbers"),
+        (("code", 1), ["create", 2, "full", []], "is \\[\\], not a list of 2"),
+        (("code", 1), ["create", 2, "full", ["1", 0]], "full takes numbers"),
         (("code", 1), ["load", 2, -1], "a payload is -1"),
     ],
 )

@@ -29,9 +29,9 @@ class Maker:
     fill: Callable[..., None]  # (whole shape, block, out, *numbers)
 
 
-def _full(shape: Shape, block: Block, out: Array, value: float) -> None:
+def _full(shape: Shape, block: Block, out: Array, real: float, imaginary: float) -> None:
     del shape, block
-    out[...] = value
+    out[...] = complex(real, imaginary) if imaginary else real
 
 
 def _arange(shape: Shape, block: Block, out: Array, start: float, step: float) -> None:
@@ -62,7 +62,7 @@ def _random(kind: Callable[..., Initializer]) -> Callable[..., None]:
 
 MAKERS: Mapping[str, Maker] = MappingProxyType(
     {
-        "full": Maker(1, _full),
+        "full": Maker(2, _full),
         "arange": Maker(2, _arange),
         "eye": Maker(1, _eye),
         "normal": Maker(3, _random(RandomNormal)),

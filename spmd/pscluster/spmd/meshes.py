@@ -1,0 +1,109 @@
+"""Meshes that have devices: of this process, or of a cluster's workers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from pscluster.core import checks
+from pscluster.core.errors import MeshError
+from pscluster.core.layouts.layout import Layout, Spec
+from pscluster.core.layouts.mesh import LOCAL_JOB, Device, Dims, Mesh
+from pscluster.spmd.executors import InProcess, Workers
+from pscluster.spmd.session import Session
+
+if TYPE_CHECKING:
+    from pscluster.coordinator import ClusterCoordinator
+
+WORKER_JOB = "worker"
+
+_sessions: dict[Mesh, Session] = {}
+_lock = threading.Lock()
+_default: ContextVar[Mesh | None] = ContextVar("pscluster-mesh", default=None)
+
+
+def create_mesh(
+    dims: Dims,
+    devices: Sequence[str] | None = None,
+    *,
+    coordinator: ClusterCoordinator | None = None,
+    tasks: Sequence[int] | None = None,
+    devices_per_task: int = 1,
+    name: str = "",
+) -> Mesh:
+    """Make a mesh of devices, and connect it to them.
+
+    Args:
+        dims: names and sizes, as a dict or pairs, such as [("x", 3), ("y", 2)]. One size may be -1: as many as fit.
+        devices: their names. Without a coordinator "CPU:0" and so on, virtual devices of this process, the default;
+            with one "/job:worker/task:1/device:CPU:0" and so on.
+        coordinator: of the cluster whose workers have the devices.
+        tasks: in place of devices: the indices of the workers; by default all of the cluster.
+        devices_per_task: how many devices each of them has.
+        name: part of the mesh.
+
+    Raises:
+        MeshError: they make no mesh, or the cluster has no such workers.
+    """
+    if coordinator is None:
+        if tasks is not None or devices_per_task != 1:
+            raise MeshError("tasks and devices_per_task are for the workers of a cluster: give its coordinator, too")
+        mesh = Mesh(dims, devices, name=name)
+        if any(job != LOCAL_JOB for job, _ in mesh.tasks):
+            raise MeshError(f"{mesh.devices[0]} is a device of a cluster: give its coordinator, too")
+        session_of(mesh)
+        return mesh
+    there = [peer.index for peer in coordinator.context.workers]
+    each = checks.whole("devices_per_task", devices_per_task, at_least=1)
+    if devices is None:
+        chosen = there if tasks is None else list(tasks)
+        mesh = Mesh(dims, [Device(WORKER_JOB, task, n) for task in chosen for n in range(each)], name=name)
+    elif tasks is not None or each != 1:
+        raise MeshError("devices are given, so tasks and devices_per_task have no meaning: leave them out")
+    else:
+        mesh = Mesh(dims, devices, name=name)
+    for job, index in mesh.tasks:
+        if job != WORKER_JOB or index not in there:
+            raise MeshError(f"the cluster has no {job} {index}; it has the workers {', '.join(map(str, there))}")
+    with _lock:
+        known = _sessions.get(mesh)
+        if known is None or not isinstance(known.executor, Workers) or not known.executor.is_of(coordinator):
+            _sessions[mesh] = Session(mesh, Workers(coordinator, mesh))
+    return mesh
+
+
+def session_of(mesh: Mesh) -> Session:
+    """Return a mesh's session. MeshError if it was not created here, and is not of this process' own devices."""
+    if (known := _sessions.get(mesh)) is not None:
+        return known
+    if any(job != LOCAL_JOB for job, _ in mesh.tasks):
+        raise MeshError(f"{mesh!r} is not connected: make it by create_mesh(dims, coordinator=coordinator)")
+    if len(mesh.tasks) > 1:
+        raise MeshError(f"{mesh!r} is of several processes: only one of them is this one")
+    with _lock:
+        return _sessions.setdefault(mesh, Session(mesh, InProcess()))
+
+
+@contextlib.contextmanager
+def default_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Make it the mesh of `P` in the block."""
+    token = _default.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _default.reset(token)
+
+
+def P(*specs: Spec) -> Layout:  # noqa: N802  # as in JAX
+    """Return the layout with these specs on the default mesh. Raise MeshError if there is none."""
+    if (mesh := _default.get()) is None:
+        raise MeshError("there is no default mesh: write `with default_mesh(mesh):`, or Layout(specs, mesh)")
+    return Layout(specs, mesh)
+
+
+def barrier(mesh: Mesh, timeout: float | None = None) -> None:
+    """Wait until everything has ended that was computed on a mesh. Raises the first error."""
+    session_of(mesh).wait(timeout)

@@ -1,0 +1,141 @@
+"""A program that is being written: instructions over arrays, which become registers once it is sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from pscluster.core.layouts.mesh import Mesh
+from pscluster.worker.programs.program import ArrayType, encode
+
+if TYPE_CHECKING:
+    from pscluster.spmd.session import Session
+
+Array = npt.NDArray[Any]
+
+
+class Ref:
+    """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
+
+    __slots__ = ("__weakref__", "number", "program", "session", "type")
+
+    def __init__(self, session: Session, number: int, of: ArrayType, program: int) -> None:
+        self.session, self.number, self.type, self.program = session, number, of, program
+
+    def __del__(self) -> None:
+        # Perhaps in the middle of something, on any thread: nothing here may take a lock.
+        self.session.dropped.append(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Sendable:
+    """A program, and what goes with it."""
+
+    mesh: Mesh
+    text: str
+    inputs: list[int]  # numbers of arrays
+    outputs: list[int]
+    forgotten: list[int]
+    payloads: list[list[Mapping[int, Array]]]  # by task: the blocks of each payload that it needs
+
+
+class Recording:
+    """Instructions, in order. Not thread-safe."""
+
+    def __init__(self, mesh: Mesh, number: int) -> None:
+        self.mesh, self.number = mesh, number
+        self.payload_bytes = 0
+        self._code: list[tuple[Any, ...]] = []
+        self._types: dict[int, ArrayType] = {}  # by the number of the array, in the order of first use
+        self._inputs: dict[int, Ref] = {}  # kept until it is sent
+        self._made: dict[int, weakref.ref[Ref]] = {}
+        self._payloads: list[tuple[Mapping[int, Array], ArrayType]] = []
+
+    def __len__(self) -> int:
+        return len(self._code)
+
+    def load(self, output: Ref, blocks: Mapping[int, Array]) -> None:
+        """Record that an array comes from here: its blocks, by number in its layout."""
+        self._code.append(("load", self._write(output), len(self._payloads)))
+        self._payloads.append((blocks, output.type))
+        self.payload_bytes += sum(block.nbytes for block in blocks.values())
+
+    def create(self, output: Ref, maker: str, numbers: Sequence[float]) -> None:
+        """Record that an array is made in place."""
+        self._code.append(("create", self._write(output), maker, list(numbers)))
+
+    def move(self, output: Ref, source: Ref) -> None:
+        """Record that an array is brought into another layout."""
+        self._code.append(("move", self._read(source), self._write(output)))
+
+    def compute(
+        self,
+        outputs: Sequence[Ref],
+        function: str,
+        inputs: Sequence[Ref],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Record a function of blocks. Arguments are as in a program."""
+        read = [self._read(ref) for ref in inputs]
+        self._code.append(("compute", [self._write(ref) for ref in outputs], function, read, args, kwargs))
+
+    def fetch(self, source: Ref, *, every_device: bool) -> None:
+        """Record that blocks are wanted here."""
+        self._code.append(("fetch", self._read(source), every_device))
+
+    def finish(self, dropped: Collection[int]) -> tuple[Sendable, list[int]]:
+        """Return the program, and which arrays must be forgotten later: it uses them.
+
+        `dropped` are the numbers of arrays that nothing refers to.
+        """
+        gone = set(dropped)
+        inputs = list(self._inputs)
+        outputs = [number for number, made in self._made.items() if number not in gone and made() is not None]
+        order = inputs + [number for number in self._types if number not in self._inputs]
+        register = {number: position for position, number in enumerate(order)}
+        code: list[list[Any]] = []
+        for name, *rest in self._code:
+            match name:
+                case "compute":
+                    written, function, read, args, kwargs = rest
+                    numbers = [register[number] for number in written], [register[number] for number in read]
+                    code.append([name, numbers[0], function, numbers[1], args, kwargs])
+                case "move":
+                    code.append([name, register[rest[1]], register[rest[0]]])
+                case _:
+                    code.append([name, register[rest[0]], *rest[1:]])
+        text = encode(
+            self.mesh, [self._types[number] for number in order], len(inputs), code, [register[n] for n in outputs]
+        )
+        later = [number for number in gone if number in self._inputs]
+        forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
+        return Sendable(self.mesh, text, inputs, outputs, forgotten, self._payloads_by_task()), later
+
+    def _payloads_by_task(self) -> list[list[Mapping[int, Array]]]:
+        by_task: list[list[Mapping[int, Array]]] = []
+        for task in range(len(self.mesh.tasks)):
+            devices = self.mesh.devices_of(task)
+            wanted = [{of.layout.shard_of(device) for device in devices} for _, of in self._payloads]
+            by_task.append(
+                [
+                    {shard: blocks[shard] for shard in sorted(shards)}
+                    for (blocks, _), shards in zip(self._payloads, wanted, strict=True)
+                ]
+            )
+        return by_task
+
+    def _read(self, ref: Ref) -> int:
+        if ref.number not in self._made:
+            self._inputs[ref.number] = ref
+        self._types[ref.number] = ref.type
+        return ref.number
+
+    def _write(self, ref: Ref) -> int:
+        self._made[ref.number] = weakref.ref(ref)
+        self._types[ref.number] = ref.type
+        return ref.number

@@ -1,0 +1,238 @@
+"""A mesh's session: records operations, and sends them as programs to whoever has the devices.
+
+An operation is recorded, and sent at once if nothing sent before is still running; otherwise it goes with the next that
+is sent, so that a thousand small operations are a few messages. Whoever fetches sends what is recorded, and waits for
+that program. Without a fetch, what was recorded last may stay here.
+
+States of a program:
+
+    RECORDING --nothing is running, it is large, or a fetch--> SENT      only one is recorded at a time
+    SENT      --it has ended----------------------------------> over     its arrays are on the devices
+              --it failed, or was cancelled-------------------> FAILED   its arrays are lost
+    RECORDING --it can't be sent, or an error is raised-------> FAILED
+
+An error is raised at the next fetch, or by the next operation that is sent: the first one, once. After that, arrays of
+programs that have failed, and those that were recorded when it was raised, raise TensorLostError; all others can be
+used. What a worker held when it died is lost as well; that is found by the program that uses it next.
+
+Two locks, taken in this order: one is held while a program is sent, so that programs are sent in the order in which
+they were recorded; the other guards what is recorded, and is never held for long. An operation that finds a program
+being sent does not wait: it is recorded, and goes with a later one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from pscluster.core.errors import TensorLostError
+from pscluster.core.layouts.mesh import Mesh
+from pscluster.spmd.recording import Recording, Ref, Sendable
+from pscluster.worker.programs.program import ArrayType
+
+Array = npt.NDArray[Any]
+
+MAX_INSTRUCTIONS = 512
+"""That are recorded before a program is sent although others still run."""
+
+MAX_PAYLOAD_BYTES = 32 << 20
+"""The same, of arrays that go with it."""
+
+_numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
+
+Fetched = list[list[list[Array]]]
+"""By task: what each fetch of a program has returned."""
+
+
+class Running(Protocol):
+    """A program that was sent."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has, in any way."""
+
+    def result(self, timeout: float | None = None) -> Fetched:
+        """Wait until it has ended, and return what it fetches. Raises its error, or WaitTimeoutError."""
+
+
+class Executor(Protocol):
+    """Has the devices of a mesh."""
+
+    def start(self, program: Sendable) -> Running:
+        """Run a program after all that were started before. May raise an error of an earlier one."""
+
+    def settle(self, error: BaseException) -> None:
+        """Note that the session raises this error, so nobody else has to."""
+
+
+class Session:
+    """Records and sends the operations of one mesh: see the module's docstring. Thread-safe."""
+
+    def __init__(self, mesh: Mesh, executor: Executor) -> None:
+        self.mesh = mesh
+        self.dropped: deque[int] = deque()  # numbers of arrays that nothing refers to; may be added to at any time
+        self.executor = executor
+        self._sending = threading.RLock()
+        self._lock = threading.RLock()
+        self._programs = itertools.count(1)
+        self._recording = self._new_recording()
+        self._running: deque[tuple[int, Running]] = deque()
+        self._unraised: BaseException | None = None
+        self._failed: dict[int, BaseException] = {}  # by program
+
+    # Operations
+
+    def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
+        """Return an array made of blocks, by their numbers in its layout. The blocks must not change any more."""
+        with self._lock:
+            ref = self._ref(of)
+            self._recording.load(ref, blocks)
+        self._send_soon()
+        return ref
+
+    def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
+        """Return an array that is made in place; see `worker.programs.makers`."""
+        with self._lock:
+            ref = self._ref(of)
+            self._recording.create(ref, maker, numbers)
+        self._send_soon()
+        return ref
+
+    def move(self, source: Ref, of: ArrayType) -> Ref:
+        """Return the array in another layout."""
+        with self._lock:
+            self._check(source)
+            ref = self._ref(of)
+            self._recording.move(ref, source)
+        self._send_soon()
+        return ref
+
+    def compute(
+        self,
+        types: Sequence[ArrayType],
+        function: str,
+        inputs: Sequence[Ref],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Ref]:
+        """Return the results of a function that is called on each device's blocks."""
+        with self._lock:
+            for source in inputs:
+                self._check(source)
+            refs = [self._ref(of) for of in types]
+            self._recording.compute(refs, function, inputs, args, kwargs)
+        self._send_soon()
+        return refs
+
+    def fetch(self, source: Ref, *, every_device: bool, timeout: float | None = None) -> list[Array]:
+        """Return blocks of an array, in the order of their devices: of every device, or of each block's first."""
+        with self._sending:
+            self._reap()
+            self._raise_first()
+            with self._lock:
+                self._check(source)
+                self._recording.fetch(source, every_device=every_device)
+            running = self._send()
+        try:
+            fetched = running.result(timeout)
+        finally:
+            self._reap()
+            self._raise_first()
+        owners = range(self.mesh.size) if every_device else sorted(source.type.layout.owners)
+        by_task = [iter(results[-1]) for results in fetched]
+        return [next(by_task[self.mesh.task_of[device]]) for device in owners]
+
+    def flush(self) -> None:
+        """Send what is recorded. Raises the first error that has not been raised."""
+        with self._sending:
+            if len(self._recording):
+                self._send()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Send what is recorded, and wait until everything has ended. Raises the first error."""
+        self.flush()
+        with self._lock:
+            last = self._running[-1][1] if self._running else None
+        try:
+            if last is not None:
+                last.result(timeout)
+        finally:
+            self._reap()
+            self._raise_first()
+
+    # Sending
+
+    def _ref(self, of: ArrayType) -> Ref:
+        return Ref(self, next(_numbers), of, self._recording.number)
+
+    def _new_recording(self) -> Recording:
+        return Recording(self.mesh, next(self._programs))
+
+    def _check(self, ref: Ref) -> None:
+        """Raise TensorLostError if an array was never made."""
+        if (why := self._failed.get(ref.program)) is not None:
+            raise TensorLostError(
+                f"global array {ref.number}, {ref.type}, was not made, since an operation has failed: "
+                f"{type(why).__name__}: {why!s:.300}"
+            ) from why
+
+    def _send_soon(self) -> None:
+        """Send what is recorded, unless it can wait for something that runs."""
+        self._reap()
+        large = len(self._recording) >= MAX_INSTRUCTIONS or self._recording.payload_bytes >= MAX_PAYLOAD_BYTES
+        if self._running and not large:
+            return
+        if self._sending.acquire(blocking=large):
+            try:
+                if len(self._recording):
+                    self._send()
+            finally:
+                self._sending.release()
+
+    def _send(self) -> Running:
+        """Send what is recorded. In the order of sending."""
+        self._reap()
+        self._raise_first()
+        with self._lock:
+            recording, self._recording = self._recording, self._new_recording()
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            program, later = recording.finish(dropped)
+            self.dropped.extend(later)
+        try:
+            running = self.executor.start(program)
+        except BaseException as error:
+            with self._lock:
+                self._failed[recording.number] = error
+                self.dropped.extend(program.forgotten)
+            raise
+        with self._lock:
+            self._running.append((recording.number, running))
+        return running
+
+    def _reap(self) -> None:
+        """Take note of programs that have ended."""
+        with self._lock:
+            while self._running and self._running[0][1].ended:
+                number, running = self._running.popleft()
+                try:
+                    running.result()
+                except BaseException as error:
+                    self._failed[number] = error
+                    # Those that follow were cancelled, or lack what this one would have made.
+                    if self._unraised is None:
+                        self._unraised = error
+
+    def _raise_first(self) -> None:
+        with self._lock:
+            if (error := self._unraised) is None:
+                return
+            self._unraised = None
+            self._failed[self._recording.number] = error
+            self._recording = self._new_recording()
+        self.executor.settle(error)
+        raise error.with_traceback(None)

@@ -1,0 +1,364 @@
+"""DTensor: a global array, whose blocks lie on the devices of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import LayoutError, MisuseError, ShardedGatherError, UnsupportedFunctionError
+from pscluster.core.handles import StaysHere
+from pscluster.core.layouts.layout import Layout, Spec
+from pscluster.core.layouts.mesh import Device, Mesh
+from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.recording import Ref
+from pscluster.worker.programs.program import ArrayType
+
+Array = npt.NDArray[Any]
+
+SHOWN_ELEMENTS = 1000
+"""Up to so many are fetched to be printed, as NumPy shows them in full."""
+
+_THROUGH_BYTES = 64 << 10
+"""Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`."""
+
+UFUNCS: dict[str, Callable[..., Any]] = {}
+"""What is called for a method of a ufunc, such as "__call__": with the ufunc and its arguments."""
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""What is called in place of NumPy's functions for arguments that are DTensors; and "getitem" and "astype"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One device's block."""
+
+    device: Device
+    index: tuple[slice, ...]  # of it in the whole
+    replica: int  # how many devices before this one have the same
+    fetch: Callable[[], Array]
+
+
+class DTensor(np.lib.mixins.NDArrayOperatorsMixin, StaysHere):
+    """A global array. It has a shape, a dtype and a layout, and NumPy's functions and operators take it.
+
+    Immutable. Its values are not here: `numpy()` fetches a replicated array, `full()` any. Operations are sent to the
+    devices without waiting; their errors are raised by the next fetch, or by an operation that follows.
+    """
+
+    instead = "functions on workers can't take it: pass what its full() returns"
+    __slots__ = ("_ref", "_settled", "dtype", "layout", "shape")
+    __array_priority__ = 1000
+
+    def __init__(self, ref: Ref, layout: Layout | None = None) -> None:
+        """Take an array on the devices. It may have terms that are combined at first use, into `layout`."""
+        self._ref: Ref = ref
+        self._settled: Ref | None = None if ref.type.partial else ref
+        self.shape: tuple[int, ...] = ref.type.shape
+        self.dtype: np.dtype[Any] = ref.type.dtype
+        self.layout: Layout = layout or ref.type.layout
+
+    # What it is
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it lies on."""
+        return self.layout.mesh
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def settled(self) -> Ref:
+        """The array on the devices, without terms; for internal use."""
+        if self._settled is None:
+            self._settled = moved(self._ref, self.layout)
+            self._ref = self._settled
+        return self._settled
+
+    def in_layout(self, layout: Layout) -> Ref:
+        """Return the array on the devices in this layout; for internal use."""
+        return moved(self._ref if self._settled is None else self._settled, layout)
+
+    # Moving and fetching
+
+    def relayout(self, layout: Layout | Sequence[Spec]) -> DTensor:
+        """Return the same array in another layout of its mesh. MATCH, in a list of specs, keeps that of its axis."""
+        if not isinstance(layout, Layout):
+            layout = self.layout.matched(list(layout))
+        if layout.mesh != self.mesh:
+            raise LayoutError(
+                f"the array lies on {self.mesh!r}, and can't be relaid out on {layout.mesh!r}: "
+                "use distribute(array.full(), layout)"
+            )
+        layout.check_shape(self.shape)
+        return self if layout == self.layout else DTensor(self.in_layout(layout))
+
+    def relayout_like(self, other: DTensor) -> DTensor:
+        """Return the same array in the layout of another one of equal rank."""
+        return self.relayout(other.layout)
+
+    def full(self, timeout: float | None = None) -> Array:
+        """Fetch the whole array: each block from one device.
+
+        Raises the first error of what was computed so far, or WaitTimeoutError after `timeout` seconds.
+        """
+        layout, ref = self.layout, self.settled
+        blocks = ref.session.fetch(ref, every_device=False, timeout=timeout)
+        partition = layout.partition(self.shape)
+        if partition.num_shards == 1:
+            return blocks[0].copy()
+        out = np.empty(self.shape, self.dtype)
+        for device, block in zip(sorted(layout.owners), blocks, strict=True):
+            out[layout.slices(self.shape, device)] = block
+        return out
+
+    def numpy(self, timeout: float | None = None) -> Array:
+        """Fetch a replicated array. Raise ShardedGatherError for any other: `full()` gathers it."""
+        self._check_replicated("numpy()")
+        return self.full(timeout)
+
+    def components(self, timeout: float | None = None) -> list[Array]:
+        """Fetch the block of every device, in their order; equal ones of replicas, too."""
+        ref = self.settled
+        return [block.copy() for block in ref.session.fetch(ref, every_device=True, timeout=timeout)]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Each device's block: where it is, what it is of the whole, and a function that fetches it."""
+
+        def fetch(device: int) -> Callable[[], Array]:
+            return lambda: self.components()[device]
+
+        return [
+            Shard(name, self.layout.slices(self.shape, device), self.layout.replica_of(device), fetch(device))
+            for device, name in enumerate(self.mesh.devices)
+        ]
+
+    def _check_replicated(self, what: str) -> None:
+        if not self.layout.is_replicated:
+            raise ShardedGatherError(
+                f"{what} of an array of shape {self.shape} that is sharded by [{', '.join(self.layout.specs)}] would "
+                "gather it: call full() if that is meant, or relayout() it first"
+            )
+
+    # Python's and NumPy's protocols
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        del copy
+        self._check_replicated("a conversion to a NumPy array")
+        array = self.full()
+        return array if dtype is None else array.astype(dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if (handler := UFUNCS.get(method)) is None:
+            raise unsupported(f"{ufunc.__name__}.{method}")
+        return handler(ufunc, *inputs, **kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        del types
+        return _function(function, f"{function.__module__}.{function.__name__}")(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> DTensor:
+        result: DTensor = _function("getitem", "indexing")(self, index)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise MisuseError("a global array does not change: make another one, such as np.where(mask, value, array)")
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[DTensor]:
+        if not self.shape:
+            raise TypeError("iteration over an array without axes")
+        if self.layout.num_shards(0) > 1:
+            raise ShardedGatherError(
+                f"iteration over axis 0, which is sharded over {self.layout.specs[0]!r}, would gather it row by row: "
+                "relayout() it first, or use functions of the whole array"
+            )
+        return (self[row] for row in range(self.shape[0]))
+
+    def item(self) -> Any:
+        """Fetch the only element, as a Python number."""
+        return self.numpy().item()
+
+    def tolist(self) -> Any:
+        """Fetch a replicated array as nested lists."""
+        return self.numpy().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+    # Those of the mixin would change the array in place.
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self / other
+
+    def __ifloordiv__(self, other: Any) -> Any:
+        return self // other
+
+    def __imod__(self, other: Any) -> Any:
+        return self % other
+
+    def __ipow__(self, other: Any) -> Any:
+        return self**other
+
+    def __imatmul__(self, other: Any) -> Any:
+        return self @ other
+
+    def __iand__(self, other: Any) -> Any:
+        return self & other
+
+    def __ior__(self, other: Any) -> Any:
+        return self | other
+
+    def __ixor__(self, other: Any) -> Any:
+        return self ^ other
+
+    def __ilshift__(self, other: Any) -> Any:
+        return self << other
+
+    def __irshift__(self, other: Any) -> Any:
+        return self >> other
+
+    __hash__ = None  # type: ignore[assignment]  # == compares elements
+
+    def __repr__(self) -> str:
+        return f"<DTensor of shape {self.shape}, {self.dtype}, {self.layout!r}>"
+
+    def __str__(self) -> str:
+        """Return its value: once if it is replicated, else by device. Fetches it, unless it is large."""
+        if self.size > SHOWN_ELEMENTS:
+            value = f"<{self.size:,} elements>"
+        elif self.layout.is_replicated:
+            value = str(self.full())
+        else:
+            blocks = zip(self.mesh.devices, self.components(), strict=True)
+            value = "{" + ", ".join(f"{str(device)!r}: {block}" for device, block in blocks) + "}"
+        return f'DTensor({value}, layout="{self.layout}", shape={self.shape}, dtype={self.dtype})'
+
+    # Methods that NumPy's arrays have
+
+    @property
+    def T(self) -> Any:  # noqa: N802  # as in NumPy
+        return np.transpose(self)
+
+    @property
+    def mT(self) -> Any:  # noqa: N802  # as in NumPy
+        if self.ndim < 2:
+            raise ValueError("matrix transpose with ndim < 2 is undefined")  # NumPy's words
+        return np.swapaxes(self, -1, -2)
+
+    @property
+    def real(self) -> Any:
+        return np.real(self)
+
+    @property
+    def imag(self) -> Any:
+        return np.imag(self)
+
+    def astype(self, dtype: npt.DTypeLike) -> DTensor:
+        """Return it with another element type."""
+        result: DTensor = _function("astype", "astype")(self, dtype)
+        return result
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return it with another shape: see `numpy.reshape`."""
+        return np.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return it with its axes in another order, by default reversed."""
+        chosen = axes[0] if len(axes) == 1 else axes or None
+        return np.transpose(self, chosen)
+
+    def copy(self) -> DTensor:
+        """Return itself: it does not change."""
+        return self
+
+    def flatten(self) -> Any:
+        """Return it with one axis."""
+        return np.ravel(self)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    function = getattr(np, name)
+
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"Do what `numpy.{name}` does with it."
+    return method
+
+
+for _name in (
+    *("all", "any", "argmax", "argmin", "argsort", "clip", "conj", "cumprod", "cumsum", "diagonal", "dot", "max"),
+    *("mean", "min", "prod", "ravel", "repeat", "round", "searchsorted", "squeeze", "std", "sum", "swapaxes", "take"),
+    *("trace", "var"),
+):
+    setattr(DTensor, _name, _delegate(_name))
+
+
+def moved(ref: Ref, layout: Layout) -> Ref:
+    """Return an array on the devices in another layout, its terms combined; itself if there is nothing to do."""
+    of = ref.type
+    if of.layout == layout and not of.partial:
+        return ref
+    if of.partial and of.nbytes > _THROUGH_BYTES:
+        through = combine_through(layout, of.partial, of.shape)
+        if through is not None:
+            ref = ref.session.move(ref, ArrayType(of.shape, of.dtype, through))
+    return ref.session.move(ref, ArrayType(of.shape, of.dtype, layout))
+
+
+def _function(function: Any, name: str) -> Callable[..., Any]:
+    if (handler := FUNCTIONS.get(function)) is None:
+        raise unsupported(name)
+    return handler
+
+
+def unsupported(name: str, why: str = "") -> UnsupportedFunctionError:
+    """Return the error of a function that is not there for global arrays, with the ways out."""
+    return UnsupportedFunctionError(
+        f"{name} is not there for global arrays{f' {why}' if why else ''}. Either fetch the array and call it here: "
+        f"{name.rpartition('.')[2]}(array.full()); or write it with functions that docs/spmd.md lists"
+    )
