@@ -10,6 +10,7 @@ from pscluster.core.layouts.layout import Layout as Layout
 from pscluster.core.layouts.mesh import MATCH as MATCH
 from pscluster.core.layouts.mesh import UNSHARDED as UNSHARDED
 from pscluster.core.layouts.mesh import Mesh as Mesh
+from pscluster.spmd import functions as functions  # registers them
 from pscluster.spmd import random as random
 from pscluster.spmd.creation import arange as arange
 from pscluster.spmd.creation import call_with_layout as call_with_layout

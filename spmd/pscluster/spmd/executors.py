@@ -83,8 +83,9 @@ class _OnWorkers:
     def result(self, timeout: float | None = None) -> Fetched:
         """Wait for all workers, and return what they have fetched."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for value in self._values:
-            value.fetch(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for value in self._values:  # all, before the error of one is raised
+            if not value.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                value.fetch(0)  # raises WaitTimeoutError
         return [value.fetch() for value in self._values]
 
 

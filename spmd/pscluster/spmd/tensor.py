@@ -31,6 +31,9 @@ UFUNCS: dict[str, Callable[..., Any]] = {}
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """What is called in place of NumPy's functions for arguments that are DTensors; and "getitem" and "astype"."""
 
+LIKE: dict[Any, Callable[..., Any]] = {}
+"""What is called in place of NumPy's functions with `like=` a DTensor: with that one first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -173,6 +176,8 @@ class DTensor(np.lib.mixins.NDArrayOperatorsMixin, StaysHere):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         del types
+        if (creator := LIKE.get(function)) is not None:
+            return creator(self, *args, **kwargs)
         return _function(function, f"{function.__module__}.{function.__name__}")(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> DTensor:

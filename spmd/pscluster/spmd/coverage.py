@@ -1,0 +1,56 @@
+"""Which of NumPy's functions take global arrays: `python -m pscluster.spmd.coverage` prints the tables of the docs."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+from numpy.testing import overrides
+
+from pscluster.spmd import functions as functions  # registers them
+from pscluster.spmd.tensor import FUNCTIONS, LIKE
+from pscluster.worker.programs.operations import LATER_UFUNCS, UFUNCS
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name below `numpy`."""
+    module = getattr(function, "__module__", "numpy") or "numpy"
+    return f"{module}.{function.__name__}".removeprefix("numpy.")
+
+
+def is_covered(function: Any) -> bool:
+    """Return whether a function of NumPy takes global arrays."""
+    elementwise = isinstance(function, np.ufunc) and function.__name__ in (*UFUNCS, *LATER_UFUNCS)
+    return elementwise or function in FUNCTIONS or function in LIKE
+
+
+def coverage() -> dict[str, dict[str, bool]]:
+    """Return, for NumPy's ufuncs and its other functions that arrays of others can take over, which are covered."""
+    kinds: dict[str, Any] = {
+        "ufuncs": overrides.get_overridable_numpy_ufuncs(),
+        "functions": overrides.get_overridable_numpy_array_functions(),
+    }
+    return {
+        kind: {name: of for name, of in sorted((name_of(f), is_covered(f)) for f in found) if not name.startswith("_")}
+        for kind, found in kinds.items()
+    }
+
+
+def tables() -> str:
+    """Return the coverage as text for the documentation."""
+    lines: list[str] = []
+    for kind, covered in coverage().items():
+        there = [name for name, is_there in covered.items() if is_there]
+        missing = [name for name, is_there in covered.items() if not is_there]
+        lines += [f"Of {len(covered)} {kind} {len(there)} are there:", "", *_wrapped(there), ""]
+        lines += ["and these are not:", "", *_wrapped(missing), ""]
+    return "\n".join(lines)
+
+
+def _wrapped(names: list[str]) -> list[str]:
+    return textwrap.wrap(", ".join(f"`{name}`" for name in names), 118, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    print(tables())

@@ -1,0 +1,253 @@
+"""A function of blocks applied to global arrays: operands relaid out by the rule, the result in the layout it gives."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import LayoutError, MisuseError
+from pscluster.core.layouts.layout import Layout
+from pscluster.core.layouts.mesh import Mesh
+from pscluster.core.layouts.rule import Label, Operand, resolve
+from pscluster.spmd.placing import distribute, numeric
+from pscluster.spmd.recording import Ref
+from pscluster.spmd.tensor import FUNCTIONS, DTensor, unsupported
+from pscluster.worker.programs.program import ArrayType, Placeholder
+
+Array = npt.NDArray[Any]
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+xp: Any = np
+"""NumPy, for calls with global arrays, of which its types know nothing."""
+
+MAX_OPERAND_BYTES = 64 << 10
+"""Of an operand that is not a global array: it goes to all devices."""
+
+_NO_IDENTITY = frozenset({"maximum", "minimum", "fmax", "fmin"})
+"""Ufuncs that can't reduce an empty block."""
+
+_SCALARS = (bool, int, float, complex)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is known of a result: the labels of its axes, its shape and its element type."""
+
+    labels: tuple[Label, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def block(number: int) -> Placeholder:
+    """Return what stands for an operand's block in arguments."""
+    return Placeholder("in", number)
+
+
+def local_shape(number: int = 0) -> Placeholder:
+    """Return what stands for the shape of a result's block."""
+    return Placeholder("shape", number)
+
+
+def implements(*functions: Any) -> Callable[[Handler], Handler]:
+    """Register a function in place of these of NumPy's."""
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            if function is not None:  # this version of NumPy has it
+                FUNCTIONS[function] = handler
+        return handler
+
+    return register
+
+
+def numpys(*names: str) -> list[Any]:
+    """Return NumPy's functions of these names, as far as this version has them."""
+    found = []
+    for name in names:
+        at: Any = np
+        for part in name.split("."):
+            at = getattr(at, part, None)
+        if at is not None:
+            found.append(at)
+    return found
+
+
+def mesh_of(*values: Any) -> Mesh:
+    """Return the mesh of the global arrays among these. Raise LayoutError if there are two."""
+    meshes = [value.mesh for value in values if isinstance(value, DTensor)]
+    for mesh in meshes[1:]:
+        if mesh != meshes[0]:
+            raise LayoutError(
+                f"the operands lie on different meshes, {meshes[0]!r} and {mesh!r}: bring one to the other's by "
+                "distribute(array.full(), layout)"
+            )
+    return meshes[0]
+
+
+def as_tensor(value: Any, mesh: Mesh) -> DTensor:
+    """Return an operand as a global array; a small array goes to all devices. Raise MisuseError if it is too large."""
+    if isinstance(value, DTensor):
+        return value
+    array = numeric(value)
+    if array.nbytes > MAX_OPERAND_BYTES:
+        raise MisuseError(
+            f"an operand is a NumPy array of shape {array.shape}, {array.nbytes:,} bytes; one that is not a global "
+            f"array may have {MAX_OPERAND_BYTES:,}, since it goes to all devices: distribute() it first"
+        )
+    return distribute(array, Layout.replicated(mesh, array.ndim))
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether it is a number of Python's, whose type does not count where it meets arrays."""
+    return type(value) in _SCALARS
+
+
+def refuse_out(name: str, kwargs: dict[str, Any]) -> None:
+    """Remove arguments that say nothing. Raise UnsupportedFunctionError for those that can't be followed."""
+    for key in ("order", "subok", "like", "device"):
+        kwargs.pop(key, None)
+    out, where = kwargs.pop("out", None), kwargs.pop("where", True)
+    given = out if isinstance(out, tuple) else (out,)
+    if any(array is not None and array is not np._NoValue for array in given):
+        raise unsupported(name, "with out=, since arrays do not change")
+    if where is not True and where is not np._NoValue:
+        raise unsupported(name, "with where=: use numpy.where()")
+
+
+def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[np.dtype[Any]]:
+    """Return the element types of a function's results; arrays among the arguments become ones of a single element."""
+
+    def small(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return np.ones((1,) * value.ndim, value.dtype)
+        if isinstance(value, list):
+            return [small(item) for item in value]
+        return value
+
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        results = function(*map(small, args), **kwargs)
+    return [np.asarray(result).dtype for result in (results if isinstance(results, tuple | list) else [results])]
+
+
+def apply(
+    function: str,
+    operands: Sequence[DTensor],
+    labels: Sequence[Sequence[Label]],
+    results: Sequence[Result],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    whole: Collection[Label] = (),
+    combine: str = "",
+) -> list[DTensor]:
+    """Call a function on the blocks of operands, and return its results.
+
+    Args:
+        function: its name among the operations of programs.
+        operands: global arrays of one mesh.
+        labels: of the axes of each, see `core.layouts.rule`; so that a result's block follows from the operands'.
+        results: what it returns.
+        args, kwargs: its arguments, with `block(n)` and `local_shape(n)` for what differs between devices.
+        whole: labels that can't be sharded.
+        combine: the ufunc that combines results of blocks, if labels that no result has are sharded. "" if there is
+            none: then those are not sharded.
+    """
+    mesh = mesh_of(*operands)
+    kept = list(dict.fromkeys(label for result in results for label in result.labels if label is not None))
+    unsharded = set(whole)
+    for operand, of in zip(operands, labels, strict=True):
+        for label, length, spec in zip(of, operand.shape, operand.layout.specs, strict=True):
+            if label in kept and all(label in result.labels for result in results):
+                continue
+            if not combine or (combine in _NO_IDENTITY and spec in mesh and length < mesh[spec]):
+                unsharded.add(label)
+    rule = resolve(
+        [
+            Operand(tuple(of), operand.layout.specs, operand.nbytes)
+            for of, operand in zip(labels, operands, strict=True)
+        ],
+        kept,
+        unsharded,
+    )
+    known: dict[tuple[int, tuple[str, ...]], Ref] = {}  # an array that occurs twice moves once
+    refs: list[Ref] = []
+    for operand, specs in zip(operands, rule.operands, strict=True):
+        key = id(operand), specs
+        if key not in known:
+            known[key] = operand.in_layout(Layout(specs, mesh))
+        refs.append(known[key])
+    layouts = [Layout([rule.dims.get(label) for label in result.labels], mesh) for result in results]
+    types = [
+        ArrayType(result.shape, result.dtype, layout, rule.partial, combine or "add")
+        for result, layout in zip(results, layouts, strict=True)
+    ]
+    made = refs[0].session.compute(
+        types,
+        function,
+        refs,
+        [encoded(arg) for arg in args],
+        {name: encoded(arg) for name, arg in (kwargs or {}).items()},
+    )
+    return [DTensor(ref, layout) for ref, layout in zip(made, layouts, strict=True)]
+
+
+def encoded(value: Any) -> Any:
+    """Return an argument as in a program. Raise TypeError for what can't be one."""
+    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        return value
+    if isinstance(value, Placeholder):
+        return [value.kind, value.number]
+    if isinstance(value, tuple | list):
+        return ["tuple" if isinstance(value, tuple) else "list", *map(encoded, value)]
+    if isinstance(value, slice):
+        return ["slice", *(None if part is None else operator.index(part) for part in _parts(value))]
+    if value is Ellipsis:
+        return ["..."]
+    if isinstance(value, complex | np.complexfloating):
+        return ["complex", float(value.real), float(value.imag)]
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.floating | float):
+        return float(value)
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic | bool | int | float)):
+        return np.dtype(value).name
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{value!r:.100} can't be an argument of a function of global arrays") from None
+
+
+def _parts(index: slice) -> tuple[Any, Any, Any]:
+    return index.start, index.stop, index.step
+
+
+def normal_axis(axis: Any, ndim: int) -> int:
+    """Return an axis counted from 0. Raise NumPy's AxisError if there is none."""
+    number = operator.index(axis)
+    if not -ndim <= number < ndim:
+        raise np.exceptions.AxisError(number, ndim)
+    return number % ndim
+
+
+def normal_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return axes, of which None means all, counted from 0."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes = tuple(normal_axis(one, ndim) for one in (axis if isinstance(axis, tuple | list) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError("duplicate value in 'axis'")  # NumPy's words
+    return axes
+
+
+def axes_of(tensor: DTensor) -> tuple[Label, ...]:
+    """Return labels that no axis shares with another: the numbers of the axes."""
+    return tuple(range(tensor.ndim))

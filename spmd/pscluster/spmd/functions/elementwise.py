@@ -1,0 +1,193 @@
+"""Functions of corresponding elements: operands are broadcast, and the result is sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.layouts.rule import elementwise as labels_of
+from pscluster.spmd.functions.applying import (
+    Result,
+    apply,
+    as_tensor,
+    block,
+    implements,
+    is_scalar,
+    mesh_of,
+    numpys,
+    probe,
+    refuse_out,
+)
+from pscluster.spmd.tensor import FUNCTIONS, UFUNCS, DTensor, unsupported
+from pscluster.worker.programs.operations import OPERATIONS
+
+
+def elementwise(
+    name: str, function: Callable[..., Any], operands: Sequence[Any], rest: Sequence[Any] = (), **kwargs: Any
+) -> Any:
+    """Apply a function to operands that are broadcast; numbers of Python's, None and texts are passed as they are.
+
+    `rest` are further positional arguments. Return its result, or a tuple of several.
+    """
+    mesh = mesh_of(*operands)
+    given = [value if is_scalar(value) or value is None else as_tensor(value, mesh) for value in operands]
+    tensors = [value for value in given if isinstance(value, DTensor)]
+    shapes = [tensor.shape for tensor in tensors]
+    shape = np.broadcast_shapes(*shapes)
+    dtypes = probe(function, *given, *rest, **kwargs)
+    labels = tuple(range(-len(shape), 0))
+    numbers = iter(range(len(tensors)))
+    args = [block(next(numbers)) if isinstance(value, DTensor) else value for value in given]
+    made = apply(
+        name,
+        tensors,
+        labels_of(shapes),
+        [Result(labels, shape, dtype) for dtype in dtypes],
+        [*args, *rest],
+        kwargs,
+    )
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def call_ufunc(ufunc: np.ufunc, *inputs: Any, **kwargs: Any) -> Any:
+    """Apply a ufunc."""
+    name = ufunc.__name__
+    if ufunc.signature is not None:
+        if (handler := FUNCTIONS.get(ufunc)) is None:
+            raise unsupported(name)
+        refuse_out(name, kwargs)
+        return handler(*inputs, **kwargs)
+    if OPERATIONS.get(name) is not ufunc:
+        raise unsupported(name)
+    refuse_out(name, kwargs)
+    if unknown := kwargs.keys() - {"dtype", "casting"}:
+        raise unsupported(name, f"with {min(unknown)}=")
+    if kwargs.get("dtype", ...) is None:
+        del kwargs["dtype"]
+    if "dtype" in kwargs:
+        kwargs["dtype"] = np.dtype(kwargs["dtype"]).name
+    return elementwise(name, ufunc, inputs, **kwargs)
+
+
+UFUNCS["__call__"] = call_ufunc
+
+
+def _of_one(function: Any) -> None:
+    """Register an elementwise function of one array, and of numbers that are passed as they are."""
+    name = function.__name__
+
+    @implements(function)
+    def handler(array: Any, *rest: Any, **kwargs: Any) -> Any:
+        refuse_out(name, kwargs)
+        return elementwise(name, function, [array], rest, **kwargs)
+
+
+for _function in numpys(
+    "angle", "imag", "iscomplex", "isneginf", "isposinf", "isreal", "nan_to_num", "real", "sinc", "i0"
+):
+    _of_one(_function)
+
+
+@implements(np.round, np.around)
+def around(a: Any, decimals: int = 0, out: Any = None) -> Any:
+    """See `numpy.round`."""
+    refuse_out("round", {"out": out})
+    return elementwise("around", np.around, [a], (decimals,))
+
+
+@implements(np.fix)
+def fix(x: Any, out: Any = None) -> Any:
+    """See `numpy.fix`."""
+    refuse_out("fix", {"out": out})
+    return np.trunc(x)
+
+
+@implements(np.isclose)
+def isclose(a: Any, b: Any, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False) -> Any:
+    """See `numpy.isclose`."""
+    return elementwise("isclose", np.isclose, [a, b, rtol, atol], equal_nan=equal_nan)
+
+
+_NOT_GIVEN = object()
+
+
+@implements(np.clip)
+def clip(
+    a: Any,
+    a_min: Any = _NOT_GIVEN,
+    a_max: Any = _NOT_GIVEN,
+    out: Any = None,
+    *,
+    min: Any = _NOT_GIVEN,  # noqa: A002  # as in NumPy
+    max: Any = _NOT_GIVEN,  # noqa: A002
+    **kwargs: Any,
+) -> Any:
+    """See `numpy.clip`."""
+    refuse_out("clip", {"out": out, **kwargs})
+    low = next((value for value in (a_min, min) if value is not _NOT_GIVEN and value is not np._NoValue), None)
+    high = next((value for value in (a_max, max) if value is not _NOT_GIVEN and value is not np._NoValue), None)
+    return elementwise("clip", np.clip, [a, low, high])
+
+
+@implements(np.where)
+def where(condition: Any, *choices: Any) -> Any:
+    """See `numpy.where`."""
+    if len(choices) != 2:
+        raise unsupported("where", "with a condition only, since the shape of its result depends on values")
+    if is_scalar(condition):
+        condition = np.asarray(condition)
+    return elementwise("where", np.where, [condition, *choices])
+
+
+@implements("astype", *numpys("astype"))
+def astype(x: Any, dtype: npt.DTypeLike, *, copy: bool = True, device: Any = None) -> Any:
+    """See `numpy.astype`."""
+    del copy, device
+    of = np.dtype(dtype)
+    if of == x.dtype:
+        return x
+    labels = tuple(range(x.ndim))
+    return apply("astype", [x], [labels], [Result(labels, x.shape, of)], [block(0), of.name])[0]
+
+
+@implements(np.copy)
+def copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
+    """Return the array itself: it does not change, and has no order in memory."""
+    del order, subok
+    return a
+
+
+@implements(np.select)
+def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Any = 0) -> Any:
+    """See `numpy.select`."""
+    if len(condlist) != len(choicelist) or not condlist:
+        raise ValueError("list of cases must be same length as list of conditions")  # NumPy's words
+    result = default
+    for condition, choice in reversed(list(zip(condlist, choicelist, strict=True))):
+        result = where(condition, choice, result)
+    return result
+
+
+@implements(np.interp)
+def interp(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None) -> Any:
+    """See `numpy.interp`."""
+    mesh = mesh_of(x, xp, fp)
+    tensors = [as_tensor(value, mesh) for value in (x, xp, fp)]
+    labels = tuple(range(tensors[0].ndim))
+    dtype = np.dtype(np.complex128 if tensors[2].dtype.kind == "c" else np.float64)
+    result = Result(labels, tensors[0].shape, dtype)
+    kwargs = {"left": left, "right": right, "period": period}
+    args = [block(0), block(1), block(2)]
+    return apply("interp", tensors, [labels, ("points",), ("points",)], [result], args, kwargs)[0]
+
+
+@implements(np.polyval)
+def polyval(p: Any, x: Any) -> Any:
+    """See `numpy.polyval`: by Horner's rule, as NumPy does."""
+    result = x * 0
+    for at in range(len(p)):
+        result = result * x + p[at]
+    return result

@@ -1,0 +1,301 @@
+"""How NumPy's protocols reach global arrays: every ufunc, `like=`, questions, what is refused, and when errors come."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import overrides
+from tests.spmd import cases
+from tests.spmd.conftest import MakeMesh
+
+from pscluster import spmd
+from pscluster.core.errors import MisuseError
+from pscluster.spmd import Layout
+from pscluster.spmd.coverage import coverage, name_of, tables
+from pscluster.worker.programs.operations import LATER_UFUNCS, UFUNCS
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/spmd.md"
+
+
+@pytest.fixture
+def mesh() -> spmd.Mesh:
+    """Six devices of this process."""
+    return spmd.create_mesh({"x": 3, "y": 2})
+
+
+@pytest.fixture
+def array(mesh: spmd.Mesh) -> spmd.DTensor:
+    """A sharded matrix."""
+    return spmd.distribute(np.arange(35.0).reshape(7, 5), Layout(["x", "y"], mesh))
+
+
+@pytest.mark.parametrize("name", [*UFUNCS, *LATER_UFUNCS])
+def test_every_ufunc(name: str, mesh: spmd.Mesh) -> None:
+    """With operands that lie differently, and NumPy's types for its own."""
+    ufunc: np.ufunc = getattr(np, name)
+    codes = [types.partition("->")[0] for types in ufunc.types]
+    for code in [code for code in codes if set(code) <= set("?lid")][:4]:
+        operands = []
+        for seed, letter in enumerate(code):
+            values = np.random.default_rng(seed).random((7, 5)) * 5
+            operands.append(np.minimum(values, 3).astype(letter) if letter != "?" else values > 2)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            wanted = ufunc(*operands)
+        layouts = [Layout(specs, mesh) for specs in (["x", None], ["y", "x"])]
+        found = ufunc(*map(spmd.distribute, operands, layouts))
+        several = wanted if isinstance(wanted, tuple) else (wanted,)
+        for one, other in zip(several, found if isinstance(found, tuple) else (found,), strict=True):
+            assert other.dtype == one.dtype
+            np.testing.assert_array_equal(other.full(), one)
+
+
+def test_every_covered_function_is_compared() -> None:
+    """Each is called in the cases, or in this module."""
+    text = Path(cases.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(encoding="utf-8")
+    missing = [
+        name for name, covered in coverage()["functions"].items() if covered and not re.search(rf"np\.{name}\b", text)
+    ]
+    assert missing == []
+
+
+def test_the_document_says_what_is_covered() -> None:
+    """Its tables are what `python -m pscluster.spmd.coverage` prints, with the version of NumPy that it names."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if f"NumPy {np.__version__.rpartition('.')[0]}" not in text:
+        pytest.skip("the document is for another version of NumPy")
+    assert tables().strip() in text
+
+
+def _called(function: Any, array: Any) -> Any:
+    """Call a function with the array for each argument that it needs."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return function(array)
+    needed = [
+        array
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return function(*needed)
+
+
+_NOT_BY_ARRAYS = frozenset({"fromfile", "genfromtxt", "loadtxt"})  # those with `like=` only
+
+
+def _not_covered() -> list[Any]:
+    """The functions that take arrays, and are not there."""
+    known = coverage()["functions"]
+    functions = sorted(overrides.get_overridable_numpy_array_functions(), key=name_of)  # in each process alike
+    return [f for f in functions if not known.get(name_of(f), True) and name_of(f) not in _NOT_BY_ARRAYS]
+
+
+@pytest.mark.parametrize("function", _not_covered(), ids=name_of)
+def test_what_is_not_covered_is_refused(function: Any, array: spmd.DTensor) -> None:
+    """With its name and the ways out; nothing is gathered in silence."""
+    with pytest.raises((spmd.UnsupportedFunctionError, spmd.ShardedGatherError)) as caught:
+        _called(function, array)
+    if isinstance(caught.value, spmd.UnsupportedFunctionError):
+        assert f"{name_of(function)} is not there for global arrays" in str(caught.value)
+        assert "Either fetch the array and call it here: " in str(caught.value)
+        assert "docs/spmd.md" in str(caught.value)
+
+
+def test_what_does_not_fit_is_refused(array: spmd.DTensor, mesh: spmd.Mesh) -> None:
+    """Arguments that can't be followed, with the reason; arrays of another mesh; large ones that are not global."""
+    host = np.zeros((7, 5))
+    calls: list[tuple[Any, str]] = [
+        (lambda: np.add(array, 1, out=host), "with out=, since arrays do not change"),
+        (lambda: np.add(array, 1, where=host > 0), "use numpy.where"),
+        (lambda: np.sum(array, where=host > 0), "use numpy.where"),
+        (lambda: np.add.at(array, 0, 1), "add.at is not there"),
+        (lambda: np.add.reduceat(array, [0]), "add.reduceat is not there"),
+        (lambda: np.subtract.reduce(array), "subtract.reduce is not there"),
+        (lambda: np.where(array > 1), "the shape of its result depends on values"),
+        (lambda: array[array > 1], "the shape of the result depends on values"),
+        (lambda: np.isnat(array), "isnat is not there"),
+    ]
+    for call, message in calls:
+        with pytest.raises(spmd.UnsupportedFunctionError, match=re.escape(message)):
+            call()
+    with pytest.raises(spmd.UnsupportedFunctionError, match="with out="):
+        host += array
+    with pytest.raises(MisuseError, match=r"shape \(100, 100\), 80,000 bytes.*distribute"):
+        spmd.ones((100, 100), layout=Layout(["x", None], mesh)) + np.ones((100, 100))
+    other = spmd.create_mesh({"x": 6})
+    with pytest.raises(spmd.LayoutError, match="lie on different meshes"):
+        array + spmd.ones((7, 5), layout=Layout.replicated(other, 2))
+
+
+def test_mistakes_raise_what_numpy_raises(array: spmd.DTensor) -> None:
+    """At once: shapes that do not fit, axes and indices that are not there, and numbers that a type can't hold."""
+    host = array.full()
+    calls: list[Any] = [
+        lambda a: a + np.ones(4),
+        lambda a: a @ np.ones((4, 2)),
+        lambda a: np.sum(a, axis=2),
+        lambda a: np.sum(a, axis=(0, 0)),
+        lambda a: a[7],
+        lambda a: a[0, 0, 0],
+        lambda a: a[..., ...],
+        lambda a: a[[0, 9]],
+        lambda a: a[np.ones(3, bool)],
+        lambda a: a["x"],
+        lambda a: a[1.5],
+        lambda a: np.take(a, 9, axis=0),
+        lambda a: np.reshape(a, (3, 5)),
+        lambda a: np.transpose(a, (0, 0)),
+        lambda a: np.squeeze(a, 0),
+        lambda a: np.concatenate([a, np.ones((2, 2))]),
+        lambda a: np.stack([a, np.ones((2, 2))]),
+        lambda a: np.split(a, 3),
+        lambda a: np.max(a[:0]),
+        lambda a: np.argmax(a[:0], axis=0),
+        lambda a: a.astype(np.uint8) + 300,
+        lambda a: np.einsum("ij,jk", a, a),
+        lambda a: np.einsum("ijk", a),
+        lambda a: np.broadcast_to(a, (5, 7)),
+        lambda a: np.partition(a, 9),
+        lambda a: np.linalg.inv(a[0]),
+        lambda a: np.expand_dims(a, 5),
+        len,
+    ]
+    for call in calls[:-1]:
+        with np.errstate(all="ignore"), pytest.raises(Exception) as wanted:  # noqa: PT011
+            call(host)
+        with pytest.raises(wanted.type):
+            call(array)
+    assert len(array) == 7
+
+
+def test_like(array: spmd.DTensor, mesh: spmd.Mesh) -> None:
+    """Creation with `like=` makes replicated arrays on the mesh; `zeros_like` and so on lie as the array does."""
+    made: list[tuple[Any, Any]] = [
+        (np.ones((2, 3), like=array), np.ones((2, 3))),
+        (np.zeros(3, np.int8, like=array), np.zeros(3, np.int8)),
+        (np.empty(3, like=array) * 0, np.zeros(3)),
+        (np.full((2,), 2.5, like=array), np.full((2,), 2.5)),
+        (np.arange(2, 9, 3, like=array), np.arange(2, 9, 3)),
+        (np.eye(3, k=1, like=array), np.eye(3, k=1)),
+        (np.identity(3, like=array), np.identity(3)),
+        (np.tri(3, like=array), np.tri(3)),
+        (np.array([1, 2], like=array), np.array([1, 2])),
+        (np.asarray([1, 2], np.float32, like=array), np.array([1, 2], np.float32)),
+        (np.asanyarray(3.0, like=array), np.array(3.0)),
+        (np.ascontiguousarray([3.0], like=array), np.array([3.0])),
+        (np.asfortranarray([3.0], like=array), np.array([3.0])),
+        (np.require([3.0], like=array), np.array([3.0])),
+        (np.fromfunction(lambda i: 2 * i, (3,), like=array), np.array([0.0, 2.0, 4.0])),
+        (np.fromiter([1, 2], int, like=array), np.array([1, 2])),
+        (np.frombuffer(b"ab", np.uint8, like=array), np.array([97, 98], np.uint8)),
+        (np.fromstring("1 2", sep=" ", like=array), np.array([1.0, 2.0])),
+        (np.asarray(array, np.float32, like=array), array.full().astype(np.float32)),
+    ]
+    for found, wanted in made:
+        assert isinstance(found, spmd.DTensor)
+        assert found.dtype == wanted.dtype
+        assert found.mesh == mesh
+        np.testing.assert_array_equal(found.full(), wanted)
+    assert made[0][0].layout.is_replicated
+    same: Any = np.asarray(array, like=array)
+    assert same is array
+    zeros: Any = np.zeros_like(array)
+    assert zeros.layout == array.layout
+    three: Any = np.full_like(array, 1, shape=(3,))
+    assert three.layout == Layout([None], mesh)
+
+
+def test_questions(array: spmd.DTensor) -> None:
+    """About shapes and types, answered here."""
+    a: Any = array
+    assert (np.shape(a), np.ndim(a), np.size(a), np.size(a, 1)) == ((7, 5), 2, 35, 5)
+    assert (np.iscomplexobj(a), np.isrealobj(a), np.can_cast(a, np.float32)) == (False, True, False)
+    assert np.result_type(a, np.float32) == np.common_type(a) == np.min_scalar_type(a) == np.float64
+    assert np.may_share_memory(a, a)
+    assert not np.shares_memory(a, a + 1)
+    assert np.allclose(a, a + 1e-12)
+    assert np.array_equal(a, a * 1)
+    assert np.array_equal(a * np.nan, a * np.nan, equal_nan=True)
+    assert not np.array_equal(a, a[:3])
+    assert np.array_equiv(a, np.arange(35.0).reshape(7, 5))
+    assert not np.array_equiv(a, np.zeros(4))
+    assert np.array_repr(a) == repr(a)
+    assert np.array_str(a) == np.array2string(a) == str(a)
+    made: Any = np.linspace(0, 1, 5) + spmd.linspace(0, 1, 5, layout=Layout(["x"], array.mesh))
+    np.testing.assert_array_equal(made.full(), 2 * np.linspace(0, 1, 5))
+
+
+def test_operators_in_place_make_other_arrays(array: spmd.DTensor) -> None:
+    """The name gets another array; who had the old one keeps it."""
+    wanted = array.full()
+    before = array
+    array += 1
+    array *= 2
+    array -= 3
+    array /= 4
+    array **= 2
+    array //= 2
+    array %= 5
+    wanted = (((wanted + 1) * 2 - 3) / 4) ** 2 // 2 % 5
+    np.testing.assert_array_equal(array.full(), wanted)
+    np.testing.assert_array_equal(before.full(), np.arange(35.0).reshape(7, 5))
+    bits = array.astype(np.int64)
+    bits <<= 3
+    bits >>= 1
+    bits |= 1
+    bits &= 7
+    bits ^= 2
+    np.testing.assert_array_equal(bits.full(), ((wanted.astype(np.int64) << 3 >> 1) | 1) & 7 ^ 2)
+    array @= np.ones((5, 2))
+    np.testing.assert_array_equal(array.full(), wanted @ np.ones((5, 2)))
+
+
+def test_methods(array: spmd.DTensor) -> None:
+    """Those that NumPy's arrays have."""
+    a: Any = array
+    host = array.full()
+    calls: tuple[Any, ...] = (
+        lambda v: v.sum(axis=0),
+        lambda v: v.T,
+        lambda v: v.reshape(5, 7),
+        lambda v: v.transpose(1, 0),
+        lambda v: v.flatten(),
+        lambda v: v.copy(),
+        lambda v: v.max(axis=1),
+        lambda v: v.round(1),
+        lambda v: v.cumsum(axis=1),
+        lambda v: v.take([1, 2], axis=1),
+        lambda v: v.real,
+        lambda v: abs(v),
+    )
+    for call in calls:
+        np.testing.assert_array_equal(call(a).full(), call(host))
+    assert [row.full().tolist() for row in a.relayout([None, "y"])] == host.tolist()
+
+
+def test_errors_on_devices_come_with_the_next_fetch(make_mesh: MakeMesh) -> None:
+    """The first one, once; what came of it is lost, and everything else goes on."""
+    mesh = make_mesh({"x": 3, "y": 2})
+    good = spmd.arange(5, layout=Layout(["x"], mesh))
+    spmd.barrier(mesh)
+    singular: Any = spmd.zeros((2, 2), layout=Layout.replicated(mesh, 2))
+    bad: Any = np.linalg.inv(singular)
+    with pytest.raises(np.linalg.LinAlgError, match="Singular matrix"):
+        (bad + 1).full()
+    with pytest.raises(spmd.TensorLostError, match=r"was not made, since an operation has failed: .*Singular"):
+        bad.full()
+    with pytest.raises(spmd.TensorLostError, match="was not made"):
+        bad + 1
+    np.testing.assert_array_equal((good + 1).full(), np.arange(1, 6))
+    np.linalg.inv(singular)
+    with pytest.raises(np.linalg.LinAlgError):
+        spmd.barrier(mesh)
+    spmd.barrier(mesh)
+    np.testing.assert_array_equal(good.full(), np.arange(5))
