@@ -21,6 +21,7 @@ from tests.faults.steps import note, wait_for
 from tests.faults.support import quiet, status
 from tests.waiting import TIMEOUT, until
 
+from pscluster import spmd
 from pscluster.coordinator import optimizers
 from pscluster.coordinator.api import (
     Checkpoint,
@@ -180,6 +181,8 @@ class Round:
             self.steps()
         if "bounded" in parts:
             self.bounded_steps()
+        if "arrays" in parts:
+            self.arrays()
         values = self.functions(FUNCTIONS)
         count += FUNCTIONS
         if "saving" in parts:
@@ -340,6 +343,18 @@ class Round:
                 values = self.coordinator.schedule_gang(step, (), {}, homes, WORKERS, None, 0, None, steps=message)
                 assert [steps for steps, _ in self.coordinator.fetch(values, TIMEOUT)] == [last] * WORKERS
             assert total.numpy().tolist() == [3.0 * last] * 4
+
+    def arrays(self) -> None:
+        """Compute with global arrays on all workers: what is lost is said, and can be made again."""
+        mesh = spmd.create_mesh({"x": WORKERS}, coordinator=self.coordinator)
+        for _ in range(4):
+            try:
+                rows = spmd.distribute(np.arange(12.0).reshape(4, 3), spmd.Layout(["x", None], mesh))
+                assert (rows.sum(axis=0) - 1).full(TIMEOUT).tolist() == [17.0, 21.0, 25.0]
+                assert rows.relayout([None, "x"]).full(TIMEOUT).tolist() == np.arange(12.0).reshape(4, 3).tolist()
+            except spmd.TensorLostError as error:
+                self.refused.append(str(error))
+        assert len(self.refused) <= 1
 
     def recall(self) -> int:
         """Make a checkpoint ask for all functions back while some run and others wait; return how many functions

@@ -77,6 +77,8 @@ POINTS: dict[str, str] = {
     "worker.result.before": "outcomes are not sent",
     "worker.result.after": "outcomes were given to the stream",
     "worker.download.after": "a large result was sent completely, and is not dropped",
+    "worker.exchange.before": "a program over global arrays needs pieces of other workers, and has sent them nothing",
+    "worker.exchange.after": "it has sent and received pieces, and not gone on",
     "worker.recall.after": "functions were given back, and the coordinator has no answer",
     "worker.answer.after": "an answer was taken, and the coordinator does not know",
     "worker.move.after": "servers are dialled at another place, and the coordinator does not know",

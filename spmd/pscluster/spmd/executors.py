@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.errors import FunctionError, MisuseError
+from pscluster.core.errors import MisuseError
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
 from pscluster.worker.programs.exchange import OneProcess
@@ -25,14 +24,16 @@ if TYPE_CHECKING:
 class _Ended:
     """A program that has run."""
 
-    ended = True
-
     def __init__(self, fetched: Fetched, error: BaseException | None = None) -> None:
         self._fetched, self._error = fetched, error
 
-    def result(self, timeout: float | None = None) -> Fetched:
-        """Return what it has fetched, or raise its error."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return True."""
         del timeout
+        return True
+
+    def result(self) -> Fetched:
+        """Return what it has fetched, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._fetched
@@ -62,9 +63,6 @@ class InProcess:
                 return _Ended([], error)
         return _Ended([fetched])
 
-    def settle(self, error: BaseException) -> None:
-        """Do nothing: nobody else knows of it."""
-
     def __len__(self) -> int:
         """Return how many arrays there are."""
         return len(self._store)
@@ -76,17 +74,15 @@ class _OnWorkers:
     def __init__(self, values: Sequence[RemoteValue]) -> None:
         self._values = values
 
-    @property
-    def ended(self) -> bool:
-        return all(value.wait(0) for value in self._values)
-
-    def result(self, timeout: float | None = None) -> Fetched:
-        """Wait for all workers, and return what they have fetched."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for all workers, also if the program has failed on one."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for value in self._values:  # all, before the error of one is raised
-            if not value.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                value.fetch(0)  # raises WaitTimeoutError
-        return [value.fetch() for value in self._values]
+        left = (None if deadline is None else max(0.0, deadline - time.monotonic()) for _ in self._values)
+        return all(value.wait(seconds) for value, seconds in zip(self._values, left, strict=True))
+
+    def result(self) -> Fetched:
+        """Return what all workers have fetched."""
+        return [value.fetch(0) for value in self._values]
 
 
 class Workers:
@@ -102,23 +98,13 @@ class Workers:
         return self._coordinator() is coordinator
 
     def start(self, program: Sendable) -> _OnWorkers:
-        """Schedule a program. Raises the error of a function that was scheduled before."""
+        """Schedule a program. Raises CancelledError while the error of a scheduled function has not been raised."""
         from pscluster.coordinator import PerReplica  # what needs no workers should not import it
 
         if (coordinator := self._coordinator()) is None:
             raise MisuseError("the coordinator that this mesh was created with is gone: create a mesh with another one")
         payloads: list[Any] = [list(payload) for payload in program.payloads]
         args = (self._store, program.text, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
-        return _OnWorkers(coordinator.schedule_together(run_program, args, workers=self._workers))
-
-    def settle(self, error: BaseException) -> None:
-        """Keep the coordinator from raising the same error again at the next call."""
-        coordinator = self._coordinator()
-        if coordinator is None or not isinstance(error, FunctionError):
-            return
-        with contextlib.suppress(type(error)):
-            try:
-                coordinator.done()
-            except FunctionError as other:
-                if other is not error:
-                    raise
+        homes, size = coordinator.members(self._workers)
+        # The session raises its errors: they concern no other function.
+        return _OnWorkers(coordinator.schedule_gang(run_program, args, None, homes, size, None, 0, None, isolated=True))

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from pscluster.core.errors import TensorLostError
+from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Recording, Ref, Sendable
 from pscluster.worker.programs.program import ArrayType
@@ -52,22 +53,18 @@ Fetched = list[list[list[Array]]]
 class Running(Protocol):
     """A program that was sent."""
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has, in any way."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; return whether it has within `timeout` seconds."""
 
-    def result(self, timeout: float | None = None) -> Fetched:
-        """Wait until it has ended, and return what it fetches. Raises its error, or WaitTimeoutError."""
+    def result(self) -> Fetched:
+        """Return what it fetches, once it has ended. Raises its error."""
 
 
 class Executor(Protocol):
     """Has the devices of a mesh."""
 
     def start(self, program: Sendable) -> Running:
-        """Run a program after all that were started before. May raise an error of an earlier one."""
-
-    def settle(self, error: BaseException) -> None:
-        """Note that the session raises this error, so nobody else has to."""
+        """Run a program after all that were started before."""
 
 
 class Session:
@@ -83,6 +80,7 @@ class Session:
         self._recording = self._new_recording()
         self._running: deque[tuple[int, Running]] = deque()
         self._unraised: BaseException | None = None
+        self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, BaseException] = {}  # by program
 
     # Operations
@@ -138,11 +136,8 @@ class Session:
                 self._check(source)
                 self._recording.fetch(source, every_device=every_device)
             running = self._send()
-        try:
-            fetched = running.result(timeout)
-        finally:
-            self._reap()
-            self._raise_first()
+        self._wait(timeout)
+        fetched = running.result()
         owners = range(self.mesh.size) if every_device else sorted(source.type.layout.owners)
         by_task = [iter(results[-1]) for results in fetched]
         return [next(by_task[self.mesh.task_of[device]]) for device in owners]
@@ -156,14 +151,21 @@ class Session:
     def wait(self, timeout: float | None = None) -> None:
         """Send what is recorded, and wait until everything has ended. Raises the first error."""
         self.flush()
+        self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until everything that was sent has ended. Raises the first error, or WaitTimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            last = self._running[-1][1] if self._running else None
-        try:
-            if last is not None:
-                last.result(timeout)
-        finally:
-            self._reap()
-            self._raise_first()
+            sent = [running for _, running in self._running]
+        for running in sent:  # in order: programs may end in another one, but the first error is the cause
+            if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise WaitTimeoutError(
+                    f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
+                    "(coordinator.explain() says what waits for what); it goes on"
+                )
+        self._reap()
+        self._raise_first()
 
     # Sending
 
@@ -217,14 +219,14 @@ class Session:
     def _reap(self) -> None:
         """Take note of programs that have ended."""
         with self._lock:
-            while self._running and self._running[0][1].ended:
+            while self._running and self._running[0][1].wait(0):
                 number, running = self._running.popleft()
                 try:
                     running.result()
                 except BaseException as error:
                     self._failed[number] = error
                     # Those that follow were cancelled, or lack what this one would have made.
-                    if self._unraised is None:
+                    if self._unraised is None and number > self._excused:
                         self._unraised = error
 
     def _raise_first(self) -> None:
@@ -233,6 +235,6 @@ class Session:
                 return
             self._unraised = None
             self._failed[self._recording.number] = error
+            self._excused = self._recording.number
             self._recording = self._new_recording()
-        self.executor.settle(error)
         raise error.with_traceback(None)

@@ -14,6 +14,7 @@ from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Device, Mesh
 from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.methods import ArrayMethods
 from pscluster.spmd.recording import Ref
 from pscluster.worker.programs.program import ArrayType
 
@@ -45,7 +46,7 @@ class Shard:
     fetch: Callable[[], Array]
 
 
-class DTensor(np.lib.mixins.NDArrayOperatorsMixin, StaysHere):
+class DTensor(ArrayMethods, StaysHere):
     """A global array. It has a shape, a dtype and a layout, and NumPy's functions and operators take it.
 
     Immutable. Its values are not here: `numpy()` fetches a replicated array, `full()` any. Operations are sent to the
@@ -225,46 +226,6 @@ class DTensor(np.lib.mixins.NDArrayOperatorsMixin, StaysHere):
     def __index__(self) -> int:
         return self.numpy().__index__()
 
-    # Those of the mixin would change the array in place.
-    def __iadd__(self, other: Any) -> Any:
-        return self + other
-
-    def __isub__(self, other: Any) -> Any:
-        return self - other
-
-    def __imul__(self, other: Any) -> Any:
-        return self * other
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self / other
-
-    def __ifloordiv__(self, other: Any) -> Any:
-        return self // other
-
-    def __imod__(self, other: Any) -> Any:
-        return self % other
-
-    def __ipow__(self, other: Any) -> Any:
-        return self**other
-
-    def __imatmul__(self, other: Any) -> Any:
-        return self @ other
-
-    def __iand__(self, other: Any) -> Any:
-        return self & other
-
-    def __ior__(self, other: Any) -> Any:
-        return self | other
-
-    def __ixor__(self, other: Any) -> Any:
-        return self ^ other
-
-    def __ilshift__(self, other: Any) -> Any:
-        return self << other
-
-    def __irshift__(self, other: Any) -> Any:
-        return self >> other
-
     __hash__ = None  # type: ignore[assignment]  # == compares elements
 
     def __repr__(self) -> str:
@@ -281,66 +242,16 @@ class DTensor(np.lib.mixins.NDArrayOperatorsMixin, StaysHere):
             value = "{" + ", ".join(f"{str(device)!r}: {block}" for device, block in blocks) + "}"
         return f'DTensor({value}, layout="{self.layout}", shape={self.shape}, dtype={self.dtype})'
 
-    # Methods that NumPy's arrays have
-
-    @property
-    def T(self) -> Any:  # noqa: N802  # as in NumPy
-        return np.transpose(self)
-
-    @property
-    def mT(self) -> Any:  # noqa: N802  # as in NumPy
-        if self.ndim < 2:
-            raise ValueError("matrix transpose with ndim < 2 is undefined")  # NumPy's words
-        return np.swapaxes(self, -1, -2)
-
-    @property
-    def real(self) -> Any:
-        return np.real(self)
-
-    @property
-    def imag(self) -> Any:
-        return np.imag(self)
-
-    def astype(self, dtype: npt.DTypeLike) -> DTensor:
-        """Return it with another element type."""
-        result: DTensor = _function("astype", "astype")(self, dtype)
-        return result
-
-    def reshape(self, *shape: Any) -> Any:
-        """Return it with another shape: see `numpy.reshape`."""
-        return np.reshape(self, shape[0] if len(shape) == 1 else shape)
-
-    def transpose(self, *axes: Any) -> Any:
-        """Return it with its axes in another order, by default reversed."""
-        chosen = axes[0] if len(axes) == 1 else axes or None
-        return np.transpose(self, chosen)
+    # Methods that NumPy's arrays have, see also `ArrayMethods`
 
     def copy(self) -> DTensor:
         """Return itself: it does not change."""
         return self
 
-    def flatten(self) -> Any:
-        """Return it with one axis."""
-        return np.ravel(self)
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    function = getattr(np, name)
-
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
-    method.__name__ = method.__qualname__ = name
-    method.__doc__ = f"Do what `numpy.{name}` does with it."
-    return method
-
-
-for _name in (
-    *("all", "any", "argmax", "argmin", "argsort", "clip", "conj", "cumprod", "cumsum", "diagonal", "dot", "max"),
-    *("mean", "min", "prod", "ravel", "repeat", "round", "searchsorted", "squeeze", "std", "sum", "swapaxes", "take"),
-    *("trace", "var"),
-):
-    setattr(DTensor, _name, _delegate(_name))
+    def astype(self, dtype: npt.DTypeLike) -> DTensor:
+        """Return it with another element type."""
+        result: DTensor = _function("astype", "astype")(self, dtype)
+        return result
 
 
 def moved(ref: Ref, layout: Layout) -> Ref:

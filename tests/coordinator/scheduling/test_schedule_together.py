@@ -144,6 +144,30 @@ def test_one_that_raises_stops_the_others_and_is_the_error_of_all(
     assert coordinator.schedule(os.getpid, wait=TIMEOUT).fetch(TIMEOUT), "the workers are free again"
 
 
+def test_the_error_of_an_isolated_gang_concerns_no_other_function(coordinator: ClusterCoordinator) -> None:
+    """It is that of its values only: what else was scheduled runs, and nothing raises it later."""
+
+    def fail() -> None:
+        raise ValueError("isolated")
+
+    homes, size = coordinator.members(None)
+    failed = coordinator.schedule_gang(fail, None, None, homes, size, None, 0, None, isolated=True)
+    values = [coordinator.schedule(lambda: 7) for _ in range(5)]
+    for value in failed:
+        with pytest.raises(ValueError, match="isolated"):
+            value.fetch(TIMEOUT)
+    coordinator.join(TIMEOUT)
+    assert coordinator.done()
+    assert coordinator.fetch(values) == [7] * 5
+
+    coordinator.schedule(fail)
+    until(lambda: bool(coordinator.pending()), "a function has failed")
+    with pytest.raises(errors.CancelledError):
+        coordinator.schedule_gang(meet, None, None, homes, size, None, 0, None, isolated=True)
+    with pytest.raises(ValueError, match="isolated"):
+        coordinator.join(TIMEOUT)
+
+
 def test_a_retry_runs_all_again_and_updates_count_once(coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     with coordinator.strategy.scope():
         counted = Variable(np.zeros(()), name="counted")

@@ -121,7 +121,7 @@ class Dispatcher:
         for call in gang.payloads:
             call.check_size()
         with self.state.lock:
-            self._wait_for_room(deadline_of(left), "")
+            self._wait_for_room(deadline_of(left), gang.payloads[0].function.name if gang.isolated else "")
             gang.since = time.monotonic()
             if gang.limits.timeout is not None and not self._overtime.timed.is_set():
                 self.state.loop.call_soon_threadsafe(self._overtime.timed.set)

@@ -211,7 +211,7 @@ class FunctionQueue(StaysHere):
         if not callable(fn):
             raise TypeError(f"schedule_together takes a function, not {type_of(fn)}")
         check_arguments(args, kwargs)
-        homes, size = self._members(workers)
+        homes, size = self.members(workers)
         return self.schedule_gang(fn, args, kwargs, homes, size, timeout, retries, wait)
 
     def schedule_gang(
@@ -230,11 +230,12 @@ class FunctionQueue(StaysHere):
         spare: int = 0,
         no_result: Any = None,
         answer: Callable[[Question], None] | None = None,
+        isolated: bool = False,
     ) -> list[RemoteValue]:
         """Do what `schedule_together` does, perhaps to take steps of a synchronous run; for internal use.
 
-        `answer` is as in `schedule_with`; it gets the questions of all members. Once all but `spare` have returned, one
-        whose worker is lost or silent counts as having returned `no_result`.
+        `answer` and `isolated` are as in `schedule_with`; `answer` gets the questions of all members. Once all but
+        `spare` have returned, one whose worker is lost or silent counts as having returned `no_result`.
         """
         timeout, retries = _checked_limits(timeout, retries, wait)
         function = self._functions.get(fn)
@@ -255,7 +256,7 @@ class FunctionQueue(StaysHere):
             calls.append(call)
         keys = [fresh_id() for _ in calls]
         limits = RunLimits(timeout, retries) if timeout or retries else NO_LIMITS
-        gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare)
+        gang = Gang(calls, keys, homes, limits, min_workers, fresh_id(), steps=steps, spare=spare, isolated=isolated)
         gang.no_result = encode(no_result), ()
         self._dispatcher.submit_gang(gang, wait)
         return values
@@ -304,8 +305,8 @@ class FunctionQueue(StaysHere):
             of_replicas = [of_steps(collect, numbered, done) for numbered in of_replicas]
         return done, of_replicas
 
-    def _members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
-        """Return the workers that are asked for, by rank, and how many they are; None: any."""
+    def members(self, workers: int | Sequence[int] | None) -> tuple[list[int] | None, int]:
+        """Return the workers that are asked for, by rank, and how many they are; None: any. For internal use."""
         there = [peer.index for peer in self.context.workers]
         if workers is None:
             if not there:

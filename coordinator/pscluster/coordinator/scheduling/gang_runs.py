@@ -128,9 +128,9 @@ class GangRuns:
                     self._state.on_loop(self._state.workers[index].wake.set)
 
     def _finish(self, gang: Gang[Call]) -> None:
-        """Set the results of a gang that has ended, or its error, which is the error of a function like any other."""
+        """Set the results of a gang that has ended, or its error: like any function's, unless the gang is isolated."""
         state, failed = self._state, gang.error
-        if failed is not None and self._scheduler.error is None:
+        if failed is not None and self._scheduler.error is None and not gang.isolated:
             state.settle_cancelled(self._scheduler.abort(failed, final=False))
             state.recall_all()
         unblocked = False

@@ -86,6 +86,7 @@ class Gang(Generic[P]):
     gave_up: dict[Task[P], Exception] = field(default_factory=dict)  # members that missed another one
     error: Exception | None = None  # of the first member that failed for good
     withdrawn: bool = False  # unwanted: it does not run again
+    isolated: bool = False  # its error cancels nothing else
 
     @property
     def size(self) -> int:

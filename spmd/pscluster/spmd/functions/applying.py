@@ -15,6 +15,7 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.rule import Label, Operand, resolve
+from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
 from pscluster.spmd.recording import Ref
 from pscluster.spmd.tensor import FUNCTIONS, DTensor, unsupported
@@ -22,9 +23,6 @@ from pscluster.worker.programs.program import ArrayType, Placeholder
 
 Array = npt.NDArray[Any]
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-
-xp: Any = np
-"""NumPy, for calls with global arrays, of which its types know nothing."""
 
 MAX_OPERAND_BYTES = 64 << 10
 """Of an operand that is not a global array: it goes to all devices."""

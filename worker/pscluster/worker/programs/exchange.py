@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pscluster.core.errors import ProtocolError
+from pscluster.core.fault_points import reach
 from pscluster.core.layouts.mesh import LOCAL_JOB, Mesh
 from pscluster.worker.collectives.replica import ReplicaContext
 
@@ -41,7 +42,9 @@ class AmongWorkers:
 
     def swap(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
         """Exchange, as one collective. Raise MemberUnavailableError if a member that is awaited is gone."""
+        reach("worker.exchange.before")
         self._replica.exchange(outgoing, incoming, what)
+        reach("worker.exchange.after")
 
 
 def exchange_of(mesh: Mesh, replica: ReplicaContext, worker: int) -> AmongWorkers:

@@ -1,0 +1,167 @@
+"""The methods and operators that NumPy's arrays have, for global arrays: each calls the function of that name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+xp: Any = np
+"""NumPy, for calls with global arrays, of which its types know nothing."""
+
+
+class ArrayMethods(np.lib.mixins.NDArrayOperatorsMixin):
+    """Methods of arrays. Results are global arrays."""
+
+    __slots__ = ()
+    shape: tuple[int, ...]
+
+    @property
+    def T(self) -> Any:  # noqa: N802  # as in NumPy
+        return xp.transpose(self)
+
+    @property
+    def mT(self) -> Any:  # noqa: N802  # as in NumPy
+        if len(self.shape) < 2:
+            raise ValueError("matrix transpose with ndim < 2 is undefined")  # NumPy's words
+        return xp.swapaxes(self, -1, -2)
+
+    @property
+    def real(self) -> Any:
+        return xp.real(self)
+
+    @property
+    def imag(self) -> Any:
+        return xp.imag(self)
+
+    def reshape(self, *shape: Any) -> Any:
+        """Return it with another shape: see `numpy.reshape`."""
+        return xp.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return it with its axes in another order, by default reversed."""
+        return xp.transpose(self, axes[0] if len(axes) == 1 else axes or None)
+
+    def flatten(self) -> Any:
+        """Return it with one axis."""
+        return xp.ravel(self)
+
+    # As functions of NumPy, with the same arguments
+
+    def all(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.all(self, *args, **kwargs)
+
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.any(self, *args, **kwargs)
+
+    def argmax(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.argmax(self, *args, **kwargs)
+
+    def argmin(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.argmin(self, *args, **kwargs)
+
+    def argsort(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.argsort(self, *args, **kwargs)
+
+    def clip(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.clip(self, *args, **kwargs)
+
+    def conj(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.conj(self, *args, **kwargs)
+
+    def cumprod(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.cumprod(self, *args, **kwargs)
+
+    def cumsum(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.cumsum(self, *args, **kwargs)
+
+    def diagonal(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.diagonal(self, *args, **kwargs)
+
+    def dot(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.dot(self, *args, **kwargs)
+
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.max(self, *args, **kwargs)
+
+    def mean(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.mean(self, *args, **kwargs)
+
+    def min(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.min(self, *args, **kwargs)
+
+    def prod(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.prod(self, *args, **kwargs)
+
+    def ravel(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.ravel(self, *args, **kwargs)
+
+    def repeat(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.repeat(self, *args, **kwargs)
+
+    def round(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.round(self, *args, **kwargs)
+
+    def searchsorted(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.searchsorted(self, *args, **kwargs)
+
+    def squeeze(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.squeeze(self, *args, **kwargs)
+
+    def std(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.std(self, *args, **kwargs)
+
+    def sum(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.sum(self, *args, **kwargs)
+
+    def swapaxes(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.swapaxes(self, *args, **kwargs)
+
+    def take(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.take(self, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.trace(self, *args, **kwargs)
+
+    def var(self, *args: Any, **kwargs: Any) -> Any:
+        return xp.var(self, *args, **kwargs)
+
+    # Those of the mixin would change the array in place.
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self / other
+
+    def __ifloordiv__(self, other: Any) -> Any:
+        return self // other
+
+    def __imod__(self, other: Any) -> Any:
+        return self % other
+
+    def __ipow__(self, other: Any) -> Any:
+        return self**other
+
+    def __imatmul__(self, other: Any) -> Any:
+        return self @ other
+
+    def __iand__(self, other: Any) -> Any:
+        return self & other
+
+    def __ior__(self, other: Any) -> Any:
+        return self | other
+
+    def __ixor__(self, other: Any) -> Any:
+        return self ^ other
+
+    def __ilshift__(self, other: Any) -> Any:
+        return self << other
+
+    def __irshift__(self, other: Any) -> Any:
+        return self >> other

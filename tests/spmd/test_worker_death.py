@@ -1,0 +1,104 @@
+"""Workers that die: their arrays are lost, which is said; what is made of host arrays runs again; nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.armed import Armed, armed_cluster
+from tests.faults.support import running_job
+from tests.waiting import TIMEOUT, until
+
+from pscluster import spmd
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy
+from pscluster.core.errors import WaitTimeoutError
+from pscluster.spmd import Layout
+
+A = np.random.default_rng(1).random((5, 6))
+B = np.random.default_rng(2).random((6, 3))
+EXCHANGES = 4
+"""In `program`, at most."""
+
+
+def program(mesh: spmd.Mesh) -> Any:
+    """A program of host arrays that exchanges pieces in several ways, and its result."""
+    a: Any = spmd.distribute(A, Layout([None, "x"], mesh))
+    b: Any = spmd.distribute(B, Layout(["x", None], mesh))
+    product = a @ b  # terms are combined
+    scattered = (a @ b).relayout(["x", None])
+    turned = product.relayout([None, "x"]).relayout(["x", None])
+    return (scattered + turned).full(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
+    """Two workers that are restarted when they die."""
+    with armed_cluster(tmp_path_factory.mktemp("armed"), 1, 2, revive=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def coordinator(armed: Armed) -> Iterator[ClusterCoordinator]:
+    """Their coordinator."""
+    with ParameterServerStrategy(armed.cluster, connect_timeout=TIMEOUT) as strategy:
+        yield ClusterCoordinator(strategy, max_attempts=10)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("nth", range(1, EXCHANGES + 1))
+def test_a_worker_dies_in_every_exchange(armed: Armed, coordinator: ClusterCoordinator, nth: int, when: str) -> None:
+    """The program ends right, or says that arrays are lost; then it runs again."""
+    mesh = spmd.create_mesh({"x": 2}, coordinator=coordinator)
+    wanted = 2 * (A @ B)
+    kept: Any = spmd.distribute(A, Layout(["x", None], mesh))
+    np.testing.assert_allclose(program(mesh), wanted)
+    fault = f"worker/worker.exchange.{when}=kill@{nth}"
+    armed.arm(fault)
+    lost = 0
+    for _ in range(4):
+        try:
+            np.testing.assert_allclose(program(mesh), wanted)
+        except spmd.TensorLostError:
+            lost += 1
+    assert lost <= 1
+    armed.until_struck(fault, calls=False)
+    with pytest.raises(spmd.TensorLostError, match=r"float64\[5, 6\]"):
+        (kept + 1).full(TIMEOUT)
+    np.testing.assert_allclose(program(mesh), wanted)
+
+
+def test_arrays_of_a_worker_that_died_meanwhile(armed: Armed, coordinator: ClusterCoordinator) -> None:
+    """They are lost also where nothing ran; others, on workers that live, are not."""
+    mesh = spmd.create_mesh({"x": 2}, coordinator=coordinator)
+    alone = spmd.create_mesh({"x": 1}, coordinator=coordinator, tasks=[0])
+    both, own = (spmd.arange(4, layout=Layout(["x"], where)) for where in (mesh, alone))
+    spmd.barrier(mesh)
+    spmd.barrier(alone)
+    pid = armed.cluster.pids["worker", 1]
+    armed.cluster.kill("worker", 1)
+    until(lambda: armed.cluster.pids.get(("worker", 1), pid) != pid, "the worker is restarted")
+    with pytest.raises(spmd.TensorLostError, match=r"int64\[4\], is lost: a worker of its mesh was restarted"):
+        both.full(TIMEOUT)
+    assert own.full(TIMEOUT).tolist() == [0, 1, 2, 3]
+    assert spmd.arange(4, layout=Layout(["x"], mesh)).full(TIMEOUT).tolist() == [0, 1, 2, 3]
+
+
+def test_a_worker_that_stays_away() -> None:
+    """Whoever waits gives up after the time that they have said; what is done elsewhere goes on."""
+    with running_job(num_workers=2, restart=False) as job:
+        mesh = spmd.create_mesh({"x": 2}, coordinator=job.coordinator)
+        array = spmd.arange(4, layout=Layout(["x"], mesh))
+        assert array.full().tolist() == [0, 1, 2, 3]
+        job.kill(1)
+        with pytest.raises(WaitTimeoutError, match=r"not computed after 0.5 s: .*explain\(\)"):
+            array.full(0.5)
+        with pytest.raises(WaitTimeoutError):
+            spmd.barrier(mesh, 0.5)
+        other = spmd.create_mesh({"x": 2}, coordinator=job.coordinator, tasks=[0], devices_per_task=2)
+        assert spmd.arange(4, layout=Layout(["x"], other)).full(TIMEOUT).tolist() == [0, 1, 2, 3]
+        job.cluster.restart("worker", 1)
+        with pytest.raises(spmd.TensorLostError):
+            spmd.barrier(mesh, TIMEOUT)
+        assert spmd.arange(4, layout=Layout(["x"], mesh)).full(TIMEOUT).tolist() == [0, 1, 2, 3]
