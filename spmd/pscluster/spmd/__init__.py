@@ -21,6 +21,10 @@ from pscluster.spmd.creation import identity as identity
 from pscluster.spmd.creation import linspace as linspace
 from pscluster.spmd.creation import ones as ones
 from pscluster.spmd.creation import zeros as zeros
+from pscluster.spmd.explaining import Explanation as Explanation
+from pscluster.spmd.explaining import explain as explain
+from pscluster.spmd.explaining import visualize as visualize
+from pscluster.spmd.function import function as function
 from pscluster.spmd.meshes import P as P
 from pscluster.spmd.meshes import barrier as barrier
 from pscluster.spmd.meshes import create_mesh as create_mesh

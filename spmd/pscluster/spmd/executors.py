@@ -104,7 +104,9 @@ class Workers:
         if (coordinator := self._coordinator()) is None:
             raise MisuseError("the coordinator that this mesh was created with is gone: create a mesh with another one")
         payloads: list[Any] = [list(payload) for payload in program.payloads]
-        args = (self._store, program.text, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
+        rest = (self._store, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
+        # Under a definition, workers are sent the text once, and then its digest.
+        fn, args = (run_program, (program.text, *rest)) if program.definition is None else (program.definition, rest)
         homes, size = coordinator.members(self._workers)
         # The session raises its errors: they concern no other function.
-        return _OnWorkers(coordinator.schedule_gang(run_program, args, None, homes, size, None, 0, None, isolated=True))
+        return _OnWorkers(coordinator.schedule_gang(fn, args, None, homes, size, None, 0, None, isolated=True))

@@ -14,6 +14,7 @@ from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import LOCAL_JOB, Device, Dims, Mesh
 from pscluster.spmd.executors import InProcess, Workers
 from pscluster.spmd.session import Session
+from pscluster.spmd.tracing import active_trace
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator
@@ -76,7 +77,12 @@ def create_mesh(
 
 
 def session_of(mesh: Mesh) -> Session:
-    """Return a mesh's session. MeshError if it was not created here, and is not of this process' own devices."""
+    """Return a mesh's session, or the trace of the function that is traced here.
+
+    Raise MeshError if it was not created here, and is not of this process' own devices.
+    """
+    if (trace := active_trace(mesh)) is not None:
+        return trace
     if (known := _sessions.get(mesh)) is not None:
         return known
     if any(job != LOCAL_JOB for job, _ in mesh.tasks):

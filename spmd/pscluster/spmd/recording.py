@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Sendable:
     outputs: list[int]
     forgotten: list[int]
     payloads: list[list[Mapping[int, Array]]]  # by task: the blocks of each payload that it needs
+    definition: Callable[..., Any] | None = None  # the program as a function, which workers are sent once
 
 
 class Recording:
@@ -57,6 +58,16 @@ class Recording:
 
     def __len__(self) -> int:
         return len(self._code)
+
+    @property
+    def inputs(self) -> dict[int, Ref]:
+        """The arrays that it reads and has not made, by number."""
+        return self._inputs
+
+    @property
+    def made(self) -> set[int]:
+        """The numbers of the arrays that it makes."""
+        return set(self._made)
 
     def load(self, output: Ref, blocks: Mapping[int, Array]) -> None:
         """Record that an array comes from here: its blocks, by number in its layout."""

@@ -26,7 +26,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -117,8 +117,10 @@ class Session:
         inputs: Sequence[Ref],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        work: int = 0,
     ) -> list[Ref]:
-        """Return the results of a function that is called on each device's blocks."""
+        """Return the results of a function that is called on each device's blocks; `work` is only noted in traces."""
+        del work
         with self._lock:
             for source in inputs:
                 self._check(source)
@@ -126,6 +128,32 @@ class Session:
             self._recording.compute(refs, function, inputs, args, kwargs)
         self._send_soon()
         return refs
+
+    def call(
+        self, program: Sendable, definition: Callable[..., Any], inputs: Sequence[Ref], types: Sequence[ArrayType]
+    ) -> list[Ref]:
+        """Run a program that was recorded before, with these arrays, and return what it makes."""
+        with self._sending:
+            if len(self._recording):
+                self._send()
+            self._reap()
+            self._raise_first()
+            with self._lock:
+                for source in inputs:
+                    self._check(source)
+                # It is a program of its own; what is recorded next comes after it.
+                number = self._recording.number
+                self._recording = self._new_recording()
+                made = [Ref(self, next(_numbers), of, number) for of in types]
+                numbers = [source.number for source in inputs]
+                dropped = {self.dropped.popleft() for _ in range(len(self.dropped))}
+                self.dropped.extend(dropped.intersection(numbers))
+            outputs, forgotten = [ref.number for ref in made], sorted(dropped.difference(numbers))
+            self._start(
+                number,
+                Sendable(self.mesh, program.text, numbers, outputs, forgotten, program.payloads, definition),
+            )
+        return made
 
     def fetch(self, source: Ref, *, every_device: bool, timeout: float | None = None) -> list[Array]:
         """Return blocks of an array, in the order of their devices: of every device, or of each block's first."""
@@ -205,15 +233,18 @@ class Session:
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
             program, later = recording.finish(dropped)
             self.dropped.extend(later)
+        return self._start(recording.number, program)
+
+    def _start(self, number: int, program: Sendable) -> Running:
         try:
             running = self.executor.start(program)
         except BaseException as error:
             with self._lock:
-                self._failed[recording.number] = error
+                self._failed[number] = error
                 self.dropped.extend(program.forgotten)
             raise
         with self._lock:
-            self._running.append((recording.number, running))
+            self._running.append((number, running))
         return running
 
     def _reap(self) -> None:

@@ -14,6 +14,7 @@ from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Device, Mesh
 from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import ArrayMethods
 from pscluster.spmd.recording import Ref
 from pscluster.worker.programs.program import ArrayType
@@ -91,10 +92,12 @@ class DTensor(ArrayMethods, StaysHere):
     @property
     def settled(self) -> Ref:
         """The array on the devices, without terms; for internal use."""
-        if self._settled is None:
-            self._settled = moved(self._ref, self.layout)
-            self._ref = self._settled
-        return self._settled
+        if self._settled is not None:
+            return self._settled
+        settled = moved(self._ref, self.layout)
+        if settled.session is self._ref.session:  # else a function is traced that has captured the array
+            self._ref = self._settled = settled
+        return settled
 
     def in_layout(self, layout: Layout) -> Ref:
         """Return the array on the devices in this layout; for internal use."""
@@ -124,7 +127,7 @@ class DTensor(ArrayMethods, StaysHere):
         Raises the first error of what was computed so far, or WaitTimeoutError after `timeout` seconds.
         """
         layout, ref = self.layout, self.settled
-        blocks = ref.session.fetch(ref, every_device=False, timeout=timeout)
+        blocks = session_of(layout.mesh).fetch(ref, every_device=False, timeout=timeout)
         partition = layout.partition(self.shape)
         if partition.num_shards == 1:
             return blocks[0].copy()
@@ -141,7 +144,7 @@ class DTensor(ArrayMethods, StaysHere):
     def components(self, timeout: float | None = None) -> list[Array]:
         """Fetch the block of every device, in their order; equal ones of replicas, too."""
         ref = self.settled
-        return [block.copy() for block in ref.session.fetch(ref, every_device=True, timeout=timeout)]
+        return [block.copy() for block in session_of(self.mesh).fetch(ref, every_device=True, timeout=timeout)]
 
     @property
     def shards(self) -> list[Shard]:
@@ -259,11 +262,12 @@ def moved(ref: Ref, layout: Layout) -> Ref:
     of = ref.type
     if of.layout == layout and not of.partial:
         return ref
+    session = session_of(layout.mesh)
     if of.partial and of.nbytes > _THROUGH_BYTES:
         through = combine_through(layout, of.partial, of.shape)
         if through is not None:
-            ref = ref.session.move(ref, ArrayType(of.shape, of.dtype, through))
-    return ref.session.move(ref, ArrayType(of.shape, of.dtype, layout))
+            ref = session.move(ref, ArrayType(of.shape, of.dtype, through))
+    return session.move(ref, ArrayType(of.shape, of.dtype, layout))
 
 
 def _function(function: Any, name: str) -> Callable[..., Any]:

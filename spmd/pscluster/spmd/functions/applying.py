@@ -15,6 +15,7 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.rule import Label, Operand, resolve
+from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
 from pscluster.spmd.recording import Ref
@@ -186,12 +187,19 @@ def apply(
         ArrayType(result.shape, result.dtype, layout, rule.partial, combine or "add")
         for result, layout in zip(results, layouts, strict=True)
     ]
-    made = refs[0].session.compute(
+    lengths = {
+        label: length
+        for of, operand in zip(labels, operands, strict=True)
+        for label, length in zip(of, operand.shape, strict=True)
+        if label is not None
+    }
+    made = session_of(mesh).compute(
         types,
         function,
         refs,
         [encoded(arg) for arg in args],
         {name: encoded(arg) for name, arg in (kwargs or {}).items()},
+        rule.work(lengths, dict(mesh.dims)),
     )
     return [DTensor(ref, layout) for ref, layout in zip(made, layouts, strict=True)]
 

@@ -51,8 +51,8 @@ Payload = Mapping[int, Array]
 
 
 def run_program(
-    store: BlockStore,
     text: str,
+    store: BlockStore,
     inputs: Sequence[int],
     outputs: Sequence[int],
     forgotten: Sequence[int],
@@ -61,8 +61,8 @@ def run_program(
     """Run a program as a member of a gang, and return what it fetches; scheduled by the coordinator.
 
     Args:
-        store: this worker's.
         text: the program.
+        store: this worker's.
         inputs, outputs: the numbers in the store of its first registers, and of its outputs.
         forgotten: numbers of arrays that are no longer needed.
         payloads: what it loads here.

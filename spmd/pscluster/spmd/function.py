@@ -1,0 +1,167 @@
+"""`function`: a Python function of global arrays as one program, which is sent in one message a task for each call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import numpy as np
+
+from pscluster.core.errors import MisuseError
+from pscluster.core.functions.definitions import partial_of
+from pscluster.core.layouts.layout import Layout
+from pscluster.core.layouts.mesh import Mesh
+from pscluster.spmd.meshes import session_of
+from pscluster.spmd.placing import distribute
+from pscluster.spmd.recording import Ref, Sendable
+from pscluster.spmd.tensor import DTensor
+from pscluster.spmd.tracing import Step, is_tracing, rebuilt, tracing
+from pscluster.worker.programs.interpreter import run_program
+from pscluster.worker.programs.program import ArrayType
+
+Params = ParamSpec("Params")
+Returned = TypeVar("Returned")
+
+MAX_TRACES = 64
+"""Of one function, for arguments of different shapes, types, layouts and values: the oldest one is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for an array: an argument, or a result."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a function does, for arguments of certain types."""
+
+    program: Sendable
+    definition: Callable[..., Any]  # the program as a function that workers are sent once
+    inputs: tuple[int | Ref, ...]  # positions among the arguments' arrays, or arrays that are captured
+    types: tuple[ArrayType, ...]  # of what it makes, in the order of the program's outputs
+    given: tuple[int | Ref, ...]  # what it returns without having made it
+    structure: Any  # of the result: its arrays are slots, those of `types` first
+    steps: tuple[Step, ...]
+
+
+class Function(Generic[Params, Returned]):
+    """A function that is traced at its first call for each kind of arguments. See `function`."""
+
+    def __init__(self, fn: Callable[Params, Returned]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._lock = threading.Lock()
+        self._traces: OrderedDict[Any, Traced] = OrderedDict()
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Returned:
+        """Run it, without waiting; trace it first if there was no such call."""
+        if is_tracing():
+            return self._fn(*args, **kwargs)
+        tensors, key, arguments = arguments_of(args, kwargs)
+        with self._lock:
+            traced = self._traces.get(key)
+        if traced is None:
+            traced = traced_call(self._fn, tensors, arguments)
+            with self._lock:
+                self._traces[key] = traced
+                while len(self._traces) > MAX_TRACES:
+                    self._traces.popitem(last=False)
+        refs = [tensor.settled for tensor in tensors]
+        inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
+        made = session_of(tensors[0].mesh).call(traced.program, traced.definition, inputs, traced.types)
+        made += [refs[of] if isinstance(of, int) else of for of in traced.given]
+        results = [DTensor(ref) for ref in made]
+        returned: Returned = rebuilt(
+            traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf
+        )
+        return returned
+
+    def __repr__(self) -> str:
+        return f"<traced function {getattr(self._fn, '__qualname__', self._fn)}: {self.traces} traces>"
+
+    @property
+    def plain(self) -> Callable[Params, Returned]:
+        """The function itself."""
+        return self._fn
+
+    @property
+    def traces(self) -> int:
+        """How many kinds of arguments it has been traced for."""
+        return len(self._traces)
+
+
+def function(fn: Callable[Params, Returned]) -> Function[Params, Returned]:
+    """Make a function of global arrays run as one program: one message a task for each call.
+
+    At its first call with arguments of certain shapes, types and layouts it is called to see which operations it does;
+    then, and in all later calls of the kind, these run as a whole. What it does beside is done once, at that first
+    call. Numbers and texts among the arguments, and global arrays that it captures, are taken as they are then, and
+    another number is another kind: pass as an array what changes from call to call.
+
+    It takes and returns global arrays in lists, tuples and dicts; at least one argument has to be one. NumPy arrays
+    among the arguments go to all devices. Inside, arrays have no values yet: `numpy()`, `if array > 0` and the like
+    raise MisuseError. Inside another traced function it is a plain function.
+    """
+    return Function(fn)
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DTensor], Any, tuple[Any, Any]]:
+    """Return the arrays among the arguments, what identifies their kind, and arguments with slots for the arrays."""
+    meshes: list[Mesh] = []
+    rebuilt((args, kwargs), lambda leaf: meshes.append(leaf.mesh) if isinstance(leaf, DTensor) else None)
+    if not meshes:
+        raise MisuseError("a traced function is called with at least one global array: make one by distribute()")
+    tensors: list[DTensor] = []
+    kinds: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            value = distribute(value, Layout.replicated(meshes[0], value.ndim))
+        if isinstance(value, DTensor):
+            tensors.append(value)
+            kinds.append((value.shape, value.dtype.name, value.layout))
+            return _Slot(len(tensors) - 1)
+        kinds.append((type(value), value))
+        return value
+
+    slots = rebuilt((args, kwargs), leaf)
+    key = repr(rebuilt(slots, lambda _: 0)), tuple(kinds)
+    try:
+        hash(key)
+    except TypeError as error:
+        raise MisuseError(
+            f"a traced function takes arrays, and numbers, texts and the like, in lists, tuples and dicts: {error}"
+        ) from None
+    return tensors, key, slots
+
+
+def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple[Any, Any]) -> Traced:
+    """Call a function to see what it does."""
+    with tracing(tensors[0].mesh) as trace:
+        refs = [trace.argument(ArrayType(tensor.shape, tensor.dtype, tensor.layout)) for tensor in tensors]
+        inside = [DTensor(ref) for ref in refs]
+        args, kwargs = rebuilt(arguments, lambda leaf: inside[leaf.number] if isinstance(leaf, _Slot) else leaf)
+        returned = fn(*args, **kwargs)
+        found: list[DTensor] = []
+        rebuilt(returned, lambda leaf: found.append(leaf) if isinstance(leaf, DTensor) else None)
+        results = {tensor.settled.number: tensor.settled for tensor in found}
+    positions = {ref.number: position for position, ref in enumerate(refs)}
+    program, read = trace.finish(list(results.values()))
+    inputs = tuple(positions.get(number, read[number]) for number in program.inputs)
+    types = tuple(results[number].type for number in program.outputs)
+    others = [number for number in results if number not in program.outputs]
+    given = tuple(positions.get(number, results[number]) for number in others)
+    slots = {number: _Slot(place) for place, number in enumerate([*program.outputs, *others])}
+
+    def slot(leaf: Any) -> Any:
+        return slots[leaf.settled.number] if isinstance(leaf, DTensor) else leaf
+
+    name = getattr(fn, "__qualname__", "a function")
+    definition = partial_of(name, run_program, program.text)
+    return Traced(program, definition, inputs, types, given, rebuilt(returned, slot), tuple(trace.steps))

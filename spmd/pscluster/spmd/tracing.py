@@ -1,0 +1,142 @@
+"""A function of global arrays called once to see what it does: nothing runs, and what it would run is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pscluster.core.errors import LayoutError, MisuseError
+from pscluster.core.layouts.mesh import Mesh
+from pscluster.core.layouts.moving import moving
+from pscluster.spmd.recording import Array, Ref, Sendable
+from pscluster.spmd.session import Running, Session
+from pscluster.worker.programs.program import ArrayType
+
+_trace: ContextVar[Trace | None] = ContextVar("pscluster-trace", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a traced function."""
+
+    name: str
+    inputs: tuple[ArrayType, ...]
+    outputs: tuple[ArrayType, ...]
+    work: int  # elements, or multiplications, on the busiest device
+    moved_bytes: int  # from one device to another
+
+
+class _Nobody:
+    """Has no devices."""
+
+    def start(self, program: Sendable) -> Running:
+        raise AssertionError(f"a traced program was started: {program.text:.80}")
+
+
+class Trace(Session):
+    """Records what a function does with arrays of one mesh, in place of the mesh's session."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh, _Nobody())
+        self.steps: list[Step] = []
+
+    def argument(self, of: ArrayType) -> Ref:
+        """Return what stands for an array that the function is called with."""
+        return self._ref(of)
+
+    def finish(self, results: Sequence[Ref]) -> tuple[Sendable, dict[int, Ref]]:
+        """Return the program, and the arrays that it reads, by number."""
+        inputs = self._recording.inputs
+        gone = self._recording.made - {ref.number for ref in results}
+        program, _ = self._recording.finish(gone)
+        return program, inputs
+
+    def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
+        """Record an array that goes with every call."""
+        self.steps.append(Step("distribute", (), (of,), 0, 0))
+        return super().load(of, blocks)
+
+    def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
+        """Record an array that is made in place."""
+        self.steps.append(Step(maker, (), (of,), 0, 0))
+        return super().create(of, maker, numbers)
+
+    def move(self, source: Ref, of: ArrayType) -> Ref:
+        """Record that an array is relaid out, or its terms combined."""
+        elements = moving(source.type.layout, of.layout, of.shape, source.type.partial).elements
+        name = "combine" if source.type.partial else "relayout"
+        self.steps.append(Step(name, (source.type,), (of,), 0, elements * of.dtype.itemsize))
+        return super().move(source, of)
+
+    def compute(
+        self,
+        types: Sequence[ArrayType],
+        function: str,
+        inputs: Sequence[Ref],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        work: int = 0,
+    ) -> list[Ref]:
+        """Record a function of blocks."""
+        self.steps.append(Step(function, tuple(ref.type for ref in inputs), tuple(types), work, 0))
+        return super().compute(types, function, inputs, args, kwargs, work)
+
+    def fetch(self, source: Ref, *, every_device: bool, timeout: float | None = None) -> NoReturn:
+        """Refuse: there are no values."""
+        del every_device, timeout
+        raise MisuseError(
+            f"a value of {source.type} is asked for while a function is traced, when there is none yet: return the "
+            "array, and look at it outside; numpy.where() chooses between values"
+        )
+
+    def flush(self) -> None:
+        """Do nothing: what is recorded is sent with each call."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Do nothing."""
+
+    def _send_soon(self) -> None:
+        """Do nothing: what is recorded is sent with each call."""
+
+    def _check(self, ref: Ref) -> None:
+        if ref.session is not self:  # it is captured
+            ref.session._check(ref)
+
+
+def active_trace(mesh: Mesh) -> Trace | None:
+    """Return the trace of the function that is being traced here. Raise LayoutError if it is of another mesh."""
+    trace = _trace.get()
+    if trace is not None and trace.mesh != mesh:
+        raise LayoutError(f"a traced function computes on one mesh, {trace.mesh!r}, and not on {mesh!r}, too")
+    return trace
+
+
+@contextlib.contextmanager
+def tracing(mesh: Mesh) -> Iterator[Trace]:
+    """Trace what the block does with arrays of a mesh. Raise MisuseError in another such block."""
+    if _trace.get() is not None:
+        raise MisuseError("a function is traced already: call the plain function inside of another one")
+    token = _trace.set(trace := Trace(mesh))
+    try:
+        yield trace
+    finally:
+        _trace.reset(token)
+
+
+def is_tracing() -> bool:
+    """Return whether a function is being traced here."""
+    return _trace.get() is not None
+
+
+def rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return nested lists, tuples and dicts with each leaf replaced, in order."""
+    if isinstance(value, dict):
+        return {key: rebuilt(item, leaf) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(rebuilt(item, leaf) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(rebuilt(item, leaf) for item in value)
+    return leaf(value)
