@@ -45,6 +45,7 @@ from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import (
     CheckpointError,
     ConfigurationError,
+    MisuseError,
     NotPermittedError,
     ProtocolError,
     PsClusterError,
@@ -53,6 +54,8 @@ from pscluster.core.errors import (
 from pscluster.core.functions.definitions import capture, resolve, split_off_bulk
 from pscluster.core.functions.policy import SerializationPolicy, choose, chosen_policy
 from pscluster.core.ids import VERSION
+from pscluster.core.layouts.layout import Layout
+from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.limits import MAX_CALL_BYTES
 from pscluster.core.metrics.trace import Recording
 from pscluster.core.role.node import NodeService
@@ -79,6 +82,8 @@ from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_error, rebuild_failure
+from pscluster.worker.programs.program import ArrayType, parse
+from pscluster.worker.programs.program import encode as encode_program
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 
@@ -877,6 +882,32 @@ def _packets(data: bytes) -> None:
                     data_plane_pb2.DataStatus.FromString(body)
 
 
+def _program(data: bytes) -> None:
+    """A program over global arrays, as a worker reads it. What makes sense can be planned."""
+    program = parse.__wrapped__(data.decode(errors="replace"))
+    assert len(program.last_use) == len(program.code)
+    for array in program.arrays:
+        assert len(array.layout.specs) == len(array.shape)
+
+
+def _program_examples() -> list[bytes]:
+    names = [f"/job:worker/task:{task}/device:CPU:0" for task in range(2)]
+    mesh = Mesh({"x": 2}, names)
+    rows, columns = (ArrayType((4, 3), np.dtype("f4"), Layout(specs, mesh)) for specs in (["x", None], [None, "x"]))
+    terms = ArrayType((3,), np.dtype("f4"), Layout([None], mesh), ("x",), "maximum")
+    code: list[Any] = [
+        ["load", 1, 0],
+        ["create", 2, "normal", [0.0, 1.5, 7]],
+        ["move", 3, 1],
+        ["compute", [4], "add", [0, 1], [["in", 0], ["in", 1]], {"dtype": "float32"}],
+        ["compute", [5], "maximum.reduce", [4], [["in", 0]], {"axis": ["tuple", 0], "keepdims": False}],
+        ["compute", [6], "getitem", [3], [["in", 0], ["tuple", ["slice", 0, None, 2], ["..."], ["shape", 0]]], {}],
+        ["fetch", 4, True],
+    ]
+    arrays = [rows, rows, rows, columns, rows, terms, columns]
+    return [encode_program(mesh, arrays, 1, code, [2, 3, 6]).encode(), encode_program(mesh, [], 0, [], []).encode()]
+
+
 def all_decoders(folder: Path) -> list[Decoder]:
     """All decoders; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
@@ -895,6 +926,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("failure", _failures(), _failure),
         Decoder("frames", _frames_examples(), _frames),
         Decoder("packets", _packets_examples(), _packets),
+        Decoder("program", _program_examples(), _program, (ProtocolError, MisuseError)),
         Decoder("session", frames, servers.session),
         Decoder("push", _push_examples(), servers.push),
         Decoder("pull", pulls, servers.pull),

@@ -486,6 +486,35 @@ def test_synchronous_training(hooked: Hooked, tmp_path: Path) -> None:
     assert hooked.strikes() == []
 
 
+GLOBAL_ARRAYS = """
+import numpy as np
+from pscluster import spmd
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, TFConfigClusterResolver
+
+with ParameterServerStrategy(TFConfigClusterResolver()) as strategy:
+    mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(strategy))
+    a = spmd.distribute(np.arange(12.0).reshape(4, 3), spmd.Layout(["x", None], mesh))
+    step = spmd.function(lambda v: (v.T @ v).relayout(["x", None]))  # stays here: what it does is sent
+    for result in (a.T @ a, step(a), step(a)):
+        assert result.full().tolist() == [[126.0, 144.0, 162.0], [144.0, 166.0, 188.0], [162.0, 188.0, 214.0]]
+    assert spmd.random.normal(3, 1, layout=spmd.Layout([None], mesh)).full().shape == (3,)
+    try:
+        np.linalg.inv(spmd.zeros((2, 2), layout=spmd.Layout([None, None], mesh))).full()
+    except np.linalg.LinAlgError as error:
+        print("refused:", "Singular" in str(error))
+"""
+
+
+def test_global_arrays(hooked: Hooked, tmp_path: Path) -> None:
+    """Programs over them are data, and so are those of traced functions."""
+    script = tmp_path / "arrays.py"
+    script.write_text(GLOBAL_ARRAYS)
+    code, output = run("run", "--ps", "1", "--workers", "2", "--no-pickle", str(script), **hooked.env)
+    assert code == 0, output
+    assert "refused: True" in output
+    assert hooked.strikes() == []
+
+
 def test_the_help_says_it() -> None:
     """The help of every command that starts a role mentions it."""
     for code, output in run_all([((name, "--help"), {}) for name in ("ps", "worker", "coordinator", "run")]):

@@ -251,6 +251,8 @@ def _cases() -> list[Case]:
         integer_mean=lambda a: a.mean(axis=0),
         bincounts=lambda a: np.bitwise_or.reduce(a, axis=1),
         gcd=lambda a: np.gcd.reduce(a, axis=0),
+        lcm=lambda a: [np.lcm.reduce(a + 1, axis=0), np.lcm.reduce(a[:1] + 1, axis=0)],
+        reductions=lambda a: [np.bitwise_and.reduce(a), np.bitwise_xor.reduce(a, 1), np.logical_xor.reduce(a, 1)],
         remainder=lambda a: a % 3,
         by_array=lambda a: np.take(np.arange(100.0) * np.ones_like(a[0, 0]), a % 7),
     )

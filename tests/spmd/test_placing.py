@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from tests.core.layouts.support import all_layouts
 from tests.spmd.conftest import MakeMesh
+from tests.waiting import TIMEOUT
 
 from pscluster import spmd
 from pscluster.coordinator import ClusterCoordinator
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.spmd import UNSHARDED, Layout
 from pscluster.spmd.meshes import session_of
+from pscluster.worker.programs.interpreter import run_program
+from pscluster.worker.programs.program import encode
+from pscluster.worker.programs.store import BlockStore
 
 TALL = np.arange(6, dtype=np.int32).reshape(3, 2)
 
@@ -249,3 +253,17 @@ def test_what_is_distributed_may_change_afterwards(grid: spmd.Mesh) -> None:
     for component in spmd.unpack(tensor):
         component[:] = 7
     np.testing.assert_array_equal(tensor.full(), TALL)
+
+
+def test_a_worker_refuses_a_malformed_program(workers: ClusterCoordinator) -> None:
+    """With a sentence, before anything of it runs; so it does with one for other workers."""
+    homes, size = workers.members([0, 1])
+    other = spmd.Mesh({"x": 2}, ["/job:worker/task:1", "/job:worker/task:0"])
+    for text, message in (
+        ("{}", "it has a mesh, arrays, inputs, code and outputs"),
+        (encode(other, [], 0, [], []), "but the mesh is of worker 1, worker 0"),
+    ):
+        args: tuple[Any, ...] = (text, BlockStore(), [], [], [], [])
+        for value in workers.schedule_gang(run_program, args, None, homes, size, None, 0, None, isolated=True):
+            with pytest.raises(ProtocolError, match=message):
+                value.fetch(TIMEOUT)

@@ -93,6 +93,7 @@ def test_meshes_are_values() -> None:
         ({"x": 2}, ["CPU:0"], "has 2 devices, but 1 are given"),
         ({"x": 2}, ["CPU:0", "CPU:0"], "occurs more than once"),
         ({"x": 1}, ["GPU:0"], "'GPU:0' is not the name of a device"),
+        ({"x": 1}, [f"CPU:{'9' * 5000}"], "is not the name of a device"),
         ({"x": 1}, "CPU:0", "give a list of names"),
     ],
 )

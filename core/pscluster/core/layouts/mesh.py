@@ -22,8 +22,8 @@ MATCH = "match"
 MAX_DEVICES = 1 << 16
 
 _NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
-_SHORT = re.compile(r"(?:CPU|device:CPU):(\d+)")
-_LONG = re.compile(r"/job:(\w+)/(?:replica:0/)?task:(\d+)(?:/device:CPU:(\d+))?", re.ASCII)
+_SHORT = re.compile(r"(?:CPU|device:CPU):(\d{1,9})", re.ASCII)
+_LONG = re.compile(r"/job:(\w+)/(?:replica:0/)?task:(\d{1,9})(?:/device:CPU:(\d{1,9}))?", re.ASCII)
 _STRING = re.compile(r"(?P<name>[^|]*)\|(?P<dims>[^|]*)\|(?P<ids>[^|]*)\|(?P<local>[^|]*)\|(?P<devices>[^|]*)")
 
 LOCAL_JOB = "localhost"

@@ -69,7 +69,7 @@ def _order(sent: tuple[int, Block]) -> tuple[object, ...]:
     return device, box.start, box.stop
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def moving(source: Layout, target: Layout, shape: tuple[int, ...], partial: tuple[str, ...] = ()) -> Moving:
     """Plan how an array of this shape gets from one layout to another, of the same mesh.
 

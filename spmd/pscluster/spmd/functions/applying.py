@@ -20,6 +20,7 @@ from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
 from pscluster.spmd.recording import Ref
 from pscluster.spmd.tensor import FUNCTIONS, DTensor, unsupported
+from pscluster.worker.programs.operations import COMBINES
 from pscluster.worker.programs.program import ArrayType, Placeholder
 
 Array = npt.NDArray[Any]
@@ -28,7 +29,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 MAX_OPERAND_BYTES = 64 << 10
 """Of an operand that is not a global array: it goes to all devices."""
 
-_NO_IDENTITY = frozenset({"maximum", "minimum", "fmax", "fmin"})
+_NO_IDENTITY = frozenset(name for name, ufunc in COMBINES.items() if ufunc.identity is None)
 """Ufuncs that can't reduce an empty block."""
 
 _SCALARS = (bool, int, float, complex)

@@ -141,7 +141,7 @@ def encode(
     return json.dumps(whole, separators=(",", ":"))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def parse(text: str) -> Program:
     """Return the program of a text. Raise ProtocolError, which says what is wrong, if it makes no sense."""
     if not isinstance(text, str) or len(text) > MAX_TEXT:
@@ -269,8 +269,8 @@ class _Reader:
         written = tuple(self._write(register) for register in self._list(outputs, "outputs"))
         if not written:
             self._refuse("a computation has at least one output")
-        if not isinstance(kwargs, dict):
-            self._refuse("named arguments are given by name")
+        if not isinstance(kwargs, dict) or "out" in kwargs:
+            self._refuse("named arguments are given by name, and blocks do not change: there is no 'out'")
         counts = len(read), len(written)
         return Compute(
             written,
