@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from pscluster.spmd.functions.applying import (
     Result,
     apply,
+    as_tensor,
     axes_of,
     block,
     implements,
@@ -143,6 +145,11 @@ def _quantile(name: str, a: DTensor, q: Any, axis: Any, keepdims: Any, **kwargs:
     keep = keepdims is not _NO_VALUE and bool(keepdims)
     function = getattr(np, name)
     plain = () if q is None else (np.asarray(q).tolist(),)
+    if not a.size:  # NumPy has shapes of its own for what comes of nothing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nothing = function(np.empty(a.shape, a.dtype), *plain, axis=axis, keepdims=keep, **kwargs)
+        return as_tensor(nothing, a.mesh)
     (of,) = probe(lambda array: function(array, *plain, **kwargs), a)
     result = reduced(a, axes, of, keepdims=keep)
     count = np.shape(q) if q is not None else ()

@@ -173,7 +173,8 @@ def take(a: Any, indices: Any, axis: int | None = None, out: Any = None, mode: s
     if axis is None:
         array, axis = xp.ravel(array), 0
     at = normal_axis(axis, array.ndim)
-    if not isinstance(indices, DTensor) and mode == "raise":
+    others = array.shape[:at] + array.shape[at + 1 :]
+    if not isinstance(indices, DTensor) and mode == "raise" and 0 not in others:  # else NumPy takes nothing
         _expanded((*(_EVERYTHING,) * at, indices), array)  # raises IndexError here, not on a device
     places: tuple[Label, ...] = tuple(("index", n) for n in range(index.ndim))
     axes = axes_of(array)

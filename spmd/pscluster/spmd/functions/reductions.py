@@ -248,6 +248,8 @@ def average(a: Any, axis: Any = None, weights: Any = None, returned: bool = Fals
                 raise TypeError("Axis must be specified when shapes of a and weights differ.")  # NumPy's words
             at = normal_axis(axis, a.ndim)
             weights = xp.reshape(weights, (-1,) + (1,) * (a.ndim - 1 - at))
+        if not _count(a, axis):
+            raise ZeroDivisionError("Weights sum to zero, can't be normalized")  # NumPy's words
         total = xp.sum(a * 0 + weights, axis=axis, keepdims=keep)
         result = xp.sum(a * weights, axis=axis, keepdims=keep) / total
     return (result, total) if returned else result

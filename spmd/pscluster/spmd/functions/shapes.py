@@ -89,8 +89,9 @@ def reshape(a: Any, /, shape: Any = None, order: Any = "C", *, newshape: Any = N
     wanted = newshape if shape is None else shape
     lengths = [operator.index(n) for n in (wanted if isinstance(wanted, tuple | list) else (wanted,))]
     if lengths.count(-1) == 1:
-        known = math.prod(n for n in lengths if n != -1)
-        lengths[lengths.index(-1)] = a.size // known if known else 0
+        if not (known := math.prod(n for n in lengths if n != -1)):
+            raise ValueError(f"cannot reshape array of size {a.size} into shape {tuple(lengths)}: -1 could be any")
+        lengths[lengths.index(-1)] = a.size // known
     if math.prod(lengths) != a.size or min(lengths, default=0) < 0:
         raise ValueError(f"cannot reshape array of size {a.size} into shape {tuple(wanted) if lengths else ()}")
     if tuple(lengths) == a.shape:
@@ -130,7 +131,7 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 @implements(np.ravel)
 def ravel(a: Any, order: Any = "C") -> Any:
     """See `numpy.ravel`."""
-    return reshape(a, (-1,), order) if a.size else reshape(a, (0,), order)
+    return reshape(a, (a.size,), order)
 
 
 @implements(np.expand_dims)
