@@ -62,6 +62,7 @@ NOT_CALLED = {
     "/grpc.health.v1.Health/Watch": "grpc's own: none of ours calls it",
     "/pscluster.v1.Worker/Exchange": "between workers, in gangs only: see tests/worker/collectives",
     "/pscluster.v1.Worker/MoveServers": "if a server moves: see tests/roles/test_returning_servers.py, which has all",
+    "/pscluster.v1.ParameterServer/Move": "if a shard moves: see tests/faults/test_moves.py, which has all kinds",
     "/pscluster.v1.Coordinator/Register": "by workers that join: see tests/roles/test_joining.py, which has all kinds",
 }
 

@@ -13,8 +13,10 @@ from pscluster.coordinator.checkpoints.manager import CheckpointManager, Restore
 from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.moves.mover import Moved, ShardMover
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
+from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.errors import MisuseError
@@ -244,6 +246,42 @@ class ParameterServerStrategy(Strategy):
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable and its slots from the servers. Its name is free again, and its handles are stale."""
         self.context.variables.delete_variable(variable)
+
+    def move_shard(self, shard: Variable | Shard, server: int) -> Moved | None:
+        """Move a shard to another parameter server, with its slots, counts and remembered updates, while training runs.
+
+        Returns once it is there. Reads wait for milliseconds; updates of this shard while its last changes travel and
+        are saved. docs/guarantees.md says what holds.
+
+        Args:
+            shard: one of `variable.variables`, or a variable that is not cut.
+            server: the index of the parameter server that is to have it.
+
+        Returns:
+            What was moved, or None if it is there already.
+
+        Raises:
+            ConfigurationError: there is no such server.
+            MisuseError: the variable is cut, or was deleted; or it is a `SynchronousStrategy`.
+            PsClusterError: it could not be moved, and stays where it was; the message says why.
+            PSUnavailableError: a parameter server is lost.
+        """
+        if self.is_synchronous:
+            raise MisuseError("shards can't be moved while replicas step together: use a ParameterServerStrategy")
+        return ShardMover(self.context).move(self._own_shard(shard), checks.whole("server", server, at_least=0))
+
+    def _own_shard(self, shard: Variable | Shard) -> Shard:
+        """Return the shard that is meant. TypeError or MisuseError if it is none of this strategy's."""
+        if not isinstance(shard, Variable | Shard):
+            raise TypeError(f"a shard of a variable, or one that is not cut, can be moved, not {type_of(shard)}")
+        if isinstance(shard, Variable):
+            parts = shard.variables
+            if len(parts) != 1 or not isinstance(parts[0], Shard):
+                raise MisuseError(f"{shard.name!r} has {len(parts)} shards: name one of {shard.name}.variables to move")
+            shard = parts[0]
+        if shard.variable.client is not self._client:
+            raise MisuseError(f"{shard.name!r} belongs to another strategy")
+        return shard
 
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """Return the handle that a function returned. Raise ProtocolError if there is none of that kind here."""

@@ -80,6 +80,12 @@ class ProtocolError(RefusedError):
     """A message makes no sense where it came."""
 
 
+class ShardMovedError(RefusedError):
+    """The shard lives on another server by now: ask this one where. Clients follow, so that users never see this."""
+
+    server: int | None = None  # that has refused
+
+
 class UnavailableError(PsClusterError):
     """The peer can't be reached; it may come back."""
 
@@ -169,6 +175,7 @@ _TABLE: tuple[tuple[str, type[PsClusterError], grpc.StatusCode], ...] = (
     ("busy", BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ("stale", StaleError, grpc.StatusCode.ABORTED),
     ("protocol", ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    ("shard-moved", ShardMovedError, grpc.StatusCode.ABORTED),
     ("refused", RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
     ("checkpoint-misfit", CheckpointMisfitError, grpc.StatusCode.FAILED_PRECONDITION),
     ("checkpoint", CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -55,6 +55,11 @@ POINTS: dict[str, str] = {
     "ps.incarnation.before": "a worker should be shut out, and is not",
     "ps.incarnation.after": "it is, and the coordinator has no answer",
     "ps.finish.after": "the keys of ended functions are forgotten, and the coordinator has no answer",
+    # Parameter servers: shards that move
+    "ps.freeze.after": "a shard is frozen at its source, and the coordinator has no answer",
+    "ps.adopt.before": "its target has it all, in memory, and nothing is saved",
+    "ps.adopt.saved": "it is saved there: the move is decided, and the coordinator does not know",
+    "ps.place.after": "a server has dropped it, or heard where it is now, and the coordinator has no answer",
     # Parameter servers: checkpoints
     "ps.mark.after": "the shards are marked, and the coordinator has no answer",
     "ps.part.before": "the server's part of a checkpoint is not written",
@@ -102,6 +107,11 @@ POINTS: dict[str, str] = {
     "coordinator.retry.after": "its functions wait again",
     "coordinator.move.before": "a server has registered from another place, and nobody dials it there",
     "coordinator.move.after": "the coordinator dials it there, and the workers were not told",
+    "coordinator.freeze.before": "a shard was copied while it changed, and its source is not frozen",
+    "coordinator.commit_move.before": "all of it has come to its target, and the source is frozen",
+    "coordinator.commit_move.after": "the move is decided, and the source still has the shard",
+    "coordinator.serve.before": "the source has dropped it, and the target does not serve it yet",
+    "coordinator.serve.after": "the target serves it, and the other servers do not know",
     "coordinator.finish.before": "a server has not been told which functions have ended",
     "coordinator.progress.before": "progress is not persisted",
     "coordinator.progress.after": "it is, and the script does not know",

@@ -40,7 +40,7 @@ class AxisSplit(_message.Message):
     def __init__(self, ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class VariableSpec(_message.Message):
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     ASYNCHRONOUS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -59,7 +60,40 @@ class VariableSpec(_message.Message):
     trainable: bool
     evaluation: int
     asynchronous: bool
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ...) -> None: ...
+    placement: int
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ...) -> None: ...
+
+class HeldShard(_message.Message):
+    __slots__ = ("variable", "shard", "server")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    shard: int
+    server: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., server: _Optional[int] = ...) -> None: ...
+
+class SavedKeys(_message.Message):
+    __slots__ = ("function", "incarnation", "sequence", "nth", "key")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NTH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    function: int
+    incarnation: int
+    sequence: int
+    nth: _containers.RepeatedScalarFieldContainer[int]
+    key: int
+    def __init__(self, function: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., nth: _Optional[_Iterable[int]] = ..., key: _Optional[int] = ...) -> None: ...
+
+class SavedClient(_message.Message):
+    __slots__ = ("incarnation", "settled")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    settled: int
+    def __init__(self, incarnation: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("id", "name", "rule", "numbers", "flags", "iterations", "schedule", "ema_momentum", "options")
@@ -466,12 +500,13 @@ class DeleteReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("job", "all", "variables", "optimizers", "saved", "metadata", "seen")
+    __slots__ = ("job", "all", "variables", "optimizers", "saved", "moved", "metadata", "seen")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     job: int
@@ -479,9 +514,10 @@ class DescribeRequest(_message.Message):
     variables: _containers.RepeatedScalarFieldContainer[str]
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     saved: bool
+    moved: bool
     metadata: bool
     seen: _containers.RepeatedCompositeFieldContainer[SeenUpdates]
-    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ..., metadata: bool = ..., seen: _Optional[_Iterable[_Union[SeenUpdates, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., all: bool = ..., variables: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., saved: bool = ..., moved: bool = ..., metadata: bool = ..., seen: _Optional[_Iterable[_Union[SeenUpdates, _Mapping]]] = ...) -> None: ...
 
 class SeenUpdates(_message.Message):
     __slots__ = ("variable", "shard", "updates", "boot_id")
@@ -716,3 +752,102 @@ class RestoreRequest(_message.Message):
 class RestoreReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ShardState(_message.Message):
+    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term")
+    class StepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STARTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    arrays: _containers.RepeatedScalarFieldContainer[str]
+    updates: int
+    steps: _containers.ScalarMap[int, int]
+    keys: _containers.RepeatedCompositeFieldContainer[SavedKeys]
+    closed: _containers.RepeatedScalarFieldContainer[int]
+    finished_starts: _containers.RepeatedScalarFieldContainer[int]
+    finished_stops: _containers.RepeatedScalarFieldContainer[int]
+    clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
+    term: int
+    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "pad", "payload")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
+        TRACK: _ClassVar[MoveRequest.Action]
+        CHANGED: _ClassVar[MoveRequest.Action]
+        FREEZE: _ClassVar[MoveRequest.Action]
+        READ: _ClassVar[MoveRequest.Action]
+        RELEASE: _ClassVar[MoveRequest.Action]
+        STAGE: _ClassVar[MoveRequest.Action]
+        WRITE: _ClassVar[MoveRequest.Action]
+        COMMIT: _ClassVar[MoveRequest.Action]
+        WITHDRAW: _ClassVar[MoveRequest.Action]
+        PLACE: _ClassVar[MoveRequest.Action]
+        SERVE: _ClassVar[MoveRequest.Action]
+    ACTION_UNSPECIFIED: MoveRequest.Action
+    TRACK: MoveRequest.Action
+    CHANGED: MoveRequest.Action
+    FREEZE: MoveRequest.Action
+    READ: MoveRequest.Action
+    RELEASE: MoveRequest.Action
+    STAGE: MoveRequest.Action
+    WRITE: MoveRequest.Action
+    COMMIT: MoveRequest.Action
+    WITHDRAW: MoveRequest.Action
+    PLACE: MoveRequest.Action
+    SERVE: MoveRequest.Action
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    id: int
+    action: MoveRequest.Action
+    variable: int
+    shard: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    arrays: _containers.RepeatedScalarFieldContainer[str]
+    state: ShardState
+    spec: VariableSpec
+    saved: bool
+    round: int
+    pad: bytes
+    payload: bytes
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class MoveReply(_message.Message):
+    __slots__ = ("state", "changed", "committed", "pad", "payload")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    state: ShardState
+    changed: bytes
+    committed: bool
+    pad: bytes
+    payload: bytes
+    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

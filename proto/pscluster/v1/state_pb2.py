@@ -26,7 +26,7 @@ from pscluster.v1 import definition_pb2 as pscluster_dot_v1_dot_definition__pb2
 from pscluster.v1 import ps_pb2 as pscluster_dot_v1_dot_ps__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pscluster/v1/state.proto\x12\x0cpscluster.v1\x1a\x1dpscluster/v1/definition.proto\x1a\x15pscluster/v1/ps.proto\"^\n\tSavedKeys\x12\x10\n\x08\x66unction\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x0b\n\x03nth\x18\x04 \x03(\r\x12\x0b\n\x03key\x18\x05 \x01(\x06\"\xd4\x02\n\nSavedShard\x12\x10\n\x08variable\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07updates\x18\x03 \x01(\x04\x12\x32\n\x05steps\x18\x04 \x03(\x0b\x32#.pscluster.v1.SavedShard.StepsEntry\x12)\n\x06\x61rrays\x18\x05 \x03(\x0b\x32\x19.pscluster.v1.SavedTensor\x12%\n\x04keys\x18\x06 \x03(\x0b\x32\x17.pscluster.v1.SavedKeys\x12\x32\n\x05texts\x18\x07 \x03(\x0b\x32#.pscluster.v1.SavedShard.TextsEntry\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"u\n\x0eSavedOptimizer\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.pscluster.v1.OptimizerSpec\x12&\n\x04rule\x18\x02 \x01(\x0b\x32\x18.pscluster.v1.Definition\x12\x10\n\x08\x62y_value\x18\x03 \x01(\x08\"3\n\x0bSavedClient\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07settled\x18\x02 \x01(\x04\"L\n\tSavedLoss\x12\x10\n\x08variable\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07updates\x18\x03 \x01(\x04\x12\r\n\x05since\x18\x04 \x01(\x04\"W\n\x0bSavedLosses\x12\x10\n\x08store_id\x18\x01 \x01(\x06\x12%\n\x04lost\x18\x02 \x03(\x0b\x32\x17.pscluster.v1.SavedLoss\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x06\"\xf1\x03\n\x08Manifest\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\x06\x12\x10\n\x08store_id\x18\x03 \x01(\x06\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08saved_at\x18\x05 \x01(\x01\x12-\n\tvariables\x18\x06 \x03(\x0b\x32\x1a.pscluster.v1.VariableSpec\x12\x30\n\noptimizers\x18\x07 \x03(\x0b\x32\x1c.pscluster.v1.SavedOptimizer\x12(\n\x06shards\x18\x08 \x03(\x0b\x32\x18.pscluster.v1.SavedShard\x12\x0e\n\x06\x63losed\x18\t \x03(\x06\x12\x17\n\x0f\x66inished_starts\x18\n \x03(\x04\x12\x16\n\x0e\x66inished_stops\x18\x0b \x03(\x04\x12*\n\x07\x63lients\x18\x0c \x03(\x0b\x32\x19.pscluster.v1.SavedClient\x12\x0e\n\x06job_id\x18\x0e \x01(\x06\x12\x1a\n\x12\x63oordinator_number\x18\x0f \x01(\x04\x12\x0e\n\x06logged\x18\x11 \x01(\x08\x12\x10\n\x08job_name\x18\x10 \x01(\t\x12*\n\x08metadata\x18\x13 \x01(\x0b\x32\x18.pscluster.v1.SavedShard\x12\x0c\n\x04term\x18\x12 \x01(\x04\x12\x10\n\x08\x62oot_ids\x18\r \x03(\x06\"\xea\x01\n\tLogRecord\x12+\n\x06update\x18\x01 \x01(\x0b\x32\x1b.pscluster.v1.UpdateRequest\x12\x0f\n\x07updates\x18\x02 \x03(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x10\n\x08store_id\x18\x05 \x01(\x06\x12\x30\n\noptimizers\x18\x06 \x03(\x0b\x32\x1c.pscluster.v1.SavedOptimizer\x12\x1a\n\x12\x63oordinator_number\x18\x07 \x01(\x04\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pscluster/v1/state.proto\x12\x0cpscluster.v1\x1a\x1dpscluster/v1/definition.proto\x1a\x15pscluster/v1/ps.proto\"\xd4\x02\n\nSavedShard\x12\x10\n\x08variable\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07updates\x18\x03 \x01(\x04\x12\x32\n\x05steps\x18\x04 \x03(\x0b\x32#.pscluster.v1.SavedShard.StepsEntry\x12)\n\x06\x61rrays\x18\x05 \x03(\x0b\x32\x19.pscluster.v1.SavedTensor\x12%\n\x04keys\x18\x06 \x03(\x0b\x32\x17.pscluster.v1.SavedKeys\x12\x32\n\x05texts\x18\x07 \x03(\x0b\x32#.pscluster.v1.SavedShard.TextsEntry\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"u\n\x0eSavedOptimizer\x12)\n\x04spec\x18\x01 \x01(\x0b\x32\x1b.pscluster.v1.OptimizerSpec\x12&\n\x04rule\x18\x02 \x01(\x0b\x32\x18.pscluster.v1.Definition\x12\x10\n\x08\x62y_value\x18\x03 \x01(\x08\"L\n\tSavedLoss\x12\x10\n\x08variable\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07updates\x18\x03 \x01(\x04\x12\r\n\x05since\x18\x04 \x01(\x04\"W\n\x0bSavedLosses\x12\x10\n\x08store_id\x18\x01 \x01(\x06\x12%\n\x04lost\x18\x02 \x03(\x0b\x32\x17.pscluster.v1.SavedLoss\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\x06\"\xf1\x03\n\x08Manifest\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\x06\x12\x10\n\x08store_id\x18\x03 \x01(\x06\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08saved_at\x18\x05 \x01(\x01\x12-\n\tvariables\x18\x06 \x03(\x0b\x32\x1a.pscluster.v1.VariableSpec\x12\x30\n\noptimizers\x18\x07 \x03(\x0b\x32\x1c.pscluster.v1.SavedOptimizer\x12(\n\x06shards\x18\x08 \x03(\x0b\x32\x18.pscluster.v1.SavedShard\x12\x0e\n\x06\x63losed\x18\t \x03(\x06\x12\x17\n\x0f\x66inished_starts\x18\n \x03(\x04\x12\x16\n\x0e\x66inished_stops\x18\x0b \x03(\x04\x12*\n\x07\x63lients\x18\x0c \x03(\x0b\x32\x19.pscluster.v1.SavedClient\x12\x0e\n\x06job_id\x18\x0e \x01(\x06\x12\x1a\n\x12\x63oordinator_number\x18\x0f \x01(\x04\x12\x0e\n\x06logged\x18\x11 \x01(\x08\x12\x10\n\x08job_name\x18\x10 \x01(\t\x12*\n\x08metadata\x18\x13 \x01(\x0b\x32\x18.pscluster.v1.SavedShard\x12\x0c\n\x04term\x18\x12 \x01(\x04\x12\x10\n\x08\x62oot_ids\x18\r \x03(\x06\"\xea\x01\n\tLogRecord\x12+\n\x06update\x18\x01 \x01(\x0b\x32\x1b.pscluster.v1.UpdateRequest\x12\x0f\n\x07updates\x18\x02 \x03(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x10\n\x08store_id\x18\x05 \x01(\x06\x12\x30\n\noptimizers\x18\x06 \x03(\x0b\x32\x1c.pscluster.v1.SavedOptimizer\x12\x1a\n\x12\x63oordinator_number\x18\x07 \x01(\x04\x12\x0b\n\x03pad\x18\r \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +37,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVEDSHARD_STEPSENTRY']._serialized_options = b'8\001'
   _globals['_SAVEDSHARD_TEXTSENTRY']._loaded_options = None
   _globals['_SAVEDSHARD_TEXTSENTRY']._serialized_options = b'8\001'
-  _globals['_SAVEDKEYS']._serialized_start=96
-  _globals['_SAVEDKEYS']._serialized_end=190
-  _globals['_SAVEDSHARD']._serialized_start=193
-  _globals['_SAVEDSHARD']._serialized_end=533
-  _globals['_SAVEDSHARD_STEPSENTRY']._serialized_start=443
-  _globals['_SAVEDSHARD_STEPSENTRY']._serialized_end=487
-  _globals['_SAVEDSHARD_TEXTSENTRY']._serialized_start=489
-  _globals['_SAVEDSHARD_TEXTSENTRY']._serialized_end=533
-  _globals['_SAVEDOPTIMIZER']._serialized_start=535
-  _globals['_SAVEDOPTIMIZER']._serialized_end=652
-  _globals['_SAVEDCLIENT']._serialized_start=654
-  _globals['_SAVEDCLIENT']._serialized_end=705
-  _globals['_SAVEDLOSS']._serialized_start=707
-  _globals['_SAVEDLOSS']._serialized_end=783
-  _globals['_SAVEDLOSSES']._serialized_start=785
-  _globals['_SAVEDLOSSES']._serialized_end=872
-  _globals['_MANIFEST']._serialized_start=875
-  _globals['_MANIFEST']._serialized_end=1372
-  _globals['_LOGRECORD']._serialized_start=1375
-  _globals['_LOGRECORD']._serialized_end=1609
+  _globals['_SAVEDSHARD']._serialized_start=97
+  _globals['_SAVEDSHARD']._serialized_end=437
+  _globals['_SAVEDSHARD_STEPSENTRY']._serialized_start=347
+  _globals['_SAVEDSHARD_STEPSENTRY']._serialized_end=391
+  _globals['_SAVEDSHARD_TEXTSENTRY']._serialized_start=393
+  _globals['_SAVEDSHARD_TEXTSENTRY']._serialized_end=437
+  _globals['_SAVEDOPTIMIZER']._serialized_start=439
+  _globals['_SAVEDOPTIMIZER']._serialized_end=556
+  _globals['_SAVEDLOSS']._serialized_start=558
+  _globals['_SAVEDLOSS']._serialized_end=634
+  _globals['_SAVEDLOSSES']._serialized_start=636
+  _globals['_SAVEDLOSSES']._serialized_end=723
+  _globals['_MANIFEST']._serialized_start=726
+  _globals['_MANIFEST']._serialized_end=1223
+  _globals['_LOGRECORD']._serialized_start=1226
+  _globals['_LOGRECORD']._serialized_end=1460
 # @@protoc_insertion_point(module_scope)

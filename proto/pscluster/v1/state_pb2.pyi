@@ -8,20 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SavedKeys(_message.Message):
-    __slots__ = ("function", "incarnation", "sequence", "nth", "key")
-    FUNCTION_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    NTH_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    function: int
-    incarnation: int
-    sequence: int
-    nth: _containers.RepeatedScalarFieldContainer[int]
-    key: int
-    def __init__(self, function: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., nth: _Optional[_Iterable[int]] = ..., key: _Optional[int] = ...) -> None: ...
-
 class SavedShard(_message.Message):
     __slots__ = ("variable", "shard", "updates", "steps", "arrays", "keys", "texts")
     class StepsEntry(_message.Message):
@@ -50,9 +36,9 @@ class SavedShard(_message.Message):
     updates: int
     steps: _containers.ScalarMap[int, int]
     arrays: _containers.RepeatedCompositeFieldContainer[_ps_pb2.SavedTensor]
-    keys: _containers.RepeatedCompositeFieldContainer[SavedKeys]
+    keys: _containers.RepeatedCompositeFieldContainer[_ps_pb2.SavedKeys]
     texts: _containers.ScalarMap[str, str]
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., arrays: _Optional[_Iterable[_Union[_ps_pb2.SavedTensor, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., arrays: _Optional[_Iterable[_Union[_ps_pb2.SavedTensor, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[_ps_pb2.SavedKeys, _Mapping]]] = ..., texts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SavedOptimizer(_message.Message):
     __slots__ = ("spec", "rule", "by_value")
@@ -63,14 +49,6 @@ class SavedOptimizer(_message.Message):
     rule: _definition_pb2.Definition
     by_value: bool
     def __init__(self, spec: _Optional[_Union[_ps_pb2.OptimizerSpec, _Mapping]] = ..., rule: _Optional[_Union[_definition_pb2.Definition, _Mapping]] = ..., by_value: bool = ...) -> None: ...
-
-class SavedClient(_message.Message):
-    __slots__ = ("incarnation", "settled")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
-    incarnation: int
-    settled: int
-    def __init__(self, incarnation: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class SavedLoss(_message.Message):
     __slots__ = ("variable", "shard", "updates", "since")
@@ -126,7 +104,7 @@ class Manifest(_message.Message):
     closed: _containers.RepeatedScalarFieldContainer[int]
     finished_starts: _containers.RepeatedScalarFieldContainer[int]
     finished_stops: _containers.RepeatedScalarFieldContainer[int]
-    clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
+    clients: _containers.RepeatedCompositeFieldContainer[_ps_pb2.SavedClient]
     job_id: int
     coordinator_number: int
     logged: bool
@@ -134,7 +112,7 @@ class Manifest(_message.Message):
     metadata: SavedShard
     term: int
     boot_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[_ps_pb2.SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
     __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "coordinator_number", "pad", "payload")

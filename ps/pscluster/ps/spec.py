@@ -33,6 +33,10 @@ ROWS_IDS_BYTES = 1 << 20
 MAX_TOGETHER = 1 << 10
 """The most synchronous steps that are committed together."""
 
+PAGE_ELEMENTS = 1024
+"""Elements of a page of a shard, of the values and equally of each slot and average, when it moves to another server: a
+few rows of a table, so that updates of scattered rows change little that must be copied again."""
+
 METADATA = 0, 1
 """Variable and shard in whose place the job's metadata stands in updates, on server 0."""
 

@@ -10,7 +10,8 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import ml_dtypes
@@ -29,6 +30,7 @@ from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
 from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
+from pscluster.ps.client.placements import Placements
 from pscluster.ps.handles.indexing import whole_index
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
@@ -44,6 +46,8 @@ from pscluster.ps.storage.tensor_files import WrittenFile, join
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
+
+NO_CLIENT: Any = SimpleNamespace(placements=Placements(lambda _: (), lambda: None, 0.0))
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 REAL = [
@@ -336,7 +340,7 @@ class Servers:
         check_whole(index, path)
         requests = {store.index: ps_pb2.RestoreRequest() for store in self.stores}
         for name, spec in self.specs.items():
-            plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], path, requests)
+            plan_variable(Variable.of(spec, NO_CLIENT), index.variables[name], path, requests)
         restore_id = fresh_id()
         for store, parts in zip(self.stores, self.parts, strict=True):
             requests[store.index].id = restore_id
@@ -795,7 +799,7 @@ def test_a_mark_leaves_what_is_staged(saved: Saved) -> None:
     requests = {index: ps_pb2.RestoreRequest() for index in range(3)}
     index = read_index(str(folder))
     for name, spec in target.specs.items():
-        plan_variable(Variable.of(spec, cast(Any, None)), index.variables[name], str(folder), requests)
+        plan_variable(Variable.of(spec, NO_CLIENT), index.variables[name], str(folder), requests)
     target.mark()
     for server in range(3):
         requests[server].id = 5

@@ -80,7 +80,7 @@ class Checkpoint(StaysHere):
         context, begin = self.context, time.monotonic()
         context.check_restored()
         context.client.directory()  # wait for a server that is down here, not while functions are paused
-        with self._paused():
+        with context.placing, self._paused():
             context.settle_steps()
             context.check_restored()  # another thread may have tried meanwhile
             if context.dataset_progress is not None:
@@ -146,9 +146,6 @@ class Checkpoint(StaysHere):
         if datasets is not None:
             datasets.check_idle()
         self._check_names(index, path, partial)
-        requests = self._plan(index, path, progress)
-        for request in requests.values():
-            request.directory = path
         if index.partly_applied:
             many, last = index.partly_applied, index.partly_applied_last[-1:]
             logger.warning(
@@ -158,10 +155,14 @@ class Checkpoint(StaysHere):
                 many,
                 *last or [""],
             )
-        with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
-            context.partly_applied.clear()
-            if datasets is not None:
-                datasets.restored()
+        with context.placing:  # the plan goes by where the shards are
+            requests = self._plan(index, path, progress)
+            for request in requests.values():
+                request.directory = path
+            with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
+                context.partly_applied.clear()
+                if datasets is not None:
+                    datasets.restored()
         return index
 
     def give_up_restore(self) -> None:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
 from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
 from pscluster.coordinator.local.supervised import ClusterError
+from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling import loop
@@ -39,7 +40,7 @@ from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.ps.client.client import PsClient
-from pscluster.v1 import node_pb2
+from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,9 @@ class JobContext:
     closed: bool = False  # is the job over?
     half_restored: str = ""  # why only some servers may have a checkpoint's values
     managers: weakref.WeakSet[Saver] = field(default_factory=weakref.WeakSet)  # open ones
+    moving: threading.Lock = field(default_factory=threading.Lock)  # held while a shard moves
+    # Held while shards change their servers, and while anything is cut or created that goes by where they are.
+    placing: threading.RLock = field(default_factory=threading.RLock)
     role_server: RoleServer | None = None  # answers status questions, where the coordinator has an address
     metrics_server: MetricsServer | None = None  # answers `/metrics`, where it is served
     _pages: list[Callable[[], None]] = field(default_factory=list)
@@ -175,6 +179,28 @@ class JobContext:
         self.request.workers[:] = [peer.index for peer in workers]
         # A worker's index is below it: the number of input pipelines.
         self.request.num_workers = max((peer.index + 1 for peer in workers), default=0)
+
+    # Shards that move
+
+    def announce(
+        self,
+        specs: Iterable[ps_pb2.VariableSpec],
+        *,
+        frozen: ps_pb2.HeldShard | None = None,
+        arriving: ps_pb2.HeldShard | None = None,
+    ) -> None:
+        """Have servers that attach again be told of these specs, and of the shard that is moving."""
+
+        async def note() -> None:  # where requests to attach are copied
+            request, moved = node_pb2.AttachRequest(), (spec for spec in specs if spec.placement)
+            request.CopyFrom(self.request)
+            for field_name in ("placed", "frozen", "arriving"):
+                self.request.ClearField(field_name)
+            self.request.placed.extend(latest([*request.placed, *moved]).values())
+            self.request.frozen.extend([] if frozen is None else [frozen])
+            self.request.arriving.extend([] if arriving is None else [arriving])
+
+        loop.run(note())
 
     # Servers that return elsewhere: on the loop's thread, one at a time
 

@@ -116,6 +116,11 @@ class ServerWatch:
                 )
             self._scheduler.forget(keys)
 
+    def shard_moved(self, source: int, target: int) -> None:
+        """Have a server told as well of the keys that the one whose shard it has got may remember."""
+        with self._state.lock:
+            self._forgotten[target].update(self._forgotten[source].copy())
+
     def forgotten(self) -> set[int]:
         """Return the keys to forget of which some server may not have been told yet."""
         with self._state.lock:

@@ -52,6 +52,11 @@ class VariableCreator:
         """Attach to what an earlier coordinator has left, once the script creates things of those names."""
         self._live, self._last_id = live, live.last_id
 
+    def shard_moved(self, nbytes: int, source: int, target: int) -> None:
+        """Note, for the placement of other variables, that a shard has another server."""
+        with self._lock:
+            self._placer.move(nbytes, source, target)
+
     @property
     def all(self) -> list[Variable]:
         return VariableList(self._variables.values())

@@ -63,8 +63,13 @@ class EvaluationSnapshot:
         WaitTimeoutError if functions still run after `seconds` seconds, UnknownVariableError if a variable no longer
         exists, InvalidUpdateError if a server has no memory for the copies, UnavailableError if one can't be reached.
         """
-        if not self._variables:
-            return
+        if self._variables:
+            with self._context.placing:  # all servers must name the same places
+                copies = self._copy(dispatcher, seconds)
+            self._context.client.check_saved([copy.name for _, copy in copies])
+
+    def _copy(self, dispatcher: Dispatcher, seconds: float) -> list[tuple[int, ps_pb2.VariableSpec]]:
+        """Make the copies, which may not be saved yet; return the id of each one's source, and its spec."""
         client, deadline = self._context.client, time.monotonic() + seconds
         known = client.directory()[0]  # wait for a server that is down here, not while functions are paused
         variables = [spec for spec in known.variables if spec.name in self._variables]
@@ -82,7 +87,7 @@ class EvaluationSnapshot:
             reach("coordinator.pin.before")
             client.copy_variables(copies, optimizers)
             reach("coordinator.pin.after")
-        client.check_saved([copy.name for _, copy in copies])
+        return copies
 
     def are_lost(self) -> bool:
         """Return whether a restarted server has lost one of the copies."""

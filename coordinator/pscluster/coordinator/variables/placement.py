@@ -109,6 +109,10 @@ class ShardPlacer:
         """
         self._account(partition, dtype, owners, 1)
 
+    def move(self, nbytes: int, source: int, target: int) -> None:
+        """Record that a shard of so many bytes has moved."""
+        self.loads = _enter(_enter(self.loads, source, -1, -nbytes), target, 1, nbytes)
+
     def release(self, partition: Partition, dtype: np.dtype[Any], owners: Sequence[int]) -> None:
         self._account(partition, dtype, owners, -1)
 

@@ -14,7 +14,14 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "pscluster.core.errors": (
         *("PsClusterError", "ConfigurationError", "MisuseError", "InvalidUpdateError", "UnknownVariableError"),
         *("RefusedError", "VersionMismatchError", "AuthenticationError", "NotPermittedError", "BusyError"),
-        *("StaleError", "ProtocolError", "UnavailableError", "PSUnavailableError", "CheckpointError"),
+        *(
+            "StaleError",
+            "ProtocolError",
+            "ShardMovedError",
+            "UnavailableError",
+            "PSUnavailableError",
+            "CheckpointError",
+        ),
         *("MemberUnavailableError", "MemberTimeoutError"),
         *("CheckpointMisfitError", "WaitTimeoutError", "CancelledError", "EndOfDatasetError", "DatasetError"),
         *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),

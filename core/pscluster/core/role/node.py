@@ -315,6 +315,8 @@ def _check(request: node_pb2.AttachRequest) -> None:
     check_count(len(request.workers), MAX_COUNT, "workers")
     check_count(len(request.ps_addresses), MAX_COUNT, "parameter servers")
     check_count(len(request.moved_servers), MAX_COUNT, "parameter servers that have moved")
+    check_count(len(request.placed), MAX_COUNT, "variables that have moved")
+    check_count(len(request.frozen) + len(request.arriving), MAX_COUNT, "shards that move")
     check_count(len(request.finished_starts), MAX_COUNT, "intervals of functions")
     if len(request.finished_starts) != len(request.finished_stops):
         raise ProtocolError("intervals of functions need as many stops as starts")

@@ -27,6 +27,7 @@ from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
 from pscluster.ps.client.connections import Server, Way
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
+from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.reads import Reader
 from pscluster.ps.client.updates import ShardUpdate, Updater
 from pscluster.ps.request_metrics import ClientMetrics
@@ -74,7 +75,9 @@ class PsClient:
         self.incarnation = incarnation
         self._identity = identity
         self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
-        reader, self.updater = Reader(job, self.exchanges), Updater(job, incarnation, self.exchanges)
+        self.placements = Placements(self._moved_variables, self.exchanges.begin, retry_seconds)
+        reader = Reader(job, self.exchanges, self.placements)
+        self.updater = Updater(job, incarnation, self.exchanges, self.placements)
         self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
         self._declared: dict[int, tuple[str, list[_Form]]] = {}  # optimizers
@@ -96,6 +99,10 @@ class PsClient:
     def move(self, peer: PeerAddress) -> None:
         """Dial the server of this index there from now on; see `Server.move`."""
         self._servers[peer.index].move(peer)
+
+    def _moved_variables(self, server: int) -> Sequence[ps_pb2.VariableSpec]:
+        request = ps_pb2.DescribeRequest(job=self.job, moved=True)
+        return self._describe(self._servers[server], request).variables
 
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
         """Shake hands with all servers, waiting for those that have not started yet."""
@@ -329,9 +336,10 @@ class PsClient:
                 everywhere = False
         return everywhere
 
-    def describe_variable(self, name: str) -> ps_pb2.VariableSpec:
+    def describe_variable(self, name: str, server: int = 0) -> ps_pb2.VariableSpec:
         """Look up a variable. Every server knows all of them."""
-        return self._describe(self._servers[0], ps_pb2.DescribeRequest(job=self.job, variables=[name])).variables[0]
+        request = ps_pb2.DescribeRequest(job=self.job, variables=[name])
+        return self._describe(self._servers[server], request).variables[0]
 
     def describe_optimizer(self, name: str) -> ps_pb2.OptimizerSpec:
         """Look up an optimizer; its iterations are the highest count of any server."""

@@ -18,7 +18,7 @@ import grpc
 import tenacity
 
 from pscluster.core.context import FunctionContext, current_function
-from pscluster.core.errors import PSUnavailableError, StaleError, UnavailableError, from_kind, from_rpc
+from pscluster.core.errors import PSUnavailableError, ShardMovedError, StaleError, UnavailableError, from_kind, from_rpc
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import SESSION_HEADER, Asked
 from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain
@@ -99,6 +99,13 @@ class Exchanges:
 
         If the server went silent, they count from its last sign of life. Unless patient, try only once.
         """
+        try:
+            return self._retrying(server, attempt, patient=patient)
+        except ShardMovedError as error:
+            error.server = self.servers.index(server)
+            raise
+
+    def _retrying(self, server: Server, attempt: Callable[[], Any], *, patient: bool) -> Any:
         try:
             return self._once(server, attempt)
         except UnavailableError as error:

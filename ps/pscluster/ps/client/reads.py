@@ -22,6 +22,7 @@ from pscluster.core.transport.frames import Buffer, pack, view
 from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
+from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache, cache_bytes
 from pscluster.ps.client.read_plans import (
     Array,
@@ -42,10 +43,12 @@ MAX_PLANS = 64
 class Reader:
     """Reads for one client. Thread-safe."""
 
-    def __init__(self, job: int, exchanges: Exchanges) -> None:
+    def __init__(self, job: int, exchanges: Exchanges, placements: Placements) -> None:
         self._job = job
         self._exchanges = exchanges
-        self._plans: dict[tuple[int, ...], WholeReadPlan] = {}
+        self._placements = placements
+        # By their variables; each with the `Placements.changes` before it was made.
+        self._plans: dict[tuple[int, ...], tuple[int, WholeReadPlan]] = {}
         self._planning = threading.Lock()
         self._cache = ReadCache(cache_bytes())
 
@@ -57,6 +60,11 @@ class Reader:
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
             function.steps.note_reads([read.item.variable for read in reads], whole=whole)
+        self._placements.following(lambda: self._read_all(reads, function))
+
+    def _read_all(self, reads: Sequence[ShardRead], function: FunctionContext | None) -> None:
+        for read in reads:
+            read.server = self._placements.owner(read.item.variable, read.item.shard, read.server)
         to_store: list[tuple[ShardRead, int]] = []
         if self._cache.limit:
             reads, to_store = self._without_copies(reads, function)
@@ -86,14 +94,12 @@ class Reader:
 
             values = iter(self.read_planned([variables[at] for at in others], describe_others) if others else [])
             return [own[variable] if variable in own else next(values) for variable in variables]
-        key = tuple(variables)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = WholeReadPlan(self._job, describe())
-            with self._planning:
-                while len(self._plans) >= MAX_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[key] = plan
+        return self._placements.following(lambda: self._read_by_plan(variables, describe, function))
+
+    def _read_by_plan(
+        self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]], function: FunctionContext | None
+    ) -> Sequence[Array | None]:
+        plan = self._plan_of(tuple(variables), describe)
         if plan.large:
             return [None] * len(variables)
         if function is not None and function.steps is not None:
@@ -101,6 +107,18 @@ class Reader:
         results = plan.new_results()
         self._transfer(plan, functools.partial(plan.deliver_to, results), function)
         return results
+
+    def _plan_of(self, key: tuple[int, ...], describe: Callable[[], list[WholeVariable]]) -> WholeReadPlan:
+        """Return the plan of these variables, made anew if shards have moved since it was made."""
+        changes = self._placements.changes
+        made, plan = self._plans.get(key, (-1, None))
+        if plan is None or made != changes:
+            plan = WholeReadPlan(self._job, describe())
+            with self._planning:
+                while len(self._plans) >= MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = changes, plan
+        return plan
 
     def _transfer(
         self, plan: ReadPlan, decode: Callable[[int, memoryview], None], function: FunctionContext | None

@@ -18,6 +18,7 @@ from pscluster.core.errors import StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, view
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.steps import ReplicaSteps
 from pscluster.ps.spec import SYNCHRONOUS
 from pscluster.v1 import ps_pb2
@@ -44,11 +45,12 @@ class ShardUpdate:
 class Updater:
     """Updates from one client, as one incarnation. Thread-safe."""
 
-    def __init__(self, job: int, incarnation: int, exchanges: Exchanges) -> None:
+    def __init__(self, job: int, incarnation: int, exchanges: Exchanges, placements: Placements) -> None:
         self.term = 0  # of updates outside of functions; see UpdateRequest
         self._job = job
         self._incarnation = incarnation
         self._exchanges = exchanges
+        self._placements = placements
         self._lock = threading.Lock()
         self._last = 0  # sequence number of a request outside of functions
         self._open: set[int] = set()  # sequence numbers not answered yet
@@ -63,43 +65,47 @@ class Updater:
             if not updates:
                 return
             function.steps.updated_at_once = True
-        by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
-        for update in updates:
-            by_server[update.server].append(update)
         inside = function is not None and function.function
         sequence, settled = (0, 0) if inside else self._next_sequence()
-        term = function.term if function is not None and inside else self.term  # the same for all attempts
-        requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        origin = ps_pb2.UpdateRequest(
+            job=self._job,
+            incarnation=self._incarnation,
+            function=function.function if function is not None else 0,
+            key=function.key if function is not None else 0,
+            sequence=sequence,
+            settled=settled,
+            # The same for all attempts.
+            term=function.term if function is not None and inside else self.term,
+        )
         try:
-            for index, of_server in by_server.items():
-                for update in of_server:
-                    update.item.boot_id, update.item.seen = self._seen.get(
-                        (update.item.variable, update.item.shard), (0, 0)
-                    )
-                request = ps_pb2.Request(
-                    update=ps_pb2.UpdateRequest(
-                        job=self._job,
-                        incarnation=self._incarnation,
-                        function=function.function if function is not None else 0,
-                        key=function.key if function is not None else 0,
-                        sequence=sequence,
-                        settled=settled,
-                        term=term,
-                        items=[update.item for update in of_server],
-                    )
-                )
-                segments = [
-                    segment
-                    for update in of_server
-                    for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
-                ]
-                requests[index] = request, padded(segments)
             reach("client.update.before")
-            self._exchanges.send_updates(requests, lambda index, reply: self._note(by_server[index], reply), function)
+            self._placements.following(lambda: self._send(updates, origin, function))
             reach("client.update.after")
         finally:
             with self._lock:
                 self._open.discard(sequence)
+
+    def _send(
+        self, updates: Sequence[ShardUpdate], origin: ps_pb2.UpdateRequest, function: FunctionContext | None
+    ) -> None:
+        """Send each server its updates, of which it may have applied some already."""
+        by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
+        for update in updates:
+            by_server[self._placements.owner(update.item.variable, update.item.shard, update.server)].append(update)
+        requests: dict[int, tuple[ps_pb2.Request, list[Buffer]]] = {}
+        for index, of_server in by_server.items():
+            for update in of_server:
+                seen = self._seen.get((update.item.variable, update.item.shard), (0, 0))
+                update.item.boot_id, update.item.seen = seen
+            request = ps_pb2.Request(update=origin)
+            request.update.items.extend(update.item for update in of_server)
+            segments = [
+                segment
+                for update in of_server
+                for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
+            ]
+            requests[index] = request, padded(segments)
+        self._exchanges.send_updates(requests, lambda index, reply: self._note(by_server[index], reply), function)
 
     def header(self, function: FunctionContext) -> ps_pb2.UpdateRequest:
         """Return the origin of a function's updates, for its contributions to synchronous steps."""

@@ -20,6 +20,7 @@ from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
 from pscluster.core.transport.frames import view
+from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
@@ -40,16 +41,23 @@ class ShardRequests:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     partition: Partition
-    owners: tuple[int, ...]
     id: int
+    client: PsClient  # reads and updates it
+    _owners: tuple[int, ...]  # when it was described
     asynchronous: bool = False  # applied at once, also in synchronous steps
     _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The parameter server of each shard, as far as this process knows: they may have moved."""
+        return self.client.placements.owners(self.id, self._owners)
 
     # Reads
 
     def _whole(self) -> WholeVariable:
+        owners = self.owners
         blocks = enumerate(self.partition.blocks)
-        shards = [(self.owners[shard], self._read_item(shard), block) for shard, block in blocks]
+        shards = [(owners[shard], self._read_item(shard), block) for shard, block in blocks]
         return WholeVariable(self.shape, self.dtype, shards)
 
     def _whole_reads(self, out: Array) -> list[ShardRead]:

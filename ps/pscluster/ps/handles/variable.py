@@ -116,7 +116,6 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
     handle_kind = "variable"
     trainable: bool
-    client: PsClient  # reads and updates it
 
     def __new__(
         cls,
@@ -144,10 +143,11 @@ class Variable(ShardRequests, Arithmetic, Handle):
         handle.trainable = spec.trainable
         handle.asynchronous = spec.asynchronous
         handle.partition = partition
-        handle.owners = tuple(spec.owners)
+        handle._owners = tuple(spec.owners)
         handle.id = spec.id
         handle.ephemeral = spec.evaluation > 0
         handle.client = client
+        client.placements.learn([spec])
         handle._slot = None
         return handle
 
@@ -363,7 +363,6 @@ class JoinedVariable(ShardedVariable):
         handle.trainable = all(member.trainable for member in members)
         handle.ephemeral = first.ephemeral
         handle.partition = Partition(handle.shape, (stops, *((length,) for length in first.shape[1:])))
-        handle.owners = tuple(member.owners[0] for member in members)
         handle.id, handle._members = 0, members  # the servers only know the members
         return handle
 
@@ -375,6 +374,10 @@ class JoinedVariable(ShardedVariable):
                 case [str() as name, list(members)] if all(isinstance(member, str) for member in members):
                     return JoinedVariable.of_members([variable(member) for member in members], name)
         raise ProtocolError(f"{key[:80]!r} is not the key of joined variables")
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        return tuple(member.owners[0] for member in self._members)
 
     @property
     def handle_key(self) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.intervals import IntervalSet
+from pscluster.v1 import ps_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +174,20 @@ class Ledger:
         for origin, keys in self._all():
             if (variable, shard) in keys:
                 yield origin, list(keys[variable, shard])
+
+    def saved_keys(self, variable: int, shard: int) -> Iterator[ps_pb2.SavedKeys]:
+        """Yield the same as messages, for `record_saved` on any server."""
+        for origin, nths in self.keys_of(variable, shard):
+            yield ps_pb2.SavedKeys(
+                function=origin.function,
+                incarnation=origin.incarnation,
+                sequence=origin.sequence,
+                key=origin.key,
+                nth=nths,
+            )
+
+    def record_saved(self, variable: int, shard: int, remembered: Iterable[ps_pb2.SavedKeys]) -> None:
+        for keys in remembered:
+            origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
+            for nth in keys.nth:
+                self.record(origin, variable, shard, nth)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from pscluster.core.errors import InvalidUpdateError, StaleError, UnavailableError, UnknownVariableError
+from pscluster.core.errors import (
+    InvalidUpdateError,
+    ShardMovedError,
+    StaleError,
+    UnavailableError,
+    UnknownVariableError,
+)
 from pscluster.core.geometry import Partition
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.request_metrics import VariableMetrics
@@ -28,9 +34,9 @@ _MAX_DELETED_EVALUATIONS = 256
 """The most deletions by evaluation that are remembered, so that late copies of creations are refused."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HeldVariable:
-    """A variable of the directory, with its shards that live here."""
+    """A variable of the directory, with its shards that live here. Another one takes its place if shards move."""
 
     spec: ps_pb2.VariableSpec
     dtype: np.dtype[Any]
@@ -75,13 +81,21 @@ class Directory:
     # Lookups, each of a single dictionary entry, so these need no lock
 
     def find(self, variable: int, shard: int) -> tuple[HeldVariable, Shard]:
-        """Return a variable and one of its shards. UnknownVariableError if it does not live here."""
+        """Return a variable and one of its shards.
+
+        UnknownVariableError if it does not live here, ShardMovedError if that may have been otherwise, UnavailableError
+        if it does not yet.
+        """
         held = self.variables.get(variable)
         if held is None:
             raise UnknownVariableError(f"there is no variable with id {variable} in this job")
-        if shard not in held.shards:
-            raise UnknownVariableError(f"shard {shard} of {held.spec.name!r} does not live on ps {self._server}")
-        return held, held.shards[shard]
+        found = held.shards.get(shard)
+        if found is None:
+            text = f"shard {shard} of {held.spec.name!r} does not live on ps {self._server}"
+            raise ShardMovedError(text) if held.spec.placement else UnknownVariableError(text)
+        if found.arriving is not None:
+            raise UnavailableError(f"shard {shard} of {held.spec.name!r} is still arriving on ps {self._server}")
+        return held, found
 
     def optimizer(self, optimizer_id: int) -> HeldOptimizer:
         """Return an optimizer. UnknownVariableError if there is none; UnavailableError if its rule is awaited."""
@@ -136,6 +150,30 @@ class Directory:
         self.pending = {id_: spec for id_, spec in self.pending.items() if not matches(spec)}
         return deleted
 
+    def place(self, spec: ps_pb2.VariableSpec, arrived: Mapping[int, Shard] | None = None) -> dict[int, Shard]:
+        """Take a later spec, and shards that have come here with it; return those that are here no longer.
+
+        None are if the variable was deleted, or the spec is not later. StaleError if it has shards here that are not.
+        """
+        held = self.variables.get(spec.id)
+        if held is None or spec.placement <= held.spec.placement:
+            return {}
+        here = {**held.shards, **(arrived or {})}
+        mine = {shard for shard, owner in enumerate(spec.owners) if owner == self._server}
+        if missing := mine.difference(here):
+            raise StaleError(
+                f"ps {self._server} lacks shard {min(missing)} of {spec.name!r}, which has moved here: it was "
+                "restarted with what it held before: start a new coordinator, and restore a checkpoint"
+            )
+        kept = {index: shard for index, shard in here.items() if index in mine}
+        self.variables[spec.id] = replace(held, spec=spec, shards=kept)
+        return {index: shard for index, shard in here.items() if index not in mine}
+
+    def put_back(self, held: HeldVariable) -> None:
+        """Undo the last `place` of a variable, unless it was deleted."""
+        if held.spec.id in self.variables:
+            self.variables[held.spec.id] = held
+
     def forget_deleted(self) -> None:
         """Forget deletions by evaluation: late copies of creations are of another job now."""
         self._deleted_evaluations.clear()
@@ -147,9 +185,13 @@ class Directory:
 
 
 def described(
-    contents: Contents, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False
+    contents: Contents,
+    variables: Sequence[str],
+    optimizers: Sequence[str],
+    everything: bool = False,
+    moved: bool = False,
 ) -> ps_pb2.DescribeReply:
-    """Return the specs of these names. UnknownVariableError names the first unknown one."""
+    """Return the specs of these names, and of variables that have moved. UnknownVariableError names an unknown one."""
     reply = ps_pb2.DescribeReply()
     held_variables, held_optimizers, awaited = contents
     by_name = {held.spec.name: held for held in held_variables}
@@ -157,6 +199,8 @@ def described(
     rules |= {spec.name: spec for spec in awaited.values()}
     if everything:
         variables, optimizers = list(by_name), list(rules)
+    elif moved:
+        variables = [*variables, *(held.spec.name for held in held_variables if held.spec.placement)]
     for name in variables:
         if name not in by_name:
             raise UnknownVariableError(f"there is no variable {name!r} in this job")

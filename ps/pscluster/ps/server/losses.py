@@ -34,7 +34,7 @@ class Losses:
     news: int = 0  # how often a loss was found
     total: dict[ShardKey, int] = field(default_factory=dict)  # lost acknowledged updates, at least, over all boots
     since: dict[ShardKey, int] = field(default_factory=dict)  # those lost since the last earlier process saved
-    _restored: Mapping[ShardKey, int] = field(default_factory=dict)
+    _restored: dict[ShardKey, int] = field(default_factory=dict)
 
     def restore(
         self,
@@ -48,11 +48,15 @@ class Losses:
 
         Those of `lost` in `since` were found by processes that had restored the same state and saved nothing.
         """
-        self.before, self.total, self._restored = tuple(boot_ids), dict(lost), counts
+        self.before, self.total, self._restored = tuple(boot_ids), dict(lost), dict(counts)
         self.restored = bool(counts)
         self.since = dict(since)
         for shard, count in newly_lost.items():
             self._count(shard, count)
+
+    def leave(self, shard: ShardKey) -> None:
+        """Compare no more counts of a shard, which has moved to another server with all that it had."""
+        self._restored.pop(shard, None)
 
     def note(self, shard: ShardKey, boot_id: int, seen: int) -> int:
         """Return how many updates are lost, or 0 if that is known, given that a client saw `seen` under `boot_id`."""

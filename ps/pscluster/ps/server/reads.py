@@ -147,7 +147,7 @@ def _block(store: Store, source: _Source) -> Buffer | Snapshot:
 
 def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
     """Return what an item reads, and where the next item's ids begin in the payload."""
-    held, shard = store.directory.find(item.variable, item.shard)
+    held, shard = store.find(item.variable, item.shard)
     array = values = shard.array
     dtype = array.dtype
     if item.slot == AVERAGE:

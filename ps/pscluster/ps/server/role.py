@@ -12,6 +12,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
 from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
+from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import JobIdentity, StateManager
@@ -33,6 +34,7 @@ class ParameterServerRole(Role):
         self.roots = roots or Roots()
         self.manager = manager or StateManager(DurabilityOptions())
         self.parts = CheckpointParts()
+        self.moves = Moves(self.manager)
         self.metrics = ServiceMetrics()
         self._store_metrics = StoreMetrics()
         reach("ps.restore.before")
@@ -88,11 +90,13 @@ class ParameterServerRole(Role):
             reach("ps.takeover.before")
             self.store.take_over(request.job)
             self.parts.forget()  # checkpoints of the previous coordinator
+            self.moves.forget(self.store)
             reach("ps.takeover.after")
             self._identity = replace(self._identity, coordinator_number=request.coordinator_number)
             self.manager.take_over(self._identity)
             return
         self.parts.forget()
+        self.moves.forget(self.store)
         self._take_on(Store(self.store.index, request.job))
         self._restored = ""
         self._identity = JobIdentity(fresh_id(), request.job_id, request.coordinator_number, request.job_name)
@@ -107,6 +111,7 @@ class ParameterServerRole(Role):
         for incarnation in request.closed:
             self.store.close_incarnation(incarnation)
         self.store.finish_functions(list(zip(request.finished_starts, request.finished_stops, strict=True)))
+        self.moves.attached(self.store, request)
         self.waiting = False
         event.store_id = self._identity.store_id
         event.restored, self._restored = self._restored, ""
@@ -123,9 +128,11 @@ class ParameterServerRole(Role):
         if self._new:
             self.manager.save()
             self._new = False
+        self.moves.persist()
 
     def job_ended(self) -> None:
         self.parts.forget()
+        self.moves.forget(self.store)
         self._take_on(Store(self.store.index))
         self._identity, self.waiting = JobIdentity(), False
         self.manager.end()

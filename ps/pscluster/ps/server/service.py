@@ -17,7 +17,7 @@ from pscluster.core.role.drain import Drain
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.admission import Admission
 from pscluster.core.transport.base import server_call
-from pscluster.core.transport.frames import Assembler, Buffer, parts_of, unpack
+from pscluster.core.transport.frames import Assembler, Buffer, pack, parts_of, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
@@ -208,7 +208,7 @@ class ParameterServerService:
             check_count(len(request.seen), MAX_COUNT, "shards of which updates were seen")
             store.note_lost((seen.variable, seen.shard, seen.boot_id, seen.updates) for seen in request.seen)
             self._role.manager.write_losses()
-        reply = store.describe(variables, optimizers, request.all)
+        reply = store.describe(variables, optimizers, request.all, request.moved)
         if request.metadata:
             reply.metadata.update(store.directory.metadata.texts)
         return reply
@@ -267,3 +267,11 @@ class ParameterServerService:
         with self.drain:
             self.writes.restore(store, request)
         return ps_pb2.RestoreReply()
+
+    def move(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        """Take one step of the move of a shard."""
+        check_coordinator(context, "moves of shards")
+        request, payload = unpack(data, ps_pb2.MoveRequest)
+        store = self._store_of(request.job)
+        with self.drain:
+            return pack(*self._role.moves.handle(store, request, payload))

@@ -5,6 +5,9 @@ A `Snapshot` is lazy copy-on-write: it registers under the lock, and before an u
 has not given out yet, it saves the block's old bytes, in memory up to a limit and beyond that in a file (`spill`). This
 costs nothing unless a read and an update meet, and the lock is held for the copy of one block at a time, never while
 waiting for the network or the disk.
+
+A shard that moves to another server is copied while it changes, so `ChangedPages` notes what has changed meanwhile, and
+is then frozen: see `moves`.
 """
 
 from __future__ import annotations
@@ -18,11 +21,65 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.spill import SavedBlock, Spill
 
 Array = npt.NDArray[np.generic]
+
+
+class ChangedPages:
+    """Which pages of a shard, and of what is kept beside it, have changed since they were last taken, in rounds.
+
+    Needs the shard's lock. In round 0 all have.
+    """
+
+    def __init__(self, move: int, elements: int) -> None:
+        self.move = move  # its id
+        self.names: list[str] = []  # of the arrays, when pages were last taken
+        self._round = 0
+        self._taken = np.ones(pages_in(elements), np.bool_)  # in this round
+        self._changed = np.zeros_like(self._taken)  # since
+
+    def take(self, names: list[str], round_number: int) -> npt.NDArray[np.bool_]:
+        """Return, by page, whether it has changed since the round before. StaleError for an earlier round.
+
+        New arrays are new on every page.
+        """
+        if round_number < self._round:
+            raise StaleError("this request is a late copy: the shard has been copied further since")
+        if round_number == self._round:  # the first answer may have been lost
+            self._taken |= self._changed
+        else:
+            self._taken = self._changed.copy()
+        self._changed[:] = False
+        self._round = round_number
+        if names != self.names:
+            self._taken[:] = True
+        self.names = names
+        return self._taken
+
+    def note_all(self) -> None:
+        self._changed[:] = True
+
+    def note_span(self, start: int, stop: int) -> None:
+        """Note a change of the elements [start, stop)."""
+        self._changed[start // PAGE_ELEMENTS : pages_in(stop)] = True
+
+    def note_rows(self, rows: npt.NDArray[np.int64], elements: int) -> None:
+        """Note a change of these rows of so many elements."""
+        if not elements:
+            return
+        first, last = rows * elements // PAGE_ELEMENTS, ((rows + 1) * elements - 1) // PAGE_ELEMENTS
+        for ahead in range(int((last - first).max(initial=0)) + 1):
+            self._changed[np.minimum(first + ahead, last)] = True
+
+
+def pages_in(elements: int) -> int:
+    """Return the number of pages of so many elements."""
+    return -(-elements // PAGE_ELEMENTS)
 
 
 class Shard:
@@ -38,6 +95,11 @@ class Shard:
         self.steps: dict[int, int] = {}
         self.averages: dict[int, Array] = {}
         self._snapshots: list[Snapshot] = []
+        self.pages: ChangedPages | None = None  # while it is copied to another server
+        # While no update is applied, since it is about to move; set when it has moved or will not.
+        self.frozen: threading.Event | None = None
+        self.moved = False  # another server has it
+        self.arriving: threading.Event | None = None  # while another server may still serve it; set when none does
 
     @property
     def version(self) -> int:
@@ -101,24 +163,51 @@ class Shard:
 
     def replace(self, array: Array) -> bool:
         """Replace the array, unless a snapshot would hold the old one; return whether that is done. Needs the lock."""
-        if self._snapshots:
+        if self._snapshots or self.pages is not None:
             return False
         self.array = array
         return True
 
-    # The next three save old bytes for snapshots before the values, slots and averages, which share one shape, change.
-    # They need the lock.
+    def check_here(self, name: str) -> None:
+        """Refuse an update of a shard that moves, or has moved, to another server. Needs the lock."""
+        if self.moved:
+            raise ShardMovedError(f"a shard of {name!r} has moved to another server")
+        if self.frozen is not None:
+            raise UnavailableError(f"a shard of {name!r} is about to move to another server")
+
+    def freeze(self) -> None:
+        """Have all updates refused, or wait, until `release`. Needs the lock."""
+        self.frozen = self.frozen or threading.Event()
+
+    def release(self) -> None:
+        """End the freeze, if there is one. Needs the lock."""
+        if self.frozen is not None:
+            self.frozen.set()
+            self.frozen = None
+
+    def serve(self) -> None:
+        """Let requests have the shard that has come from another server."""
+        if (arriving := self.arriving) is not None:
+            self.arriving = None
+            arriving.set()
+
+    # The next three prepare for a change of the values, slots and averages, which share one shape: old bytes are saved
+    # for snapshots, and pages noted for a move. They need the lock.
 
     def before_change(self) -> None:
         """Prepare for a change anywhere in the shard."""
         for snapshot in self._snapshots:
             snapshot.save(None)
+        if self.pages is not None:
+            self.pages.note_all()
 
     def before_span_changes(self, start: int, stop: int) -> None:
         """Prepare for a change of the elements [start, stop), numbered in C order."""
         for snapshot in self._snapshots:
             size = snapshot.dtype.itemsize
             snapshot.save(range(start * size // CHUNK_BYTES, -(-stop * size // CHUNK_BYTES)))
+        if self.pages is not None:
+            self.pages.note_span(start, stop)
 
     def before_rows_change(self, ids: npt.NDArray[np.int64], leading: int = 1) -> None:
         """Prepare for a change of these rows, which are numbered over the first `leading` axes."""
@@ -126,6 +215,8 @@ class Shard:
             elements = math.prod(self.array.shape[leading:])
             for snapshot in self._snapshots:
                 snapshot.save(blocks_of_rows(ids, elements * snapshot.dtype.itemsize))
+        if self.pages is not None:
+            self.pages.note_rows(ids, math.prod(self.array.shape[leading:]))
 
     def snapshot(self, start: int, stop: int, spill: Spill) -> Snapshot:
         """Return a consistent view of the bytes [start, stop) of the values; the caller closes it. Takes the lock."""

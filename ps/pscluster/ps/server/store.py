@@ -31,6 +31,9 @@ from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
 
+ARRIVING_SECONDS = 1.0
+"""How long a request waits for a shard that is arriving from another server before its client has to try again."""
+
 _BATCH = 256
 """The most intervals of functions that are entered before the lock is released for others."""
 
@@ -89,6 +92,14 @@ class Store:
             shards = self.directory.shards()
         _pass_through(shards)
 
+    def find(self, variable: int, shard: int) -> tuple[HeldVariable, Shard]:
+        """Return a variable and one of its shards, as `Directory.find`; wait a moment for one that is arriving."""
+        held = self.directory.variables.get(variable)
+        found = None if held is None else held.shards.get(shard)
+        if found is not None and (arriving := found.arriving) is not None:
+            arriving.wait(ARRIVING_SECONDS)
+        return self.directory.find(variable, shard)
+
     def put_optimizer(self, optimizer: HeldOptimizer) -> None:
         with self._lock:
             self.directory.put_optimizer(optimizer)
@@ -144,10 +155,51 @@ class Store:
                 self._creating.pop(deleted_id, None)
 
     def describe(
-        self, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False
+        self, variables: Sequence[str], optimizers: Sequence[str], everything: bool = False, moved: bool = False
     ) -> ps_pb2.DescribeReply:
         """Return what the directory knows of these names. UnknownVariableError names the first unknown one."""
-        return described(self.held(), variables, optimizers, everything)  # not under the lock
+        return described(self.held(), variables, optimizers, everything, moved)  # not under the lock
+
+    # Moves: see `moves`
+
+    def install(self, spec: ps_pb2.VariableSpec, job: int, index: int, shard: Shard) -> HeldVariable | None:
+        """Enter a shard that has come here with a later spec; return what was held of the variable before.
+
+        None if the variable was deleted, or has a spec that is as late.
+        """
+        with self._lock:
+            self.check_job(job)
+            before = self.directory.variables.get(spec.id)
+            if before is None or spec.placement <= before.spec.placement:
+                return None
+            self.directory.place(spec, {index: shard})
+            return before
+
+    def uninstall(self, before: HeldVariable) -> None:
+        """Undo `install`: it could not be saved."""
+        with self._lock:
+            self.directory.put_back(before)
+
+    def place(self, spec: ps_pb2.VariableSpec, job: int) -> bool:
+        """Take a later spec, and drop the shards that it gives to others; return whether any was.
+
+        When this returns, no update is being or will be applied to these. StaleError if shards that it has here are
+        not.
+        """
+        with self._lock:
+            self.check_job(job)
+            gone = self.directory.place(spec)
+            if gone:
+                self._forget_prepared()
+        for index, shard in gone.items():
+            with shard.lock:
+                shard.moved, shard.pages = True, None
+                with self.ledger() as ledger:
+                    ledger.replace(spec.id, index, {})
+                shard.release()
+            with self._lock:
+                self.losses.leave((spec.id, index))
+        return bool(gone)
 
     # Contents
 

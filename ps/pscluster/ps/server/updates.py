@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -36,6 +37,9 @@ _ARITHMETIC: dict[int, np.ufunc] = {
     ps_pb2.MAX: np.maximum,
 }
 
+
+FROZEN_SECONDS = 1.0
+"""How long an update waits for a shard that is about to move before its client has to try again."""
 
 _BY_OPTIMIZER = ps_pb2.APPLY_GRADIENT, ps_pb2.APPLY_CHANGE
 
@@ -67,6 +71,13 @@ def check_update(
     return changes_of(store, request, total_bytes, context)
 
 
+def wait_for_moves(changes: Sequence[Change]) -> None:
+    """Wait a while for shards that are about to move: their updates are refused until then."""
+    for change in changes:
+        if (frozen := change.shard.frozen) is not None:
+            frozen.wait(FROZEN_SECONDS)
+
+
 def admit(store: Store, request: ps_pb2.UpdateRequest) -> None:
     """Raise StaleError if updates of this origin may no longer be applied."""
     store.check_job(request.job)
@@ -85,7 +96,7 @@ def changes_of(
                 check_coordinator(context, "a job's metadata")
             changes.append(_put_of(store, item, at))
             continue
-        held, shard = store.directory.find(item.variable, item.shard)
+        held, shard = store.find(item.variable, item.shard)
         name = held.spec.name
         if item.kind != ps_pb2.ASSIGN and item.kind not in _BY_OPTIMIZER and item.kind not in _ARITHMETIC:
             raise ProtocolError(f"update kind {item.kind} of {name!r}")
@@ -207,6 +218,7 @@ def apply(
             store.metrics.lock_waits += 1
             store.metrics.lock_seconds += took
         try:
+            change.shard.check_here(change.held.spec.name)
             with store.ledger() as ledger:
                 store.check_job(request.job)  # it may have been taken over since
                 ledger.admit(origin)

@@ -96,6 +96,7 @@ class WritePath:
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
     ) -> ps_pb2.UpdateReply:
         changes = updates.check_update(store, request.update, request.total_bytes, context)
+        updates.wait_for_moves(changes)
         return self._update(store, request.update, changes, payload, request.total_bytes)
 
     def _update(
@@ -153,6 +154,7 @@ class WritePath:
             with self._incoming.turn(data, len(payload)):
                 changes = updates.check_update(store, first.update, first.total_bytes, context)
             check_amount(changes, first.total_bytes, self._budget.limit)
+            updates.wait_for_moves(changes)
         elif body == "create":
             _check_create(store, first, context)
         elif body == "restore":

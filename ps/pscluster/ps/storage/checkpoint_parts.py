@@ -213,7 +213,7 @@ class CheckpointParts:
                     key = _with_optimizer(wanted_array.array, numbers)
                 except KeyError:
                     continue  # its optimizer does not exist here
-                arrays[key] = _blank(store, held[item.variable], shard, key)
+                arrays[key] = blank_array(store, held[item.variable], shard.array.shape, key)
                 for source in wanted_array.sources:
                     wanted = values if source.tensor.array == "value" else others
                     wanted.setdefault((source.tensor.file, source.tensor.tensor), []).append((source, arrays[key]))
@@ -294,14 +294,13 @@ def _shared_failure(copies: Future[Any]) -> Iterator[None]:
         raise
 
 
-def _blank(store: Store, held: HeldVariable, shard: Shard, key: str) -> Array:
+def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: str) -> Array:
     """Return a new array of a shard to read into. Slots are as before the first gradient: not all may be saved."""
     kind, _, rest = key.partition("/")
     if kind != "slot":
-        dtype = shard.array.dtype if kind == "value" else compute_dtype(shard.array.dtype)
-        return np.zeros(shard.array.shape, dtype)
+        return np.zeros(shape, held.dtype if kind == "value" else compute_dtype(held.dtype))
     optimizer_id, _, slot = rest.partition("/")
-    slots = new_slots(store.directory.optimizer(int(optimizer_id)).rule, shard.array.shape, held.dtype)
+    slots = new_slots(store.directory.optimizer(int(optimizer_id)).rule, shape, held.dtype)
     if slot not in slots:
         raise CheckpointMisfitError(
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"

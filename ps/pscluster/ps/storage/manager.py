@@ -350,6 +350,11 @@ class StateManager:
         record.optimizers.extend(map(replay.saved_optimizer, {used.spec.id: used for used in known}.values()))
         return record, total + record.ByteSize()
 
+    def note_placement(self) -> None:
+        """Have a generation saved in the background, since shards have left."""
+        if self._directory is not None:
+            self._request_save()
+
     def write_losses(self) -> None:
         """Have the losses written in the background if new ones were found."""
         with self._changed:
@@ -471,7 +476,9 @@ class StateManager:
                 job.before = None
                 self._remove_unused(job)
             raise
-        job.before, job.saved, job.sizes = job.saved, manifest, _sizes(manifest)
+        # A shard that has come from another server is in no earlier generation, from which its log would not go on.
+        job.before = None if job.saved is None or _has_arrivals(job.saved, manifest) else job.saved
+        job.saved, job.sizes = manifest, _sizes(manifest)
         if self._log is not None and broken:
             self._log.mended()
         self._remove_unused(job)
@@ -532,6 +539,13 @@ def _captured(store: Store, shards: Sequence[tuple[state_pb2.SavedShard, Shard]]
         finally:
             for array in captured.values():
                 array.close()
+
+
+def _has_arrivals(before: state_pb2.Manifest, manifest: state_pb2.Manifest) -> bool:
+    """Return whether a generation has a shard that the one before lacks, though it has the variable."""
+    known = {(shard.variable, shard.shard) for shard in before.shards}
+    variables = {spec.id for spec in before.variables}
+    return any(shard.variable in variables and (shard.variable, shard.shard) not in known for shard in manifest.shards)
 
 
 def _sizes(manifest: state_pb2.Manifest) -> Counter[str]:

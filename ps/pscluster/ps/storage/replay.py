@@ -11,7 +11,6 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.frames import padding
 from pscluster.ps.server import creation, updates
-from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import Contents, HeldOptimizer, HeldVariable
 from pscluster.ps.server.losses import UNKNOWN
 from pscluster.ps.server.payload import Payload
@@ -81,14 +80,7 @@ def note_shard(store: Store, shard: Shard, saved: state_pb2.SavedShard) -> None:
     saved.updates = shard.updates
     saved.steps.update(shard.steps)
     with store.ledger() as ledger:
-        for origin, nths in ledger.keys_of(saved.variable, saved.shard):
-            saved.keys.add(
-                function=origin.function,
-                incarnation=origin.incarnation,
-                sequence=origin.sequence,
-                key=origin.key,
-                nth=nths,
-            )
+        saved.keys.extend(ledger.saved_keys(saved.variable, saved.shard))
 
 
 def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]) -> Store:
@@ -120,10 +112,7 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
     with store.ledger() as ledger:
         ledger.open_term(manifest.term)
         for saved in (manifest.metadata, *manifest.shards):
-            for keys in saved.keys:
-                origin = Origin(keys.incarnation, keys.function, keys.sequence, keys.key)
-                for nth in keys.nth:
-                    ledger.record(origin, saved.variable, saved.shard, nth)
+            ledger.record_saved(saved.variable, saved.shard, saved.keys)
         if len(manifest.finished_starts) != len(manifest.finished_stops):
             raise DamagedError(f"snapshot {manifest.generation} has half an interval of functions")
         ledger.finish(zip(manifest.finished_starts, manifest.finished_stops, strict=True))
@@ -200,9 +189,10 @@ class Replay:
         self._store = store
         self._store_id = store_id
         self.coordinator_number = coordinator_number  # of the last coordinator
-        self._here = {METADATA[0], *(held.spec.id for held in store.held()[0])}
+        # Others were deleted, or have moved to another server since.
+        self._here = {METADATA, *((held.spec.id, index) for held in store.held()[0] for index in held.shards)}
         self._declared: dict[int, bytes] = {}
-        self.skipped = 0  # updates of variables that were deleted
+        self.skipped = 0  # updates of variables that were deleted, and of shards that have moved
         self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Change, Payload]]] = defaultdict(dict)
         self.applied = 0
 
@@ -218,7 +208,7 @@ class Replay:
         if record.coordinator_number > self.coordinator_number:
             self._store.take_over(record.update.job)
             self.coordinator_number = record.coordinator_number
-        wanted = [index for index, item in enumerate(record.update.items) if item.variable in self._here]
+        wanted = [index for index, item in enumerate(record.update.items) if (item.variable, item.shard) in self._here]
         self.skipped += len(record.update.items) - len(wanted)
         if not wanted:
             return
@@ -296,5 +286,8 @@ def replayed(
         if not saved.by_value:
             _declare(store, saved)
     if replay.skipped:
-        logger.warning("%d updates in the log belong to variables that no longer exist", replay.skipped)
+        logger.warning(
+            "%d updates in the log belong to variables that no longer exist, or to shards that have moved",
+            replay.skipped,
+        )
     return replay.applied, replay.coordinator_number

@@ -1,0 +1,135 @@
+"""What the coordinator asks of servers between which a shard moves: see `pscluster.ps.server.moves`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import from_rpc
+from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, pack, unpack
+from pscluster.ps.client.client import PsClient
+from pscluster.ps.spec import PAGE_ELEMENTS
+from pscluster.v1 import ps_pb2
+
+Pages = npt.NDArray[np.int64]
+
+_CALL_SECONDS = 60.0
+
+_SAVE_SECONDS = 600.0
+"""The same, if the server writes what it holds to the disk."""
+
+_KEYS = 4096
+"""Origins of remembered updates in one message."""
+
+
+class MoveSteps:
+    """The steps of one move, by action. They raise PsClusterError.
+
+    Steps that may change something twice, or must not wait, are tried once. Others wait for a server that is down, as
+    all requests do.
+    """
+
+    def __init__(self, client: PsClient, move: int, variable: int, shard: int, source: int, target: int) -> None:
+        self._client = client
+        self._source, self._target = source, target
+        self._round = 0
+        self._about = functools.partial(ps_pb2.MoveRequest, job=client.job, id=move, variable=variable, shard=shard)
+
+    def track(self) -> tuple[list[str], Pages]:
+        """Have the source note changes from now on; return the names of the arrays, and all pages."""
+        return _changes(self._once(self._source, self._about(action=ps_pb2.MoveRequest.TRACK))[0])
+
+    def changed(self) -> tuple[list[str], Pages]:
+        """Return the arrays, and the pages that have changed since they were last asked for."""
+        return _changes(self._next_round(ps_pb2.MoveRequest.CHANGED))
+
+    def freeze(self) -> tuple[ps_pb2.ShardState, Pages]:
+        """Have the source apply no more updates; return the state, and the last pages that have changed."""
+        reply = self._next_round(ps_pb2.MoveRequest.FREEZE)
+        return reply.state, _changes(reply)[1]
+
+    def _next_round(self, action: ps_pb2.MoveRequest.Action) -> ps_pb2.MoveReply:
+        self._round += 1
+        return self._once(self._source, self._about(action=action, round=self._round))[0]
+
+    def copy(self, arrays: Sequence[str], pages: Pages, itemsize: int) -> Iterator[int]:
+        """Copy these pages of these arrays to the target, whose elements take at most `itemsize` bytes.
+
+        Yield the bytes of each piece once it has arrived; the next is read from the source meanwhile.
+        """
+        state = ps_pb2.ShardState(arrays=arrays)
+        self._once(self._target, self._about(action=ps_pb2.MoveRequest.STAGE, state=state))
+        most = max(CHUNK_BYTES // (PAGE_ELEMENTS * itemsize), 1)
+        pieces = [(array, pages[at : at + most]) for at in range(0, len(pages), most) for array in arrays]
+        with ThreadPoolExecutor(1, thread_name_prefix="shard-move") as ahead:
+            reading = ahead.submit(self._read, *pieces[0]) if pieces else None
+            for index, piece in enumerate(pieces):
+                assert reading is not None
+                data = reading.result()
+                reading = ahead.submit(self._read, *pieces[index + 1]) if index + 1 < len(pieces) else None
+                self._once(self._target, self._of_pages(ps_pb2.MoveRequest.WRITE, *piece), [data])
+                yield len(data)
+
+    def _read(self, array: str, pages: Pages) -> memoryview:
+        return self._once(self._source, self._of_pages(ps_pb2.MoveRequest.READ, array, pages))[1]
+
+    def _of_pages(self, action: ps_pb2.MoveRequest.Action, array: str, pages: Pages) -> ps_pb2.MoveRequest:
+        return self._about(action=action, arrays=[array], pages=pages.tolist(), round=self._round)
+
+    def stage(self, state: ps_pb2.ShardState) -> None:
+        """Send the remembered updates to the target, as many as one message takes at a time, and clear them here."""
+        for at in range(0, len(state.keys), _KEYS):
+            some = ps_pb2.ShardState(keys=state.keys[at : at + _KEYS])
+            self._once(self._target, self._about(action=ps_pb2.MoveRequest.STAGE, state=some))
+        del state.keys[:]
+
+    def commit(self, state: ps_pb2.ShardState, spec: ps_pb2.VariableSpec) -> None:
+        """Have the target enter the shard and save it."""
+        self._once(self._target, self._about(action=ps_pb2.MoveRequest.COMMIT, state=state, spec=spec), save=True)
+
+    def withdraw(self, spec: ps_pb2.VariableSpec) -> bool:
+        """Return whether the target had committed; it will not from now on. Waits for it."""
+        request = self._about(action=ps_pb2.MoveRequest.WITHDRAW, spec=spec)
+        return self._waiting(self._target, request).committed
+
+    def discard(self, spec: ps_pb2.VariableSpec) -> None:
+        """Have the target drop what is staged, if it answers."""
+        self._once(self._target, self._about(action=ps_pb2.MoveRequest.WITHDRAW, spec=spec))
+
+    def release(self) -> None:
+        """Have the source apply updates again. Waits for it."""
+        self._waiting(self._source, self._about(action=ps_pb2.MoveRequest.RELEASE))
+
+    def place(self, server: int, spec: ps_pb2.VariableSpec, *, saved: bool = False) -> None:
+        """Have any server take this spec, drop shards that are elsewhere, and save that if need be. Waits for it."""
+        self._waiting(server, self._about(action=ps_pb2.MoveRequest.PLACE, spec=spec, saved=saved), save=saved)
+
+    def serve(self, spec: ps_pb2.VariableSpec) -> None:
+        """Have the target serve the shard that it has under this spec. Waits for it."""
+        self._waiting(self._target, self._about(action=ps_pb2.MoveRequest.SERVE, spec=spec))
+
+    def _once(
+        self, server: int, request: ps_pb2.MoveRequest, payload: Sequence[Buffer] = (), *, save: bool = False
+    ) -> tuple[ps_pb2.MoveReply, memoryview]:
+        self._client.exchanges.check_open()
+        there, seconds = self._client.exchanges.servers[server], _SAVE_SECONDS if save else _CALL_SECONDS
+        there.check()
+        try:
+            return unpack(there.ask("bulk", "move", pack(request, payload), seconds), ps_pb2.MoveReply)
+        except grpc.RpcError as error:
+            raise from_rpc(error, str(there.peer)) from None
+
+    def _waiting(self, server: int, request: ps_pb2.MoveRequest, *, save: bool = False) -> ps_pb2.MoveReply:
+        self._client.exchanges.check_open()
+        there, seconds = self._client.exchanges.servers[server], _SAVE_SECONDS if save else _CALL_SECONDS
+        ask = functools.partial(there.ask, "bulk", "move", pack(request), seconds)
+        return unpack(self._client.exchanges.retrying(there, ask), ps_pb2.MoveReply)[0]
+
+
+def _changes(reply: ps_pb2.MoveReply) -> tuple[list[str], Pages]:
+    return list(reply.state.arrays), np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8)))

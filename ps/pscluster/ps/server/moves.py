@@ -1,0 +1,408 @@
+"""A server's part in the move of a shard to another server; see `pscluster.coordinator.moves.decision` for the whole.
+
+    as the source   SERVING --track--> TRACKED --freeze--> FROZEN --place--> (gone)
+                    TRACKED, FROZEN --release, or another coordinator--> SERVING
+    as the target   (nothing) --stage, write--> STAGED --commit--> ARRIVING, and saved --serve--> SERVING
+                    STAGED --withdraw, or another coordinator--> (nothing), and a late commit is refused
+
+TRACKED: the shard changes as ever, and `ChangedPages` notes where. Pages are read without its lock: one that changes
+meanwhile may be torn, but is noted as changed, and is read again.
+
+FROZEN: updates are refused, to be tried again; reads are answered. So nothing of the state that was taken changes.
+
+ARRIVING: neither updates nor reads are answered, since the source may still answer reads. What was committed is saved
+before that is acknowledged: with it, the server that restarts has the shard. If it can't be saved, the shard is removed
+again. The generation that failed may yet turn out whole, so the coordinator then gives the variable a later placement;
+and to the next coordinator this server says nothing before it has saved another one.
+
+A server that restarts has lost TRACKED, FROZEN, STAGED and ARRIVING. Its coordinator tells it again what is frozen and
+what is arriving, before it serves anything, and which shards are no longer here. The remembered updates go with the
+shard. The target may not have been told yet which functions and incarnations are over, so what the source refuses, it
+refuses from then on as well.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError
+from pscluster.core.fault_points import reach
+from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, view
+from pscluster.ps.server.directory import HeldVariable
+from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import PAGE_ELEMENTS
+from pscluster.ps.storage.checkpoint_parts import blank_array
+from pscluster.ps.storage.manager import StateManager
+from pscluster.v1 import node_pb2, ps_pb2
+
+_MAX_OVER = 64
+"""The most moves that are remembered as over, so that late copies of their requests are refused."""
+
+Pages = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Staged:
+    """What has come of a shard."""
+
+    name: tuple[int, int]  # variable and shard
+    shape: tuple[int, ...]
+    arrays: dict[str, Array] = field(default_factory=dict)
+    state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
+    round: int = 0  # of the last pages that have come
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Moves:
+    """One server's part in moves. Thread-safe."""
+
+    def __init__(self, manager: StateManager) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._staged: dict[int, _Staged] = {}  # by move
+        self._over: deque[int] = deque(maxlen=_MAX_OVER)  # moves that this server has nothing more to do with
+        # Held while a shard is entered and saved: whoever withdraws it afterwards learns what has become of it.
+        self._committing = threading.Lock()
+        self._doubtful = False  # whether a generation may be whole that has a shard which was given back
+        self._actions: dict[int, Callable[[Store, ps_pb2.MoveRequest, memoryview], _Answer]] = {
+            ps_pb2.MoveRequest.TRACK: self._track,
+            ps_pb2.MoveRequest.CHANGED: self._changed,
+            ps_pb2.MoveRequest.FREEZE: self._freeze,
+            ps_pb2.MoveRequest.READ: self._read,
+            ps_pb2.MoveRequest.RELEASE: self._release,
+            ps_pb2.MoveRequest.STAGE: self._stage,
+            ps_pb2.MoveRequest.WRITE: self._write,
+            ps_pb2.MoveRequest.COMMIT: self._commit,
+            ps_pb2.MoveRequest.WITHDRAW: self._withdraw,
+            ps_pb2.MoveRequest.PLACE: self._place,
+            ps_pb2.MoveRequest.SERVE: self._serve,
+        }
+
+    def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
+        """Take one step of a move; return the reply and its payload."""
+        action = self._actions.get(request.action)
+        if action is None:
+            raise ProtocolError(f"action {request.action} of a move")
+        return action(store, request, payload)
+
+    # Coordinators that come and go
+
+    def forget(self, store: Store) -> None:
+        """End what was under way for another coordinator, or another job."""
+        with self._lock:
+            self._staged.clear()
+        for held in store.held()[0]:
+            for shard in held.shards.values():
+                _let_go(shard)
+
+    @staticmethod
+    def attached(store: Store, request: node_pb2.AttachRequest) -> None:
+        """Take what a coordinator says of moves, before anything is served. StaleError if a shard is lost."""
+        for spec in request.placed:
+            store.place(spec, request.job)
+        for named in request.frozen:
+            if named.server == store.index and (shard := _found(store, named.variable, named.shard)) is not None:
+                with shard.lock:
+                    shard.freeze()
+        for named in request.arriving:
+            if named.server == store.index and (shard := _found(store, named.variable, named.shard)) is not None:
+                shard.arriving = shard.arriving or threading.Event()
+
+    def persist(self) -> None:
+        """Save a generation if the last may have a shard that was given back: the next coordinator can't know."""
+        if self._doubtful:
+            self._manager.save()
+            self._doubtful = False
+
+    # The source
+
+    def _track(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        held, shard = store.directory.find(request.variable, request.shard)
+        if held.spec.evaluation:
+            raise ProtocolError(f"a move of {held.spec.name!r}, which is a copy for an evaluation")
+        with self._lock:
+            self._check_wanted(store, request)
+        with shard.lock:
+            if shard.pages is None or shard.pages.move != request.id:
+                shard.pages = ChangedPages(request.id, shard.array.size)
+            return _changes(shard, shard.pages, request.round)
+
+    def _changed(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        _, shard = store.directory.find(request.variable, request.shard)
+        with shard.lock:
+            return _changes(shard, _tracked(shard, request), request.round)
+
+    def _freeze(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        _, shard = store.directory.find(request.variable, request.shard)
+        with shard.lock:
+            shard_pages = _tracked(shard, request)
+            shard.freeze()
+            reply, nothing = _changes(shard, shard_pages, request.round)
+            state = reply.state
+            state.updates = shard.updates
+            state.steps.update(shard.steps)
+            with store.ledger() as ledger:
+                state.term = ledger.term
+                state.keys.extend(ledger.saved_keys(request.variable, request.shard))
+                state.closed.extend(ledger.closed)
+                for start, stop in ledger.finished:
+                    state.finished_starts.append(start)
+                    state.finished_stops.append(stop)
+                for incarnation, client in ledger.clients.items():
+                    state.clients.add(incarnation=incarnation, settled=client.settled)
+        reach("ps.freeze.after")
+        return reply, nothing
+
+    def _read(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        _, shard = store.directory.find(request.variable, request.shard)
+        with shard.lock:
+            _tracked(shard, request)
+            known = shard.arrays()
+        arrays = _named(known, request.arrays)
+        pages = _pages_of(request, shard.array.size)
+        if pages_bytes(pages, arrays) > CHUNK_BYTES:
+            size = pages_bytes(pages, arrays)
+            raise ProtocolError(f"a read of pages of {size:,} bytes; the limit is {CHUNK_BYTES:,}: divide it")
+        return ps_pb2.MoveReply(), [piece for array in arrays for piece in taken_from(array, pages)]
+
+    def _release(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        self._note_over(request.id)
+        if (shard := _found(store, request.variable, request.shard)) is not None:
+            _let_go(shard, request.id)
+        return ps_pb2.MoveReply(), []
+
+    # The target
+
+    def _stage(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        held = store.directory.variables.get(request.variable)
+        if held is None or held.spec.evaluation or request.shard >= held.partition.num_shards:
+            raise StaleError(f"variable {request.variable} has no shard {request.shard} that could move here")
+        if request.shard in held.shards:
+            raise ProtocolError(f"shard {request.shard} of {held.spec.name!r} is on ps {store.index} already")
+        name, shape = (request.variable, request.shard), held.partition.block(request.shard).shape
+        with self._lock:
+            self._check_wanted(store, request)
+            staged = self._staged.setdefault(request.id, _Staged(name, shape))
+        if staged.name != name:
+            raise ProtocolError("a move of two shards")
+        for array in request.state.arrays:
+            if array not in staged.arrays:
+                staged.arrays[array] = _blank(store, held, shape, array)
+        staged.state.MergeFrom(ps_pb2.ShardState(keys=request.state.keys))
+        return ps_pb2.MoveReply(), []
+
+    def _write(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> _Answer:
+        staged = self._staged_as(store, request)
+        arrays, pages = _named(staged.arrays, request.arrays), _pages_of(request, math.prod(staged.shape))
+        if len(payload) != pages_bytes(pages, arrays):
+            raise ProtocolError(f"{len(payload):,} bytes for pages that take {pages_bytes(pages, arrays):,}")
+        at = 0
+        with staged.lock:
+            if request.round < staged.round:
+                raise StaleError("these pages are a late copy: later ones have come")
+            staged.round = request.round
+            for array in arrays:
+                size = pages_bytes(pages, [array])
+                put_into(array, pages, payload[at : at + size])
+                at += size
+        return ps_pb2.MoveReply(), []
+
+    def _commit(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        spec = request.spec
+        with self._committing:
+            held = store.directory.variables.get(request.variable)
+            if held is None or held.spec.placement != spec.placement or request.shard not in held.shards:
+                staged = self._staged_as(store, request)
+                self._install(store, request, staged)
+                self._note_over(request.id)
+            else:
+                self._manager.save()  # a copy of the request, whose answer was lost
+        reach("ps.adopt.saved")
+        return ps_pb2.MoveReply(committed=True), []
+
+    def _install(self, store: Store, request: ps_pb2.MoveRequest, staged: _Staged) -> None:
+        """Enter the shard, and save it; or raise PsClusterError, and leave all as it was."""
+        state, spec, (variable, index) = request.state, request.spec, staged.name
+        arrays = {name: staged.arrays[name] for name in state.arrays if name in staged.arrays}
+        if len(arrays) != len(state.arrays) or "value" not in arrays or spec.id != variable:
+            came = ", ".join(staged.arrays) or "nothing"
+            raise ProtocolError(f"a move of {spec.name!r} of which only {came} has come")
+        if index >= len(spec.owners) or spec.owners[index] != store.index:
+            raise ProtocolError(f"a move of shard {index} of {spec.name!r}, which is not to ps {store.index}")
+        if state.term != store.term:
+            raise StaleError("the servers are not in one term: a restore was broken off")
+        shard = Shard(arrays["value"], state.updates)
+        shard.put(arrays)
+        shard.steps.update(state.steps)
+        shard.arriving = threading.Event()
+        with store.ledger() as ledger:
+            for keys in (staged.state.keys, state.keys):
+                ledger.record_saved(variable, index, keys)
+            ledger.finish(zip(state.finished_starts, state.finished_stops, strict=False))
+            for client in state.clients:
+                ledger.forget_answered(client.incarnation, client.settled)
+            for incarnation in state.closed:
+                ledger.close(incarnation)
+        before = store.install(spec, request.job, index, shard)
+        try:
+            if before is None:
+                raise StaleError(f"variable {spec.name!r} was deleted, or its shards have moved, meanwhile")
+            reach("ps.adopt.before")
+            self._manager.save()
+        except PsClusterError:
+            if before is not None:
+                store.uninstall(before)
+                self._doubtful = True
+            with store.ledger() as ledger:
+                ledger.replace(variable, index, {})
+            raise
+
+    def _withdraw(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        self._note_over(request.id)
+        with self._committing:
+            held = store.directory.variables.get(request.variable)
+            here = held is not None and held.spec.placement == request.spec.placement and request.shard in held.shards
+        return ps_pb2.MoveReply(committed=here), []
+
+    def _check_wanted(self, store: Store, request: ps_pb2.MoveRequest) -> None:
+        """Raise StaleError for a move that is over. Needs the lock."""
+        store.check_job(request.job)
+        if request.id in self._over:
+            raise StaleError("this move is over")
+
+    def _note_over(self, move: int) -> None:
+        with self._lock:
+            self._over.append(move)
+            self._staged.pop(move, None)
+
+    def _staged_as(self, store: Store, request: ps_pb2.MoveRequest) -> _Staged:
+        with self._lock:
+            self._check_wanted(store, request)
+            staged = self._staged.get(request.id)
+        if staged is None or staged.name != (request.variable, request.shard):
+            raise StaleError(f"ps {store.index} has nothing of this move: it has restarted")
+        return staged
+
+    # Any server
+
+    def _place(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        gone = store.place(request.spec, request.job)
+        if gone:
+            self._note_over(request.id)
+        reach("ps.place.after")
+        if request.saved:
+            self._manager.save()
+        elif gone:
+            self._manager.note_placement()
+        return ps_pb2.MoveReply(), []
+
+    @staticmethod
+    def _serve(store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
+        held = store.directory.variables.get(request.variable)
+        shard = None if held is None else held.shards.get(request.shard)
+        if held is not None and shard is not None and held.spec.placement == request.spec.placement:
+            shard.serve()
+        return ps_pb2.MoveReply(), []
+
+
+_Answer = tuple[ps_pb2.MoveReply, Sequence[Buffer]]
+
+
+def _let_go(shard: Shard, move: int = 0) -> None:
+    """End a move of a shard away from here, or, without one, any."""
+    with shard.lock:
+        if shard.pages is None or move in (0, shard.pages.move):
+            shard.pages = None
+            shard.release()
+
+
+def _found(store: Store, variable: int, index: int) -> Shard | None:
+    """Return a shard, also one that is arriving; None if it is not here."""
+    held = store.directory.variables.get(variable)
+    return None if held is None else held.shards.get(index)
+
+
+def _tracked(shard: Shard, request: ps_pb2.MoveRequest) -> ChangedPages:
+    if shard.pages is None or shard.pages.move != request.id:
+        raise StaleError("this server does not know the move: it has restarted, or the move was given up")
+    return shard.pages
+
+
+def _changes(shard: Shard, pages: ChangedPages, round_number: int) -> _Answer:
+    """Return the arrays of a shard, and the pages that have changed. Needs the shard's lock."""
+    names = list(shard.arrays())
+    changed = np.packbits(pages.take(names, round_number)).tobytes()
+    return ps_pb2.MoveReply(state=ps_pb2.ShardState(arrays=names), changed=changed), []
+
+
+def _named(arrays: dict[str, Array], names: Sequence[str]) -> list[Any]:
+    try:
+        return [arrays[name] for name in names]
+    except KeyError as error:
+        raise ProtocolError(f"a move of the array {error.args[0][:80]!r}, which is not there") from None
+
+
+def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str) -> Array:
+    kind, _, rest = name.partition("/")
+    try:
+        if kind == "average":
+            store.directory.optimizer(int(rest))
+        elif kind != "slot" and name != "value":
+            raise ValueError
+        return blank_array(store, held, shape, name)
+    except ValueError:
+        raise ProtocolError(f"a move of an array {name[:80]!r}") from None
+    except MemoryError:
+        raise InvalidUpdateError(
+            f"ps {store.index} has too little memory for a shard of {held.spec.name!r}, of shape {shape}"
+        ) from None
+
+
+def _pages_of(request: ps_pb2.MoveRequest, elements: int) -> Pages:
+    pages = np.array(request.pages, np.int64)
+    if len(pages) and (pages[-1] >= pages_in(elements) or (np.diff(pages) <= 0).any()):
+        raise ProtocolError(f"pages of a shard that are not ascending, or not among its {pages_in(elements):,}")
+    return pages
+
+
+def pages_bytes(pages: Pages, arrays: Sequence[Any]) -> int:
+    """Return how many bytes these pages take of arrays of one shape."""
+    if not len(pages) or not arrays:
+        return 0
+    size = arrays[0].size
+    elements = len(pages) * PAGE_ELEMENTS
+    if pages[-1] == size // PAGE_ELEMENTS:  # the last one is not full
+        elements -= PAGE_ELEMENTS - size % PAGE_ELEMENTS
+    return int(elements * sum(array.itemsize for array in arrays))
+
+
+def _split(array: Any, pages: Pages) -> tuple[Any, Pages, Any]:
+    """Return the full pages of an array as rows, which of these pages are such, and the rest if it is asked for."""
+    flat = array.reshape(-1)
+    full = flat.size // PAGE_ELEMENTS
+    rest = flat[full * PAGE_ELEMENTS :] if len(pages) and pages[-1] == full else None
+    return flat[: full * PAGE_ELEMENTS].reshape(full, PAGE_ELEMENTS), pages if rest is None else pages[:-1], rest
+
+
+def taken_from(array: Any, pages: Pages) -> list[Buffer]:
+    """Return copies of these pages of an array."""
+    rows, full, rest = _split(array, pages)
+    return [view(rows[full]), *([] if rest is None else [view(rest.copy())])]
+
+
+def put_into(array: Any, pages: Pages, data: memoryview) -> None:
+    """Set these pages of an array."""
+    rows, full, rest = _split(array, pages)
+    end = len(full) * PAGE_ELEMENTS * array.itemsize
+    rows[full] = np.frombuffer(data[:end], array.dtype).reshape(len(full), PAGE_ELEMENTS)
+    if rest is not None:
+        rest[...] = np.frombuffer(data[end:], array.dtype)

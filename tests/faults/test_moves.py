@@ -1,0 +1,281 @@
+"""Shards that move between servers while functions update them: nothing is lost, nothing is applied twice.
+
+Each fault strikes once amid a move, which is then done or undone. Expected values are those of plain NumPy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.faults.armed import Armed, armed_cluster
+from tests.faults.arming.faults import CALL_KINDS, environment
+from tests.faults.counting import Counting
+from tests.waiting import TIMEOUT, until
+
+from pscluster.coordinator.api import (
+    Checkpoint,
+    ClusterCoordinator,
+    FixedShardsPartitioner,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    optimizers,
+)
+from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
+
+MOVE = "ps/rpc:/pscluster.v1.ParameterServer/Move"
+DEATHS = {
+    "ps.freeze.after": "ps/ps.freeze.after=kill@1",  # the source
+    "ps.adopt.before": "ps/ps.adopt.before=kill@1",  # the target
+    "ps.adopt.saved": "ps/ps.adopt.saved=kill@1",
+    "ps.place.after": "ps/ps.place.after=kill@1",  # the source
+}
+CHIEF_DEATHS = (
+    "coordinator.freeze.before",
+    "coordinator.commit_move.before",
+    "coordinator.commit_move.after",
+    "coordinator.serve.before",
+    "coordinator.serve.after",
+)
+POINTS_OF_MOVES = (*DEATHS, *CHIEF_DEATHS)
+
+
+class Job:
+    """Functions that add to variables, and train one with momentum, on a cluster."""
+
+    def __init__(self, cluster: LocalCluster, strategy: ParameterServerStrategy) -> None:
+        self.cluster, self.strategy = cluster, strategy
+        self.counting = Counting(strategy)
+        with strategy.scope():
+            self.weights = Variable(np.zeros((6, 400), np.float32), name="weights")
+            self.momentum = optimizers.SGD(0.5, momentum=0.5, name="momentum")
+        self.coordinator = ClusterCoordinator(strategy)
+        self.done = 0
+        self.undone: list[str] = []  # moves that were, and why
+        count, weights, momentum = self.counting.step(), self.weights, self.momentum
+
+        def step(index: int) -> int:
+            momentum.apply_gradients([(np.ones(weights.shape, np.float32), weights)])
+            assert np.isfinite(weights[1:3]).all()
+            result: int = count(index)
+            return result
+
+        self.step = step
+
+    def schedule(self, count: int) -> list[Any]:
+        self.done += count
+        return [self.coordinator.schedule(self.step, args=(index,)) for index in range(count)]
+
+    def move_all(self) -> None:
+        """Move a shard of each variable to the other server; again, if a move is undone."""
+        for variable in (*self.counting.all, self.weights):
+            shard = variable.variables[0]
+            for _ in range(3):
+                target = 1 - variable.owners[0]
+                try:
+                    self.strategy.move_shard(shard, target)
+                except PsClusterError as error:
+                    assert variable.owners[0] == 1 - target
+                    self.undone.append(str(error))
+                else:
+                    assert variable.owners[0] == target
+                    break
+            else:
+                raise AssertionError(self.undone)
+
+    def check(self) -> None:
+        """All functions have counted once on every element, and each shard is on one server."""
+        self.coordinator.join(TIMEOUT)
+        assert self.counting.one_count() == self.counting.sgd.iterations == self.momentum.iterations == self.done
+        velocity = weights = np.float32(0)
+        for _ in range(self.done):
+            velocity = velocity * np.float32(0.5) - np.float32(0.5)
+            weights += velocity
+        np.testing.assert_allclose(self.weights.numpy(), np.full(self.weights.shape, weights), rtol=1e-6)
+        assert self.strategy.lost_updates() == {}
+        held = sum(reply.variables for reply in self.strategy.client.statuses())
+        assert held == sum(variable.num_shards for variable in (*self.counting.all, self.weights))
+
+
+@contextmanager
+def job_on(cluster: LocalCluster) -> Iterator[Job]:
+    with ParameterServerStrategy(cluster, FixedShardsPartitioner(2), ps_timeout=TIMEOUT) as strategy:
+        yield Job(cluster, strategy)
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
+    """Two servers with logs and two workers; whatever dies is restarted."""
+    with armed_cluster(tmp_path_factory.mktemp("moves"), 2, 2, durability="log", revive=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def job(armed: Armed) -> Iterator[Job]:
+    with job_on(armed.cluster) as job:
+        yield job
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", DEATHS)
+def test_a_server_dies_amid_a_move(armed: Armed, job: Job, point: str) -> None:
+    """It is restarted, and has what it should; the move is done, or can be made again."""
+    job.undone.clear()
+    armed.arm(DEATHS[point])
+    job.schedule(40)
+    job.move_all()
+    armed.until_struck(DEATHS[point], calls=False)
+    job.check()
+    assert (len(job.undone) == 1) is (point in ("ps.freeze.after", "ps.adopt.before")), job.undone
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", CALL_KINDS)
+def test_a_fault_at_a_step_of_a_move(armed: Armed, job: Job, kind: str) -> None:
+    """A request or its answer is lost, late, or arrives twice, at each of the steps."""
+    job.undone.clear()
+    for nth in range(1, 7):  # of either server: track, stage, write, freeze, commit, place ...
+        fault = f"{MOVE}={kind}@{nth}"
+        armed.arm(fault)
+        job.schedule(10)
+        job.move_all()
+        armed.until_struck(fault)
+    job.check()
+    assert bool(job.undone) is kind.startswith("lose"), job.undone
+
+
+SCRIPT = """
+    import sys
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable,
+        optimizers,
+    )
+    from tests.faults.steps import note
+
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        count = Variable(np.zeros((4, 2)), name="count")
+        trained = Variable(np.zeros(4, np.float32), name="trained")
+        adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+    coordinator = ClusterCoordinator(strategy)
+
+    def step():
+        count.assign_add(np.ones((4, 2)))
+        adagrad.apply_gradients([(np.ones(4, np.float32), trained)])
+        return count.numpy()
+
+    begin = strategy.progress.get("done", 0)
+    for done in range(begin, 8):
+        for variable in (count, trained):
+            for shard in variable.variables:
+                assert strategy.move_shard(shard, 1 - shard.owners[0]) is not None
+        assert (coordinator.schedule(step).fetch() == done + 1).all()
+        strategy.save_progress(done=done + 1)
+    expected = -np.sum(1 / np.sqrt(np.arange(1, 9)))
+    np.testing.assert_allclose(trained.numpy(), np.full(4, expected), rtol=1e-5)
+    held = [each.variables for each in strategy.client.statuses()]
+    note(sys.argv[1], "result", f"{np.unique(count.numpy()).tolist()} {adagrad.iterations} {sum(held)}")
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_coordinator_dies_amid_moves(tmp_path: Path) -> None:
+    """At each point, once: the script that goes on finds each shard on one server, as it was."""
+    faults = [f"chief/{point}=kill@2" for point in CHIEF_DEATHS]
+    with armed_cluster(tmp_path / "cluster", 2, 2, durability="log", revive=True) as armed:
+        armed.arm(*faults)
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(SCRIPT))
+        cluster = armed.cluster
+        env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
+        env |= environment(armed.folder)
+        command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
+        codes: list[int] = []
+        while not codes or codes[-1] == -signal.SIGKILL:
+            arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path)]
+            codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
+            assert len(codes) < 3 + len(faults), codes
+        assert codes == [-signal.SIGKILL] * len(faults) + [0]
+        armed.until_struck(*faults, calls=False)
+        assert (tmp_path / "result").read_text() == "[8.0] 8 4"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("durability", ["log", "snapshot", "none"])
+def test_moves_while_training(tmp_path: Path, durability: str) -> None:
+    """With checkpoints and evaluations meanwhile; after it all servers restart, or a checkpoint is restored."""
+    with (
+        LocalCluster(2, 2, durability=durability, restart=False, log_level="ERROR") as cluster,
+        job_on(cluster) as job,
+        ExitStack() as stack,
+    ):
+        job.schedule(20)
+        job.move_all()
+        over = threading.Event()
+        seen: list[int] = []
+
+        def read() -> None:
+            while not over.is_set():
+                seen.append(max(job.counting.counts()["dense"]))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        stack.callback(reader.join)
+        stack.callback(over.set)
+        job.schedule(60)
+        job.move_all()
+        Checkpoint(job.strategy).write(str(tmp_path / "first"))
+        job.move_all()
+        over.set()
+        reader.join()
+        assert seen == sorted(seen)
+        job.check()
+        if durability != "none":
+            for index in range(2):
+                cluster.kill("ps", index, signal.SIGKILL if durability == "log" else signal.SIGTERM)
+                cluster.restart("ps", index)
+        job.check()
+        job.schedule(10)
+        job.move_all()
+        job.check()
+        Checkpoint(job.strategy).read(str(tmp_path / "first"))
+        job.done = job.counting.one_count()
+        job.check()
+        assert job.done <= 80
+
+
+def test_what_can_not_be_moved(tmp_path: Path) -> None:
+    """It is said by name, and nothing moves."""
+    del tmp_path
+    with (
+        LocalCluster(2, 1, durability="none", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(2)) as strategy,
+    ):
+        with strategy.scope():
+            cut = Variable(np.zeros((4, 2)), name="cut")
+            whole = Variable(np.zeros(()), name="whole")
+        with pytest.raises(ConfigurationError, match="there is no ps 2 to move 'whole' to: there are 2"):
+            strategy.move_shard(whole, 2)
+        with pytest.raises(ValueError, match="server"):
+            strategy.move_shard(whole, -1)
+        with pytest.raises(MisuseError, match="'cut' has 2 shards: name one of"):
+            strategy.move_shard(cut, 0)
+        with pytest.raises(TypeError, match="not a str"):
+            strategy.move_shard("cut", 0)  # type: ignore[arg-type]
+        assert strategy.move_shard(whole, whole.owners[0]) is None
+        strategy.delete_variable(whole)
+        with pytest.raises(PsClusterError, match="there is no variable 'whole'"):
+            strategy.move_shard(whole, 1 - whole.owners[0])
+        until(lambda: cut.owners == (0, 1), "nothing has moved")
