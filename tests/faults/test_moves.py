@@ -256,6 +256,38 @@ def test_moves_while_training(tmp_path: Path, durability: str) -> None:
         assert job.done <= 80
 
 
+def test_servers_are_balanced() -> None:
+    """By bytes, and by what is read and updated, while functions run; and then it stays so."""
+    with (
+        LocalCluster(2, 2, durability="none", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, placement=lambda *_: 0) as strategy,
+    ):
+        with strategy.scope():
+            same = [Variable(np.zeros(1000, np.float32), name=f"same-{index}") for index in range(6)]
+        coordinator = ClusterCoordinator(strategy)
+
+        def step() -> None:
+            for variable in same[:2]:
+                variable.assign_add(np.ones(1000, np.float32))
+
+        for _ in range(100):
+            coordinator.schedule(step)
+        moved = strategy.rebalance()
+        assert [(each.source, each.target) for each in moved] == [(0, 1)] * 3
+        assert strategy.rebalance() == []
+        coordinator.join(TIMEOUT)
+        for variable in same:
+            strategy.move_shard(variable, 0)
+        for _ in range(100):
+            coordinator.schedule(step)
+        coordinator.join(TIMEOUT)
+        (hot,) = strategy.rebalance(by="load")
+        assert hot.shard in ("same-0", "same-1")
+        assert [set(variable.numpy().tolist()) for variable in same] == [{200.0}] * 2 + [{0.0}] * 4
+        with pytest.raises(ValueError, match="by is 'luck'; it must be 'bytes' or 'load'"):
+            strategy.rebalance(by="luck")  # type: ignore[arg-type]
+
+
 def test_what_can_not_be_moved(tmp_path: Path) -> None:
     """It is said by name, and nothing moves."""
     del tmp_path

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.job import progress
@@ -266,9 +266,32 @@ class ParameterServerStrategy(Strategy):
             PsClusterError: it could not be moved, and stays where it was; the message says why.
             PSUnavailableError: a parameter server is lost.
         """
+        self._check_movable()
+        return ShardMover(self.context).move(self._own_shard(shard), checks.whole("server", server, at_least=0))
+
+    def rebalance(self, by: Literal["bytes", "load"] = "bytes") -> list[Moved]:
+        """Move shards, one after the other, until all parameter servers have about the same; see `move_shard`.
+
+        Args:
+            by: "bytes": of values; or "load": of values read and updated since each server's process began, as far as
+                it is known; shards of one variable on one server count by their bytes.
+
+        Returns:
+            What was moved: as little as balances the servers to within a few percent, if the shards are small enough.
+
+        Raises:
+            ValueError: `by` is neither.
+            MisuseError: it is a `SynchronousStrategy`.
+            PsClusterError: a shard could not be moved. What was moved before stays where it is.
+        """
+        if by not in ("bytes", "load"):
+            raise ValueError(f"by is {by!r}; it must be 'bytes' or 'load'")
+        self._check_movable()
+        return ShardMover(self.context).rebalance(by, range(self._client.num_servers))
+
+    def _check_movable(self) -> None:
         if self.is_synchronous:
             raise MisuseError("shards can't be moved while replicas step together: use a ParameterServerStrategy")
-        return ShardMover(self.context).move(self._own_shard(shard), checks.whole("server", server, at_least=0))
 
     def _own_shard(self, shard: Variable | Shard) -> Shard:
         """Return the shard that is meant. TypeError or MisuseError if it is none of this strategy's."""

@@ -6,16 +6,19 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from pscluster.coordinator.job.context import HasJob
+from pscluster.coordinator.moves.balance import PlacedShard, balanced
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
+from pscluster.core.limits import MAX_COUNT
 from pscluster.ps.client.move_steps import MoveSteps, Pages
-from pscluster.ps.handles.variable import Shard
+from pscluster.ps.handles.variable import Shard, Variable
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.v1 import ps_pb2
 
@@ -104,6 +107,43 @@ class ShardMover:
                 Move(spec.placement),
             )
             return self._run(course)
+
+    def rebalance(self, by: Literal["bytes", "load"], servers: Sequence[int]) -> list[Moved]:
+        """Move shards one after the other until these servers have about the same; see `ParameterServerStrategy`."""
+        variables = {variable.id: variable for variable in self._variables()}
+        loads = self._loads() if by == "load" else {}
+        shards = []
+        for variable in variables.values():
+            for shard in variable.variables:
+                server, load = shard.owners[0], float(shard.nbytes)
+                if by == "load":
+                    here = sum(other.nbytes for other in variable.variables if other.owners == shard.owners)
+                    load *= loads.get((server, variable.name), 0.0) / max(here, 1)
+                shards.append(PlacedShard(variable.id, shard.index, server, load))
+        moved = []
+        for relocation in balanced(shards, servers):
+            shard = Shard(variables[relocation.shard.variable], relocation.shard.shard)
+            try:
+                done = self.move(shard, relocation.target)
+            except MisuseError as error:
+                logger.info("not moved: %s", error)  # deleted meanwhile
+                continue
+            if done is not None:
+                moved.append(done)
+        return moved
+
+    def _variables(self) -> list[Variable]:
+        """Return handles of all variables of the job, also of those that the script has not made again yet."""
+        client = self._context.client
+        return [Variable.of(spec, client) for spec in client.directory()[0].variables if not spec.evaluation]
+
+    def _loads(self) -> dict[tuple[int, str], float]:
+        """Return the bytes read and updated, by server and variable, since each server's process began."""
+        return {
+            (server, known.name): float(known.read_bytes + known.update_bytes)
+            for server, status in enumerate(self._context.client.statuses(busiest=MAX_COUNT))
+            for known in status.busiest
+        }
 
     def _run(self, course: _Course) -> Moved | None:
         begin, move, placing = time.monotonic(), course.move, False

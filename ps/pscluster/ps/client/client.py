@@ -134,9 +134,10 @@ class PsClient:
             for index in range(len(self._servers)) if servers is None else servers:
                 self._describe(self._servers[index], ps_pb2.DescribeRequest(job=self.job, seen=seen))
 
-    def statuses(self) -> list[node_pb2.StatusReply]:
+    def statuses(self, busiest: int = 0) -> list[node_pb2.StatusReply]:
+        """Return every server's status, each with as many of the variables that are used most."""
         self.exchanges.check_open()
-        request = node_pb2.StatusRequest()
+        request = node_pb2.StatusRequest(busiest=busiest)
         return [
             self.exchanges.retrying(server, functools.partial(server.ask, "node", "status", request, self._timeout))
             for server in self._servers

@@ -1,0 +1,64 @@
+"""Which shards to move, so that servers have equal loads. Pure.
+
+A load is any measure that adds up: bytes, or bytes read and updated. The heaviest server gives a shard to the lightest,
+the one whose move brings the two closest to each other, as long as that makes the heavier of them lighter by more than
+a little. So few shards move, none twice, and an assignment that is balanced stays. It is not the best one there is:
+that is a hard problem, and each shard that moves has its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LEAST_GAIN = 0.02
+"""The least part of the mean load by which a move must relieve the heavier of two servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedShard:
+    """A shard, the server that has it, and its load there."""
+
+    variable: int
+    shard: int
+    server: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """A shard that is to move, and where to."""
+
+    shard: PlacedShard
+    target: int
+
+
+def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[Relocation]:
+    """Return the moves that balance these servers; shards of others move to them, the heaviest first."""
+    loads = dict.fromkeys(servers, 0.0)
+    at: dict[int, list[PlacedShard]] = {server: [] for server in servers}
+    homeless: list[PlacedShard] = []
+    for shard in shards:
+        if shard.server in loads:
+            loads[shard.server] += shard.load
+            at[shard.server].append(shard)
+        else:
+            homeless.append(shard)
+    moves = []
+    for shard in sorted(homeless, key=lambda shard: -shard.load):
+        target = min(servers, key=lambda server: (loads[server], server))
+        loads[target] += shard.load
+        moves.append(Relocation(shard, target))
+    least = LEAST_GAIN * sum(loads.values()) / len(loads)
+    while True:
+        heavy = max(servers, key=lambda server: (loads[server], -server))
+        light = min(servers, key=lambda server: (loads[server], server))
+        gap = loads[heavy] - loads[light]
+        # Afterwards the heavier of the two has this much less than the heavier one before.
+        best = max(at[heavy], key=lambda shard: min(shard.load, gap - shard.load), default=None)
+        if best is None or min(best.load, gap - best.load) <= least:
+            return moves
+        at[heavy].remove(best)
+        loads[heavy] -= best.load
+        loads[light] += best.load
+        moves.append(Relocation(best, light))
