@@ -21,6 +21,7 @@ import pytest
 from tests.faults.armed import Armed, armed_cluster
 from tests.faults.arming.faults import CALL_KINDS, environment
 from tests.faults.counting import Counting
+from tests.faults.support import status
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator.api import (
@@ -32,7 +33,9 @@ from pscluster.coordinator.api import (
     Variable,
     optimizers,
 )
-from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError
+from pscluster.coordinator.job.live_job import continue_job
+from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, PsClusterError, UnavailableError
+from pscluster.v1 import node_pb2
 
 MOVE = "ps/rpc:/pscluster.v1.ParameterServer/Move"
 DEATHS = {
@@ -94,8 +97,8 @@ class Job:
             else:
                 raise AssertionError(self.undone)
 
-    def check(self) -> None:
-        """All functions have counted once on every element, and each shard is on one server."""
+    def check(self, *others: Variable) -> None:
+        """All functions have counted once on every element, and each shard, also of others, is on one server."""
         self.coordinator.join(TIMEOUT)
         assert self.counting.one_count() == self.counting.sgd.iterations == self.momentum.iterations == self.done
         velocity = weights = np.float32(0)
@@ -105,7 +108,7 @@ class Job:
         np.testing.assert_allclose(self.weights.numpy(), np.full(self.weights.shape, weights), rtol=1e-6)
         assert self.strategy.lost_updates() == {}
         held = sum(reply.variables for reply in self.strategy.client.statuses())
-        assert held == sum(variable.num_shards for variable in (*self.counting.all, self.weights))
+        assert held == sum(variable.num_shards for variable in (*self.counting.all, self.weights, *others))
 
 
 @contextmanager
@@ -286,6 +289,81 @@ def test_servers_are_balanced() -> None:
         assert [set(variable.numpy().tolist()) for variable in same] == [{200.0}] * 2 + [{0.0}] * 4
         with pytest.raises(ValueError, match="by is 'luck'; it must be 'bytes' or 'load'"):
             strategy.rebalance(by="luck")  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("durability", ["log", "none"])
+def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:
+    """While functions run, with workers that are there before and after, and that die; all is on the servers left."""
+    with (
+        LocalCluster(1, 2, durability=durability, state_dir=tmp_path, log_level="ERROR") as cluster,
+        job_on(cluster) as job,
+    ):
+        strategy = job.strategy
+        job.schedule(20)
+        assert [strategy.add_server(), strategy.add_server()] == [1, 2]
+        moved = strategy.rebalance()
+        assert {each.target for each in moved} == {1, 2}
+        job.schedule(20)
+        cluster.kill("worker", 0)
+        with strategy.scope():
+            later = Variable(np.zeros((3, 50_000)), name="later", partitioner=FixedShardsPartitioner(3))
+        assert set(later.owners) == {0, 1, 2}
+        value = job.coordinator.schedule(lambda: later.assign_add(np.ones(later.shape)).numpy().sum())
+        assert value.fetch(TIMEOUT) == 150_000
+        job.check(later)
+        Checkpoint(strategy).write(str(tmp_path / "checkpoint"))
+        job.schedule(40)
+        gone = strategy.remove_server()
+        assert {each.source for each in gone} == {2}
+        assert ("ps", 2) not in cluster.pids
+        job.check(later)
+        if durability == "log":
+            for index in range(2):
+                cluster.kill("ps", index)
+        job.schedule(10)
+        strategy.remove_server()
+        job.check(later)
+        assert strategy.client.num_servers == 1
+        with pytest.raises(MisuseError, match="the only parameter server can't be removed"):
+            strategy.remove_server()
+        Checkpoint(strategy).read(str(tmp_path / "checkpoint"))
+        job.done = 40
+        job.check(later)
+        assert strategy.add_server() == 1
+        job.schedule(10)
+        strategy.rebalance()
+        job.check(later)
+
+
+def test_which_servers_can_be_added(tmp_path: Path) -> None:
+    """One that answers and has no job; otherwise all is as it was. The next coordinator must list it."""
+    with (
+        LocalCluster(1, 1, durability="none", log_level="ERROR", transport="tcp") as cluster,
+        LocalCluster(2, 1, durability="none", log_level="ERROR", transport="tcp", token=cluster.token) as others,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        other = others.cluster_spec().task_address("ps", 1)
+        with ParameterServerStrategy(others), pytest.raises(BusyError, match=r"ps 1 at .* holds a job already"):
+            strategy.add_server(other)
+        with pytest.raises(UnavailableError, match=r"ps 1 at 127\.0\.0\.1:1"):
+            strategy.add_server("127.0.0.1:1", timeout=0.1)
+        with pytest.raises(ValueError, match="address"):
+            strategy.add_server("nowhere")
+        assert strategy.client.num_servers == 1
+        assert strategy.add_server(other) == 1
+        with strategy.scope():
+            there = [Variable(np.zeros(3), name=f"v{index}") for index in range(2)]
+        assert {variable.owners for variable in there} == {(0,), (1,)}
+        (hello, _) = strategy.client.introductions()
+        request = node_pb2.AttachRequest(job_name="a job")
+        with pytest.raises(ConfigurationError, match=r"has 2 parameter servers by now, and .* lists 1: list all"):
+            continue_job(request, [node_pb2.HelloReply(job_id=1, job_name="a job", num_servers=2)])
+        assert hello.num_servers == 2
+        (moved,) = strategy.remove_server()
+        assert (moved.source, moved.target) == (1, 0)
+        until(lambda: not status(others, "ps", 1).variables, "it has nothing any more")
+    del tmp_path
 
 
 def test_what_can_not_be_moved(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.mover import Moved, ShardMover
+from pscluster.coordinator.moves.servers import add_server, remove_server
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.cluster.resolvers import ClusterResolver
+from pscluster.core.cluster.spec import parse_address
 from pscluster.core.errors import MisuseError
 from pscluster.core.handles import Handle
 from pscluster.core.transport.channels import PeerAddress
@@ -288,6 +290,63 @@ class ParameterServerStrategy(Strategy):
             raise ValueError(f"by is {by!r}; it must be 'bytes' or 'load'")
         self._check_movable()
         return ShardMover(self.context).rebalance(by, range(self._client.num_servers))
+
+    def add_server(self, address: str | None = None, *, timeout: float = 60.0) -> int:
+        """Take another parameter server for the job, while training runs; return its index.
+
+        Variables that are created from now on are placed on it, too; `rebalance()` moves shards there.
+
+        Args:
+            address: HOST:PORT of a server that is up and has no job, started as the next task. Default, for a
+                `LocalCluster` of this process: the cluster starts one.
+            timeout: seconds for it to answer.
+
+        Raises:
+            ValueError: an argument is wrong.
+            MisuseError: without an address, the cluster is not a `LocalCluster`; or it is a `SynchronousStrategy`.
+            BusyError: the server has a job.
+            UnavailableError: it does not answer within `timeout` seconds. In all these cases nothing has changed.
+        """
+        self._check_movable()
+        timeout = checks.real("timeout", timeout, kind="number of seconds", at_least=0)
+        context, resolver = self.context, self.cluster_resolver
+        index, cluster = self._client.num_servers, resolver if isinstance(resolver, LocalCluster) else None
+        if address is None and cluster is None:
+            raise MisuseError("give the address of the server to add: only a LocalCluster can start one")
+        if address is not None:
+            parse_address(address, "address")
+            cluster = None
+        if cluster is not None:
+            address = cluster.start_server(index)
+        assert address is not None
+        try:
+            peer = PeerAddress("ps", index, address, context.options.tls, context.options.token)
+            peer.check_plain(insecure=context.options.insecure)
+            add_server(context, peer, timeout)
+        except BaseException:
+            if cluster is not None:
+                cluster.stop_server(index)
+            raise
+        return index
+
+    def remove_server(self) -> list[Moved]:
+        """Move all shards from the parameter server with the highest index to the others, and remove it from the job.
+
+        Training goes on meanwhile. A `LocalCluster` of this process then stops it; others wait for another job.
+
+        Returns:
+            What was moved.
+
+        Raises:
+            MisuseError: it is the only server, or it is a `SynchronousStrategy`.
+            UnavailableError: an evaluation beside the training uses it: try again when that has ended.
+            PsClusterError: a shard could not be moved. The server is still in the job.
+        """
+        self._check_movable()
+        moved, last = remove_server(self.context), self._client.num_servers
+        if isinstance(self.cluster_resolver, LocalCluster) and self.cluster_resolver.has_server(last):
+            self.cluster_resolver.stop_server(last)
+        return moved
 
     def _check_movable(self) -> None:
         if self.is_synchronous:

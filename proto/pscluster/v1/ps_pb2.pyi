@@ -783,7 +783,7 @@ class ShardState(_message.Message):
     def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "pad", "payload")
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "pad", "payload")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
@@ -798,6 +798,7 @@ class MoveRequest(_message.Message):
         WITHDRAW: _ClassVar[MoveRequest.Action]
         PLACE: _ClassVar[MoveRequest.Action]
         SERVE: _ClassVar[MoveRequest.Action]
+        RESIZE: _ClassVar[MoveRequest.Action]
     ACTION_UNSPECIFIED: MoveRequest.Action
     TRACK: MoveRequest.Action
     CHANGED: MoveRequest.Action
@@ -810,6 +811,7 @@ class MoveRequest(_message.Message):
     WITHDRAW: MoveRequest.Action
     PLACE: MoveRequest.Action
     SERVE: MoveRequest.Action
+    RESIZE: MoveRequest.Action
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -821,6 +823,7 @@ class MoveRequest(_message.Message):
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     job: int
@@ -834,9 +837,10 @@ class MoveRequest(_message.Message):
     spec: VariableSpec
     saved: bool
     round: int
+    num_servers: int
     pad: bytes
     payload: bytes
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class MoveReply(_message.Message):
     __slots__ = ("state", "changed", "committed", "pad", "payload")

@@ -295,12 +295,16 @@ class ReportSeenReply(_message.Message):
     def __init__(self) -> None: ...
 
 class MoveServersRequest(_message.Message):
-    __slots__ = ("incarnation", "servers")
+    __slots__ = ("incarnation", "servers", "ps_addresses", "store_ids")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PS_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    STORE_IDS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     servers: _containers.RepeatedCompositeFieldContainer[_node_pb2.ServerAddress]
-    def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[_node_pb2.ServerAddress, _Mapping]]] = ...) -> None: ...
+    ps_addresses: _containers.RepeatedScalarFieldContainer[str]
+    store_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[_node_pb2.ServerAddress, _Mapping]]] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., store_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MoveServersReply(_message.Message):
     __slots__ = ()

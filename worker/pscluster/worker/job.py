@@ -112,6 +112,16 @@ class Job:
         """Dial a server there from now on, also for what waits for it."""
         self._client.move(peer)
 
+    def resize(self, count: int, more: Sequence[PeerAddress], store_ids: Sequence[int]) -> None:
+        """Have so many servers, of which some may be new. ProtocolError unless there is a store id for each."""
+        if len(store_ids) != count:
+            raise ProtocolError(f"{count} parameter servers, and what {len(store_ids)} of them hold")
+        with self._connecting:
+            for peer in more:
+                self._client.exchanges.add_server(peer, store_ids[peer.index])
+            while self._client.num_servers > count:
+                self._client.exchanges.remove_server()
+
     def report_seen(self, servers: Sequence[int]) -> None:
         """Tell these servers what this worker knows, for them to compare. Raise ProtocolError if one does not exist."""
         if wrong := [index for index in servers if index >= self._client.num_servers]:

@@ -52,7 +52,8 @@ class ServerList:
 
     def check(self, request: node_pb2.AttachRequest) -> None:
         """Raise ConfigurationError if a coordinator lists another number of servers, or as `of`."""
-        self.check_count(len(request.store_ids))
+        if not self.listed or len(self.listed) != request.listed_servers:  # others were added or removed since
+            self.check_count(len(request.store_ids))
         self.of(request)
 
     def of(self, request: node_pb2.AttachRequest) -> tuple[PeerAddress, ...]:
@@ -63,11 +64,16 @@ class ServerList:
                 f"{len(request.ps_addresses)} out of {len(request.store_ids)}"
             )
         self._places = {}
-        self.moved(request.moved_servers, len(self.listed or request.ps_addresses))
-        if self.listed:
-            return tuple(map(self.place_of, self.listed))
-        addresses = enumerate(request.ps_addresses)
-        return tuple(self._places.get(index) or self._peer(index, address) for index, address in addresses)
+        count = len(request.store_ids)
+        self.moved(request.moved_servers, count)
+        listed = tuple(map(self.place_of, self.listed[:count]))
+        return (*listed, *self.beyond(len(listed), request.ps_addresses[:count]))
+
+    def beyond(self, known: int, addresses: Sequence[str]) -> list[PeerAddress]:
+        """Return the servers above the number that is known, where they are now. ProtocolError as `of`."""
+        check_count(len(addresses), MAX_COUNT, "parameter servers")
+        more = list(enumerate(addresses))[known:]
+        return [self._places.get(index) or self._peer(index, address) for index, address in more]
 
     def moved(self, servers: Sequence[node_pb2.ServerAddress], count: int) -> list[PeerAddress]:
         """Take where these of `count` servers are now, and return it. Raises as `of`."""

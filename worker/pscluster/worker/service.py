@@ -164,7 +164,11 @@ class WorkerRole(Role):
     def move_servers(self, request: worker_pb2.MoveServersRequest) -> None:
         """Dial servers where they are now. Raise as `ServerList.moved`."""
         job = self.job(request.incarnation)
-        for peer in self._servers.moved(request.servers, job.num_servers):
+        count = len(request.ps_addresses) or job.num_servers
+        moved = self._servers.moved(request.servers, count)
+        if request.ps_addresses:
+            job.resize(count, self._servers.beyond(job.num_servers, request.ps_addresses), request.store_ids)
+        for peer in moved:
             job.move_server(peer)
 
     def leave(self, grace: float) -> None:

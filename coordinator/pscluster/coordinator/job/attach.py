@@ -109,6 +109,7 @@ def describe_job(
         coordinator_number=1,
         take_over=take_over,
         ps_addresses=[peer.address for peer in ps],
+        listed_servers=len(ps),
         workers=[peer.index for peer in workers],
     )
     client = PsClient(ps, request.coordinator, job=request.job, incarnation=fresh_id(), retry_seconds=ps_timeout)

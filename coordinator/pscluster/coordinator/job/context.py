@@ -27,6 +27,7 @@ from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.scheduling import loop
+from pscluster.coordinator.scheduling.connections import end_job
 from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.server_link import ServerAttachment, unreachable
 from pscluster.coordinator.scheduling.state import DispatchState, PartlyApplied
@@ -89,9 +90,7 @@ class JobContext:
     closed: bool = False  # is the job over?
     half_restored: str = ""  # why only some servers may have a checkpoint's values
     managers: weakref.WeakSet[Saver] = field(default_factory=weakref.WeakSet)  # open ones
-    moving: threading.Lock = field(default_factory=threading.Lock)  # held while a shard moves
-    # Held while shards change their servers, and while anything is cut or created that goes by where they are.
-    placing: threading.RLock = field(default_factory=threading.RLock)
+    moving: threading.RLock = field(default_factory=threading.RLock)  # held while shards move, and servers come and go
     role_server: RoleServer | None = None  # answers status questions, where the coordinator has an address
     metrics_server: MetricsServer | None = None  # answers `/metrics`, where it is served
     _pages: list[Callable[[], None]] = field(default_factory=list)
@@ -115,6 +114,11 @@ class JobContext:
     def connected(self) -> bool:
         """Return whether all tasks have answered and the job is not over."""
         return self in _open
+
+    @property
+    def placing(self) -> threading.RLock:
+        """Return the lock that is held while anything is cut or created that goes by which server has what."""
+        return self.variables.placing
 
     @property
     def resumed(self) -> bool:
@@ -201,6 +205,67 @@ class JobContext:
             self.request.arriving.extend([] if arriving is None else [arriving])
 
         loop.run(note())
+
+    # Servers that are added and removed
+
+    def add_server(self, peer: PeerAddress) -> ServerAttachment:
+        """Take another server, with the next index, for the job, and have all know it. It has nothing yet.
+
+        BusyError if it has another coordinator, UnavailableError if it does not answer. Nothing has changed then.
+        """
+
+        async def add() -> ServerAttachment:
+            server = ServerAttachment(peer, self.request, self.client.declare_again, event_log=self.event_log)
+            server.knows(self.servers[0])
+            try:
+                await server.attach()
+            except BaseException:
+                await server.close()
+                raise
+            server.on_return, server.on_lost = self.server_is_back, self.client.give_up
+            server.begin()
+            self.tasks = [*(task for task in self.tasks if task.role == "ps"), peer, *self.workers]
+            self.client.exchanges.add_server(peer, server.store_id)
+            self.servers.append(server)
+            self.request.ps_addresses.append(peer.address)
+            self.request.store_ids.append(server.store_id)
+            if self.dispatcher is not None:
+                self.dispatcher.add_server(server)
+            return server
+
+        return loop.run(add())
+
+    def wait_for_workers(self, timeout: float) -> None:
+        """Wait until all connected workers know the servers that there are now, but not for ever: one may be frozen."""
+        if self.dispatcher is None:
+            return
+        count, end = len(self.servers), time.monotonic() + timeout
+        state = self.dispatcher.state
+        while time.monotonic() < end:
+            connections = [handle.connection for handle in state.workers if handle.up]
+            if all(connection is None or connection.num_servers == count for connection in connections):
+                return
+            time.sleep(0.005)
+
+    def remove_server(self) -> None:
+        """Let go of the server with the highest index, which has nothing any more: its part of the job is over."""
+
+        async def remove() -> None:
+            server = self.servers[-1]
+            if self.dispatcher is not None:
+                self.dispatcher.servers.remove(server)
+            self.servers.pop()
+            self.tasks = [task for task in self.tasks if (task.role, task.index) != ("ps", server.peer.index)]
+            moved = [other for other in self.request.moved_servers if other.index != server.peer.index]
+            del self.request.ps_addresses[-1], self.request.store_ids[-1], self.request.moved_servers[:]
+            self.request.moved_servers.extend(moved)
+            if self.dispatcher is not None:
+                self.dispatcher.state.servers_moved()
+            self.client.exchanges.remove_server()
+            await server.retire()
+            await end_job(server.peer, self.request.job, "the server was removed from the job")
+
+        loop.run(remove())
 
     # Servers that return elsewhere: on the loop's thread, one at a time
 

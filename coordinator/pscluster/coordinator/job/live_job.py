@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import ConfigurationError, MisuseError
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,11 @@ def continue_job(request: node_pb2.AttachRequest, replies: Sequence[node_pb2.Hel
     elif names != {request.job_name} or not request.job_name:
         logger.info("dropping another job (%s) from the servers: its coordinator is gone", *names)
     else:
+        if (count := replies[0].num_servers) not in (0, len(replies)):
+            raise ConfigurationError(
+                f"job {request.job_name!r} has {count} parameter servers by now, and the coordinator's cluster lists "
+                f"{len(replies)}: list all of them, or start over with ParameterServerStrategy(..., resume=False)"
+            )
         request.job_id, request.coordinator_number = (
             job_ids.pop(),
             max(reply.coordinator_number for reply in replies) + 1,

@@ -26,7 +26,7 @@ from pscluster.coordinator.local.launcher import Report
 from pscluster.coordinator.local.processes import Processes
 from pscluster.coordinator.local.scaling import ScalableCluster
 from pscluster.coordinator.local.supervised import ClusterError, logger
-from pscluster.coordinator.local.supervisor import RestartPolicy, TaskKey, task_name
+from pscluster.coordinator.local.supervisor import Added, RestartPolicy, TaskKey, task_name
 from pscluster.coordinator.local.temp_folder import OwnFolder
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
@@ -223,6 +223,30 @@ class LocalCluster(ScalableCluster):
     def _release_worker(self, index: int) -> None:
         with self._changed:
             self._started_addresses().remove(("worker", index))
+
+    def start_server(self, index: int) -> str:
+        """Start a parameter server with this index, the next one, and return its address; for `add_server`."""
+        task = "ps", index
+        with self._scaling, self._changed:
+            if self._monitor is None or self._ended.is_set():
+                raise MisuseError("the cluster can't be scaled: it isn't running")
+            if index != self._counts["ps"]:
+                raise MisuseError(f"the cluster has {self._counts['ps']} parameter servers, so the next is not {index}")
+            self._started_addresses().add(task)
+            self._counts["ps"] = index + 1
+            self._inbox.put(Added(task))
+            return self.cluster_spec().task_address(*task)
+
+    def has_server(self, index: int) -> bool:
+        """Return whether this parameter server is the last one of the cluster."""
+        return self._counts["ps"] == index + 1
+
+    def stop_server(self, index: int, timeout: float = 60.0) -> None:
+        """Stop the last parameter server for good, which no job uses any more. WaitTimeoutError if it does not end."""
+        with self._scaling:
+            if self._remove(("ps", index), timeout):
+                with self._changed:
+                    self._started_addresses().remove(("ps", index))
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks, and one for the chief, for the process that runs the coordinator."""

@@ -95,9 +95,13 @@ class ScalableCluster(SupervisedCluster):
             self._wait_until_serving([*ended, *range(before, workers)], timeout)
 
     def _remove_worker(self, index: int, timeout: float) -> None:
-        task = "worker", index
         for job in list(self._jobs):
             job.retire_worker(index)
+        if self._remove(("worker", index), timeout):
+            self._release_worker(index)
+
+    def _remove(self, task: TaskKey, timeout: float) -> bool:
+        """Stop the last task of a role; False if the whole cluster has ended meanwhile."""
         self._inbox.put(Removed(task))
         self._give_up_start(task)
         with self._changed:
@@ -107,9 +111,9 @@ class ScalableCluster(SupervisedCluster):
             if left:
                 raise WaitTimeoutError(f"{task_name(task)} does not end {self._grace + timeout:g} s after SIGTERM")
             if self._ended.is_set():
-                return
-            self._counts["worker"] = index
-        self._release_worker(index)
+                return False
+            self._counts[task[0]] = task[1]
+        return True
 
     def _wait_until_serving(self, indices: Sequence[int], timeout: float) -> None:
         """Return when these workers serve. Raises as `scale`."""

@@ -2,8 +2,8 @@
 
 A load is any measure that adds up: bytes, or bytes read and updated. The heaviest server gives a shard to the lightest,
 the one whose move brings the two closest to each other, as long as that makes the heavier of them lighter by more than
-a little. So few shards move, none twice, and an assignment that is balanced stays. It is not the best one there is:
-that is a hard problem, and each shard that moves has its price.
+a little. So few shards move, and an assignment that was balanced stays. It is not the best one there is: that is a hard
+problem, and each shard that moves has its price.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[Relo
             at[shard.server].append(shard)
         else:
             homeless.append(shard)
-    moves = []
     for shard in sorted(homeless, key=lambda shard: -shard.load):
         target = min(servers, key=lambda server: (loads[server], server))
         loads[target] += shard.load
-        moves.append(Relocation(shard, target))
+        at[target].append(shard)
     least = LEAST_GAIN * sum(loads.values()) / len(loads)
     while True:
         heavy = max(servers, key=lambda server: (loads[server], -server))
@@ -57,8 +56,8 @@ def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[Relo
         # Afterwards the heavier of the two has this much less than the heavier one before.
         best = max(at[heavy], key=lambda shard: min(shard.load, gap - shard.load), default=None)
         if best is None or min(best.load, gap - best.load) <= least:
-            return moves
+            return [Relocation(shard, server) for server in servers for shard in at[server] if shard.server != server]
         at[heavy].remove(best)
+        at[light].append(best)
         loads[heavy] -= best.load
         loads[light] += best.load
-        moves.append(Relocation(best, light))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from pscluster.coordinator.job.context import HasJob
-from pscluster.coordinator.moves.balance import PlacedShard, balanced
+from pscluster.coordinator.moves.balance import PlacedShard, Relocation, balanced
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
@@ -23,6 +24,10 @@ from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
+
+COPY_RATE = 64 << 20
+"""Bytes per second of a shard that is copied while it changes: that takes about a third of a core, of the servers and
+this process together, and leaves the rest to training. A frozen shard is copied as fast as can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class ShardMover:
 
     def __init__(self, job: HasJob) -> None:
         self._context = job.context
+        self._variables: dict[int, Variable] = {}
 
     def move(self, shard: Shard, target: int) -> Moved | None:
         """Move a shard to the server with this index while training runs; None if it is there already.
@@ -110,32 +116,34 @@ class ShardMover:
 
     def rebalance(self, by: Literal["bytes", "load"], servers: Sequence[int]) -> list[Moved]:
         """Move shards one after the other until these servers have about the same; see `ParameterServerStrategy`."""
-        variables = {variable.id: variable for variable in self._variables()}
+        moves = balanced(self.shards(by), servers)
+        return [moved for relocation in moves if (moved := self.relocate(relocation)) is not None]
+
+    def shards(self, by: Literal["bytes", "load"] = "bytes") -> list[PlacedShard]:
+        """Return all shards of the job, also of variables that the script has not made again yet."""
+        client, shards = self._context.client, list[PlacedShard]()
         loads = self._loads() if by == "load" else {}
-        shards = []
-        for variable in variables.values():
-            for shard in variable.variables:
+        for spec in client.directory()[0].variables:
+            if spec.evaluation:
+                continue
+            variable = self._variables[spec.id] = Variable.of(spec, client)
+            for shard in map(functools.partial(Shard, variable), range(variable.num_shards)):
                 server, load = shard.owners[0], float(shard.nbytes)
                 if by == "load":
-                    here = sum(other.nbytes for other in variable.variables if other.owners == shard.owners)
+                    here = sum(each.nbytes for each in variable.variables if each.owners == shard.owners)
                     load *= loads.get((server, variable.name), 0.0) / max(here, 1)
-                shards.append(PlacedShard(variable.id, shard.index, server, load))
-        moved = []
-        for relocation in balanced(shards, servers):
-            shard = Shard(variables[relocation.shard.variable], relocation.shard.shard)
-            try:
-                done = self.move(shard, relocation.target)
-            except MisuseError as error:
-                logger.info("not moved: %s", error)  # deleted meanwhile
-                continue
-            if done is not None:
-                moved.append(done)
-        return moved
+                shards.append(PlacedShard(spec.id, shard.index, server, load))
+        return shards
 
-    def _variables(self) -> list[Variable]:
-        """Return handles of all variables of the job, also of those that the script has not made again yet."""
-        client = self._context.client
-        return [Variable.of(spec, client) for spec in client.directory()[0].variables if not spec.evaluation]
+    def relocate(self, relocation: Relocation) -> Moved | None:
+        """Move a shard of those that `shards` has returned; None if its variable was deleted meanwhile."""
+        try:
+            return self.move(
+                Shard(self._variables[relocation.shard.variable], relocation.shard.shard), relocation.target
+            )
+        except MisuseError as error:
+            logger.info("not moved: %s", error)
+            return None
 
     def _loads(self) -> dict[tuple[int, str], float]:
         """Return the bytes read and updated, by server and variable, since each server's process began."""
@@ -246,7 +254,11 @@ class ShardMover:
         """Copy the shard while it changes, until little is left, or no less."""
         rounds = Rounds(PAGE_ELEMENTS * course.itemsize * len(course.arrays))
         while rounds.goes_on(len(course.pages)):
-            course.copied += sum(course.steps.copy(course.arrays, course.pages, course.itemsize))
+            begin = time.monotonic()
+            for nbytes in course.steps.copy(course.arrays, course.pages, course.itemsize):
+                course.copied += nbytes
+                time.sleep(max(begin + nbytes / COPY_RATE - time.monotonic(), 0.0))
+                begin = time.monotonic()
             arrays, course.pages = course.steps.changed()
             if arrays != course.arrays:  # an optimizer's first gradient has come
                 course.arrays, rounds = arrays, Rounds(PAGE_ELEMENTS * course.itemsize * len(arrays))

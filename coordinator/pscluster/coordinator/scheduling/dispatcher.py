@@ -38,6 +38,7 @@ from pscluster.coordinator.scheduling.outcomes import Outcomes
 from pscluster.coordinator.scheduling.overtime import Overtime
 from pscluster.coordinator.scheduling.queue_stats import QueueStatus
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
+from pscluster.coordinator.scheduling.server_link import ServerAttachment
 from pscluster.coordinator.scheduling.server_watch import ServerWatch
 from pscluster.coordinator.scheduling.state import DispatchState, WorkerHandle
 from pscluster.coordinator.scheduling.tasks import Task
@@ -189,9 +190,19 @@ class Dispatcher:
             else:
                 state.workers[index] = handle
             state.changed.notify_all()
-        job = state.loop.create_task(self._supervised(self._link(index)))
-        state.jobs.append(job)
-        job.add_done_callback(state.jobs.remove)
+        self._run(self._link(index))
+
+    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+        """Run another job for as long as it takes, or until the end."""
+        task = self.state.loop.create_task(self._supervised(job))
+        self.state.jobs.append(task)
+        task.add_done_callback(self.state.jobs.remove)
+
+    def add_server(self, server: ServerAttachment) -> None:
+        """Watch a server that was added, and have all workers know it. On the loop's thread."""
+        for job in self.servers.add(server):
+            self._run(job)
+        self.state.servers_moved()
 
     def _note(self, peer: PeerAddress, news: str) -> None:
         logger.info("%s %s", peer, news)

@@ -69,6 +69,7 @@ class ServerAttachment:
         self._diagnosis = TlsDiagnosis(peer)
         self._attached: Any = None
         self._watching: asyncio.Task[PSUnavailableError] | None = None
+        self.removed = False  # from the job
         self.over = False  # the job is ending: the loss of the server is not logged
         self.restored = ""  # what it had restored when it was taken
         self.store_id = store_id  # of the state that it holds for this job, or must hold when it is taken; 0: any
@@ -184,7 +185,7 @@ class ServerAttachment:
         """
         request, since = node_pb2.HelloRequest(identity=self._request.coordinator), 0.0
         patience = min(self._request.ps_timeout / 4, CONFIRM_SECONDS)
-        while True:
+        while not self.removed:
             asked = time.monotonic()
             try:
                 reply = await self._node.hello(request, timeout=min(HELLO_SECONDS, max(patience, _MIN_HELLO_SECONDS)))
@@ -200,6 +201,7 @@ class ServerAttachment:
             if waited >= patience or self.peer.why_gone():
                 return self._lost(failure)
             await asyncio.sleep(_CHECK_SECONDS)
+        return None
 
     def _lost(self, why: PsClusterError) -> PSUnavailableError:
         """Return the error that says the server is lost. Unless the server says why itself, end all waits for it."""
@@ -220,6 +222,12 @@ class ServerAttachment:
         text = not_listed(worker.index, "this coordinator", self._request.workers)
         logger.warning("%s is up, but %s", name, text)
         self._event_log.record(f"worker {worker.index}", "note", text)
+
+    def knows(self, other: ServerAttachment) -> None:
+        """Tell the server, once it is taken, of all incarnations and functions that are over, as another one knows."""
+        self._closed = list(other._closed)
+        for start, stop in other._finished:
+            self._finished.add(start, stop)
 
     async def close_incarnation(self, incarnation: int) -> None:
         """Have this server refuse all updates of an incarnation. Raise PSUnavailableError if the server is lost."""
@@ -248,6 +256,15 @@ class ServerAttachment:
             )
             await self._tell("finish_functions", request)
 
+    async def retire(self) -> None:
+        """Let go of the server, which was removed from the job: it needs to hear of nothing any more."""
+        self.over = self.removed = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
+        self._reopen()  # calls that are under way end by themselves
+        await self._channel.close()
+
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
@@ -261,6 +278,8 @@ class ServerAttachment:
         """Call one of the server's methods until it answers. Raise PSUnavailableError if it is lost."""
 
         async def tell() -> None:
+            if self.removed:
+                return
             try:
                 await getattr(self._ps, method)(request, timeout=CALL_SECONDS)  # on the current channel
             except grpc.RpcError as error:

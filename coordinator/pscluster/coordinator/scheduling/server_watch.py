@@ -27,17 +27,37 @@ class ServerWatch:
 
     def __init__(self, state: DispatchState) -> None:
         self._state, self._scheduler = state, state.scheduler
-        self._forgotten = [set[int]() for _ in state.servers]  # keys that each has not been told to forget yet
+        # By server: the keys that it has not been told to forget yet, and the functions that have ended likewise.
+        self._forgotten = [set[int]() for _ in state.servers]
+        self._untold = [IntervalSet() for _ in state.servers]
+        self._removed: set[ServerAttachment] = set()
 
     def jobs(self) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines to run for as long as the job does."""
-        servers, told = self._state.servers, [IntervalSet() for _ in self._state.servers]
-        telling = map(self._tell_finished, servers, told, self._forgotten)
-        return [*map(self._watch, servers), *telling, self._collect_finished(told)]
+        servers = self._state.servers
+        telling = map(self._tell_finished, servers, self._untold, self._forgotten)
+        return [*map(self._watch, servers), *telling, self._collect_finished()]
+
+    def add(self, server: ServerAttachment) -> list[Coroutine[Any, Any, None]]:
+        """Return the coroutines to run for another server, with the next index. On the loop's thread."""
+        self._untold.append(IntervalSet())
+        self._forgotten.append(set())
+        return [self._watch(server), self._tell_finished(server, self._untold[-1], self._forgotten[-1])]
+
+    def remove(self, server: ServerAttachment) -> None:
+        """Watch the server with the highest index no longer, which is being removed."""
+        self._removed.add(server)
+        self._untold.pop()
+        self._forgotten.pop()
 
     async def _watch(self, server: ServerAttachment) -> None:
-        error = await server.watch()
-        if self._state.closed:
+        try:
+            error = await server.watch()
+        except asyncio.CancelledError:
+            if server in self._removed:
+                return
+            raise
+        if self._state.closed or server in self._removed:
             return
         logger.error("%s", error)
         self._state.abort(error, final=True)
@@ -76,7 +96,7 @@ class ServerWatch:
                 self._scheduler.no_doubt()
                 self._state.changed.notify_all()
 
-    async def _collect_finished(self, untold: Sequence[IntervalSet]) -> None:
+    async def _collect_finished(self) -> None:
         while True:
             await asyncio.sleep(FINISH_SECONDS)
             with self._state.lock:
@@ -87,12 +107,12 @@ class ServerWatch:
                 if self._scheduler.queued:  # Ctrl-C may have prevented the wake-up
                     self._state.ask_to_wake()
             for start, stop in runs(sorted(ended)):
-                for intervals in untold:
+                for intervals in self._untold:
                     intervals.add(start, stop)
 
     async def _tell_finished(self, server: ServerAttachment, untold: IntervalSet, forgotten: set[int]) -> None:
         """Tell one server, so that one that is down delays no other."""
-        while True:
+        while server not in self._removed:
             await asyncio.sleep(FINISH_SECONDS)
             intervals, keys = list(untold), list(forgotten)
             if not intervals and not keys:

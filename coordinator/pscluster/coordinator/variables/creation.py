@@ -42,6 +42,8 @@ class VariableCreator:
         self._client = client
         self._placer = placer
         self._partitioner = partitioner
+        # Held while variables or optimizers are created, and while shards change their servers, or servers come and go.
+        self.placing = threading.RLock()
         self._lock = threading.Lock()
         self._variables: dict[str, Variable] = {}
         self._reserved: set[tuple[str, str]] = set()
@@ -51,6 +53,11 @@ class VariableCreator:
     def go_on_with(self, live: LiveJob) -> None:
         """Attach to what an earlier coordinator has left, once the script creates things of those names."""
         self._live, self._last_id = live, live.last_id
+
+    def resize(self, servers: int) -> None:
+        """Place variables that are created from now on on so many servers."""
+        with self._lock:
+            self._placer.resize(servers)
 
     def shard_moved(self, nbytes: int, source: int, target: int) -> None:
         """Note, for the placement of other variables, that a shard has another server."""
@@ -77,7 +84,7 @@ class VariableCreator:
             return range(self._last_id - count + 1, self._last_id + 1)
 
     def create_variable(self, request: VariableRequest) -> Variable:
-        with self.reserving("variable", request.name) as name:
+        with self.placing, self.reserving("variable", request.name) as name:
             initial = initial_value_of(request, name, self.serialization)
             shape, dtype = initial.shape, initial.dtype
             if (spec := self._live.take_variable(name, shape, dtype)) is not None:
@@ -124,7 +131,8 @@ class VariableCreator:
             spec = live
         else:
             (spec.id,) = self.numbers(1)
-        self._client.create_optimizer(spec, forms)
+        with self.placing:
+            self._client.create_optimizer(spec, forms)
         return spec, self._client
 
     def delete_variable(self, variable: Variable) -> None:

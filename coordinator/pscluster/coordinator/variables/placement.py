@@ -82,6 +82,7 @@ class ShardPlacer:
             raise ConfigurationError(f"a placement policy is a name or a function, not {policy!r}")
         self._policy = policy
         self.loads = (Load(),) * num_ps
+        self._limit = num_ps  # those from there on are being removed
         self._placed = 0
 
     def place(self, variable: str, partition: Partition, dtype: np.dtype[Any]) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ class ShardPlacer:
         for shard_index, block in enumerate(blocks):
             nbytes = block.size * dtype.itemsize
             shard = ShardToPlace(variable, shard_index, len(blocks), block, dtype, nbytes, self._placed + shard_index)
-            owner = self._check(shard, self._policy(shard, loads))
+            owner = self._check(shard, self._policy(shard, loads[: self._limit]))
             owners.append(owner)
             loads = _enter(loads, owner, 1, nbytes)
         self.loads = loads
@@ -108,6 +109,11 @@ class ShardPlacer:
         The policy is not called, and its ordinal does not advance (as TensorFlow's with `colocate_vars_with`).
         """
         self._account(partition, dtype, owners, 1)
+
+    def resize(self, count: int) -> None:
+        """Place what comes from now on on so many servers."""
+        self._limit = count
+        self.loads = (*self.loads, *(Load() for _ in range(count - len(self.loads))))
 
     def move(self, nbytes: int, source: int, target: int) -> None:
         """Record that a shard of so many bytes has moved."""
@@ -127,11 +133,11 @@ class ShardPlacer:
             owner = operator.index(answer)  # type: ignore[arg-type]  # the error is the check
         except TypeError:
             owner = -1
-        if not 0 <= owner < len(self.loads):
+        if not 0 <= owner < self._limit:
             raise ConfigurationError(
                 f"variable {shard.variable!r}, shard {shard.shard}: the placement policy returned "
                 f"{answer!r}. It must return the index of a parameter server, "
-                f"an integer in 0..{len(self.loads) - 1}."
+                f"an integer in 0..{self._limit - 1}."
             )
         return owner
 

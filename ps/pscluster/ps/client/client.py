@@ -31,7 +31,7 @@ from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.reads import Reader
 from pscluster.ps.client.updates import ShardUpdate, Updater
 from pscluster.ps.request_metrics import ClientMetrics
-from pscluster.ps.spec import COPY, METADATA, part_name, partition_of
+from pscluster.ps.spec import COPY, METADATA, OWN_RULE, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
 
 _T = TypeVar("_T")
@@ -103,6 +103,23 @@ class PsClient:
     def _moved_variables(self, server: int) -> Sequence[ps_pb2.VariableSpec]:
         request = ps_pb2.DescribeRequest(job=self.job, moved=True)
         return self._describe(self._servers[server], request).variables
+
+    def declare_all(self, server: int) -> None:
+        """Declare all variables and optimizers of the job to a server that is new, and has no shard of them.
+
+        MisuseError if an optimizer's rule is of the user's own, and this client has not declared it.
+        """
+        request = ps_pb2.DescribeRequest(job=self.job, all=True)
+        known = self._describe(self._servers[0], request)
+        for optimizer in known.optimizers:
+            if optimizer.id not in self._declared:
+                if optimizer.rule == OWN_RULE:
+                    raise MisuseError(f"optimizer {optimizer.name!r} has its own rule: make it in the script first")
+                create = ps_pb2.CreateRequest(job=self.job, optimizer=optimizer)
+                self._declared[optimizer.id] = optimizer.name, [(create, b"")]
+            self._declare(server, optimizer.id)
+        for spec in known.variables:
+            self.exchanges.push(server, ps_pb2.Request(create=ps_pb2.CreateRequest(job=self.job, variable=spec)), [])
 
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
         """Shake hands with all servers, waiting for those that have not started yet."""

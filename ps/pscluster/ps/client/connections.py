@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import grpc
 
-from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, UnavailableError
+from pscluster.core.errors import ProtocolError, PsClusterError, PSUnavailableError, ShardMovedError, UnavailableError
 from pscluster.core.ids import fresh_id
 from pscluster.core.metrics.trace import SESSION_HEADER
 from pscluster.core.security.channel import OPEN_SECONDS, reporting_calls
@@ -122,7 +122,7 @@ class Server:
         self.peer = peer
         self.liveness = Liveness(self._answers, retry_seconds)  # of its place
         self.store_id = 0  # of what it holds for the job; see AttachEvent
-        self.lost: PSUnavailableError | None = None  # see `give_up`
+        self.lost: PSUnavailableError | ShardMovedError | None = None  # see `give_up` and `leave`
         self._identity = identity
         self._idle: list[Session] = []
         self._lock = threading.Lock()
@@ -136,6 +136,15 @@ class Server:
         """Raise this error from all calls from now on, and end those that are waiting."""
         self.lost = self.lost or error
         self.liveness.given_up = True
+
+    def leave(self) -> None:
+        """Have what is under way, or begins by an older plan, look for its shards elsewhere: the server was removed."""
+        self.lost = ShardMovedError(f"{self.peer.task} was removed from the job")
+        self.lost.server = 0  # which knows where its shards are
+        self.liveness.given_up = True
+        closing = threading.Timer(_LEAVE_SECONDS, self.close)  # not under a call that begins just now
+        closing.daemon = True
+        closing.start()
 
     def move(self, peer: PeerAddress) -> None:
         """Dial the server there from now on. What is under way at its old place ends with UnavailableError."""

@@ -62,7 +62,7 @@ class Exchanges:
         """Called with each error that reports a lost server, before it is raised. If set, such errors are final."""
         self.pulled = self.pushed = 0
         self._metrics = metrics
-        self._retry_seconds = retry_seconds
+        self._retry_seconds, self._identity = retry_seconds, identity
         self.closed = ""  # why the job is over
         self._bulk_threads = ThreadPoolExecutor(max(4, len(peers)), thread_name_prefix="ps-bulk")
 
@@ -76,6 +76,27 @@ class Exchanges:
         for server in self.servers:
             server.close()
         self._bulk_threads.shutdown(wait=False)
+
+    def add_server(self, peer: PeerAddress, store_id: int) -> None:
+        """Take another server, with the next index, which holds this store for the job."""
+        server = Server(peer, self._identity, self._retry_seconds)
+        server.store_id = store_id
+        self._metrics.grow(len(self.servers) + 1)
+        self.servers.append(server)
+
+    def remove_server(self) -> None:
+        """Forget the server with the highest index, which has nothing any more. What waits for it looks elsewhere."""
+        self.servers.pop().leave()
+
+    def server(self, index: int) -> Server:
+        """Return a server. ShardMovedError if it was removed, with all its shards elsewhere."""
+        servers = self.servers
+        return servers[index] if index < len(servers) else self._removed(index)
+
+    def _removed(self, index: int) -> Server:
+        error = ShardMovedError(f"ps {index} was removed from the job")
+        error.server = 0
+        raise error
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Run this on a thread of the pool."""
@@ -102,7 +123,7 @@ class Exchanges:
         try:
             return self._retrying(server, attempt, patient=patient)
         except ShardMovedError as error:
-            error.server = self.servers.index(server)
+            error.server = self.servers.index(server) if server in self.servers else 0
             raise
 
     def _retrying(self, server: Server, attempt: Callable[[], Any], *, patient: bool) -> Any:
@@ -238,8 +259,8 @@ class Exchanges:
         try:
             for index, data in requests.items():
                 with contextlib.suppress(grpc.RpcError, UnavailableError):  # retried below
-                    self.servers[index].check()
-                    session = self.servers[index].take_session()
+                    self.server(index).check()
+                    session = self.server(index).take_session()
                     begun[index] = session
                     session.send(data, self.timeout)
         except BaseException:
@@ -265,7 +286,7 @@ class Exchanges:
         finish: Callable[[int, ps_pb2.Reply, memoryview], None],
         function: FunctionContext | None,
     ) -> None:
-        server, begin = self.servers[index], time.monotonic() if session is None else session.begin
+        server, begin = self.server(index), time.monotonic() if session is None else session.begin
         first: list[Session] = [] if session is None else [session]
 
         def attempt() -> None:
@@ -343,7 +364,7 @@ class Exchanges:
 
         Unless patient, do not wait for a server that is down.
         """
-        server = self.servers[index]
+        server = self.server(index)
         metadata = ((SESSION_HEADER, name),) if name else ()
         total = sum(map(len, buffers))
         request.total_bytes, request.last = total, not total

@@ -109,6 +109,10 @@ class MoveSteps:
         """Have any server take this spec, drop shards that are elsewhere, and save that if need be. Waits for it."""
         self._waiting(server, self._about(action=ps_pb2.MoveRequest.PLACE, spec=spec, saved=saved), save=saved)
 
+    def resize(self, server: int, count: int) -> None:
+        """Have any server note, and save, that the job has so many servers. Waits for it."""
+        self._waiting(server, self._about(action=ps_pb2.MoveRequest.RESIZE, num_servers=count), save=True)
+
     def serve(self, spec: ps_pb2.VariableSpec) -> None:
         """Have the target serve the shard that it has under this spec. Waits for it."""
         self._waiting(self._target, self._about(action=ps_pb2.MoveRequest.SERVE, spec=spec))
@@ -117,7 +121,7 @@ class MoveSteps:
         self, server: int, request: ps_pb2.MoveRequest, payload: Sequence[Buffer] = (), *, save: bool = False
     ) -> tuple[ps_pb2.MoveReply, memoryview]:
         self._client.exchanges.check_open()
-        there, seconds = self._client.exchanges.servers[server], _SAVE_SECONDS if save else _CALL_SECONDS
+        there, seconds = self._client.exchanges.server(server), _SAVE_SECONDS if save else _CALL_SECONDS
         there.check()
         try:
             return unpack(there.ask("bulk", "move", pack(request, payload), seconds), ps_pb2.MoveReply)
@@ -126,7 +130,7 @@ class MoveSteps:
 
     def _waiting(self, server: int, request: ps_pb2.MoveRequest, *, save: bool = False) -> ps_pb2.MoveReply:
         self._client.exchanges.check_open()
-        there, seconds = self._client.exchanges.servers[server], _SAVE_SECONDS if save else _CALL_SECONDS
+        there, seconds = self._client.exchanges.server(server), _SAVE_SECONDS if save else _CALL_SECONDS
         ask = functools.partial(there.ask, "bulk", "move", pack(request), seconds)
         return unpack(self._client.exchanges.retrying(there, ask), ps_pb2.MoveReply)[0]
 

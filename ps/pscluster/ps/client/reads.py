@@ -142,7 +142,7 @@ class Reader:
         self._exchanges.pushed += plan.pushed
 
     def _pull(self, index: int, reads: list[ShardRead], function: FunctionContext | None) -> None:
-        server = self._exchanges.servers[index]
+        server = self._exchanges.server(index)
         timeout = self._exchanges.timeout + sum(read.size for read in reads) / SLOWEST_BYTES_PER_SECOND
         # A function that takes all values at once gets them from a buffer.
         received = [

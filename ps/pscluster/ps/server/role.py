@@ -92,14 +92,21 @@ class ParameterServerRole(Role):
             self.parts.forget()  # checkpoints of the previous coordinator
             self.moves.forget(self.store)
             reach("ps.takeover.after")
-            self._identity = replace(self._identity, coordinator_number=request.coordinator_number)
+            self._identity = replace(
+                self._identity,
+                coordinator_number=request.coordinator_number,
+                num_servers=self._identity.num_servers or len(request.ps_addresses),
+            )
             self.manager.take_over(self._identity)
             return
         self.parts.forget()
         self.moves.forget(self.store)
         self._take_on(Store(self.store.index, request.job))
         self._restored = ""
-        self._identity = JobIdentity(fresh_id(), request.job_id, request.coordinator_number, request.job_name)
+        with self.store.ledger() as ledger:
+            ledger.open_term(request.term)  # of the other servers, if this one is new to the job
+        number, count = request.coordinator_number, len(request.ps_addresses)
+        self._identity = JobIdentity(fresh_id(), request.job_id, number, request.job_name, count)
         self.manager.begin(self.store, self._identity)
         self._new = True
 
@@ -122,6 +129,7 @@ class ParameterServerRole(Role):
         identity = self._identity
         reply.store_id, reply.job_id = identity.store_id, identity.job_id
         reply.coordinator_number, reply.job_name = identity.coordinator_number, identity.name
+        reply.num_servers = identity.num_servers
 
     def persist(self) -> None:
         """Save a job that has just begun, so that a server that dies now restarts with it, not the previous one."""
@@ -129,6 +137,11 @@ class ParameterServerRole(Role):
             self.manager.save()
             self._new = False
         self.moves.persist()
+
+    def resize(self, count: int) -> None:
+        """Note, and save, how many servers the job has. PsClusterError if it can't be saved."""
+        self._identity = replace(self._identity, num_servers=count)
+        self.manager.resize(self._identity)
 
     def job_ended(self) -> None:
         self.parts.forget()

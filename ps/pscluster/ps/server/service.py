@@ -274,4 +274,7 @@ class ParameterServerService:
         request, payload = unpack(data, ps_pb2.MoveRequest)
         store = self._store_of(request.job)
         with self.drain:
+            if request.action == ps_pb2.MoveRequest.RESIZE:
+                self._role.resize(request.num_servers)
+                return pack(ps_pb2.MoveReply())
             return pack(*self._role.moves.handle(store, request, payload))

@@ -55,6 +55,7 @@ class JobIdentity:
     job_id: int = 0  # shared by all coordinators of the job
     coordinator_number: int = 0  # the number of coordinators so far
     name: str = ""
+    num_servers: int = 0  # of the job; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,9 @@ class StateManager:
             self._plan.changed()  # the next generation does not need the log
         replay.restore_losses(store, manifest, self._directory.losses(), dropped)
         store.runs.whole = manifest.logged and self._plan.due() is None and not dropped.records
-        identity = JobIdentity(manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name)
+        identity = JobIdentity(
+            manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name, manifest.num_servers
+        )
         self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
@@ -182,6 +185,13 @@ class StateManager:
                 self._job.identity = identity
                 # Each coordinator numbers its functions anew, so the log's records must be attributed to one.
                 self._owed = self._request_save()
+
+    def resize(self, identity: JobIdentity) -> None:
+        """Save that the job has another number of servers. PsClusterError if it can't be saved."""
+        with self._changed:
+            if self._job is not None:
+                self._job.identity = identity
+        self.save()
 
     def end(self) -> None:
         """End the job, and remove its state."""
@@ -449,7 +459,7 @@ class StateManager:
             identity.coordinator_number,
         )
         manifest.job_name, manifest.generation, manifest.saved_at = identity.name, generation, time.time()
-        manifest.logged = self._log is not None
+        manifest.logged, manifest.num_servers = self._log is not None, identity.num_servers
         try:
             reach("ps.generation.before")
             while True:

@@ -1,0 +1,96 @@
+"""Parameter servers that join a running job, and leave it.
+
+    add      take the server, which holds nothing --> have all workers know it --> declare all variables and optimizers
+             there --> have all servers save how many there are --> it gets variables that are created, and shards
+    remove   place nothing there any more --> move all shards away --> have the others save how many there are
+             --> its part of the job is over, and the workers forget it
+
+Servers have indices without gaps, by which shards name them, so only the one with the highest index is removed. What a
+server has is decided by moves alone (`decision`), so whatever dies in between, no shard is lost: a server that was
+added, and is not counted yet, has none; one that is being removed counts until it has none. A coordinator that takes
+over must list as many servers as the job has; it is refused otherwise, by server 0, which is the first to save their
+number.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pscluster.coordinator.job.context import JobContext
+from pscluster.coordinator.moves.balance import balanced
+from pscluster.coordinator.moves.mover import Moved, ShardMover
+from pscluster.core.errors import BusyError, MisuseError, UnavailableError
+from pscluster.core.ids import fresh_id
+from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello, wait_for_peers
+from pscluster.ps.client.move_steps import MoveSteps
+
+logger = logging.getLogger(__name__)
+
+
+def add_server(context: JobContext, peer: PeerAddress, timeout: float) -> None:
+    """Take a server, with the next index, for the job. It has no shards yet.
+
+    BusyError if it has a job, UnavailableError if it does not answer within `timeout` seconds. Nothing has changed
+    then.
+    """
+    wait_for_peers([peer], context.request.coordinator, timeout=timeout, purpose="coordinator")
+    with open_peer_channel(peer) as channel:
+        held = say_hello(channel, peer, context.request.coordinator)
+    if held.job_id:
+        raise BusyError(f"{peer} holds a job already ({held.job_name or 'unnamed'}): end that one, or start it anew")
+    client = context.client
+    with context.moving, context.placing:
+        context.check_restored()
+        if peer.index != client.num_servers:
+            raise MisuseError(f"{peer} is not the next server: the job has {client.num_servers}, numbered from 0")
+        context.add_server(peer)
+        try:
+            context.wait_for_workers(timeout)
+            client.declare_all(peer.index)
+            _resize(context, client.num_servers)
+        except BaseException:
+            context.remove_server()
+            raise
+        context.variables.resize(client.num_servers)
+    logger.info("%s was added: the job has %d parameter servers", peer, client.num_servers)
+    context.event_log.record(peer.task, "note", "was added to the job")
+
+
+def remove_server(context: JobContext) -> list[Moved]:
+    """Move all shards from the server with the highest index to the others, and let go of it.
+
+    MisuseError if it is the only one, UnavailableError while an evaluation beside the training uses it. If this raises,
+    the server is still there, perhaps with fewer shards.
+    """
+    client, moved = context.client, list[Moved]()
+    mover = ShardMover(context)
+    with context.moving:
+        last = client.num_servers - 1
+        if not last:
+            raise MisuseError("the only parameter server can't be removed: add another one first")
+        task = context.servers[last].peer.task
+        context.variables.resize(last)
+        try:
+            for relocation in balanced(mover.shards(), range(last)):
+                if relocation.shard.server == last and (done := mover.relocate(relocation)) is not None:
+                    moved.append(done)
+            with context.placing:
+                if any(last in spec.owners for spec in client.directory()[last].variables):
+                    raise UnavailableError(
+                        f"{task} still has copies of variables, for an evaluation that is under way: try again later"
+                    )
+                _resize(context, last)
+                context.remove_server()
+        except BaseException:
+            context.variables.resize(client.num_servers)
+            raise
+    logger.info("%s was removed: the job has %d parameter servers", task, last)
+    context.event_log.record(task, "note", "was removed from the job")
+    return moved
+
+
+def _resize(context: JobContext, count: int) -> None:
+    """Have all servers of the job save that there are so many, the first one first."""
+    steps = MoveSteps(context.client, fresh_id(), 0, 0, 0, 0)
+    for server in range(count):
+        steps.resize(server, count)
