@@ -30,11 +30,14 @@ from pscluster.coordinator.api import (
     FixedShardsPartitioner,
     LocalCluster,
     ParameterServerStrategy,
+    SynchronousStrategy,
     Variable,
     optimizers,
+    replica_context,
 )
 from pscluster.coordinator.job.live_job import continue_job
 from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, PsClusterError, UnavailableError
+from pscluster.ps.client.reduction import REDUCED_BYTES
 from pscluster.v1 import node_pb2
 
 MOVE = "ps/rpc:/pscluster.v1.ParameterServer/Move"
@@ -257,6 +260,56 @@ def test_moves_while_training(tmp_path: Path, durability: str) -> None:
         job.done = job.counting.one_count()
         job.check()
         assert job.done <= 80
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_replicas_that_step_together(staleness: int, tmp_path: Path) -> None:
+    """Between two functions their shards move; single, joint and reduced steps go on, each counted once."""
+    with (
+        LocalCluster(2, 2, durability="log", restart=False, log_level="ERROR") as cluster,
+        SynchronousStrategy(cluster, FixedShardsPartitioner(2), staleness=staleness, ps_timeout=TIMEOUT) as strategy,
+    ):
+        with strategy.scope():
+            small = Variable(np.zeros(4), name="small")
+            large = Variable(np.zeros(3 * REDUCED_BYTES // 8), name="large")  # its gradient is reduced by the workers
+            sgd = optimizers.SGD(1.0, name="sgd")
+            momentum = optimizers.SGD(1.0, momentum=0.5, name="momentum")
+
+        def dense() -> None:  # such steps are taken together, on copies
+            momentum.apply_gradients([(np.full(4, 0.5 + replica_context().replica_id), small)])
+
+        def step() -> None:
+            small.numpy()
+            sgd.apply_gradients([(np.full(large.shape, 1.0 + replica_context().replica_id), large)])
+
+        def move_all() -> None:
+            for shard in (*small.variables, *large.variables):
+                moved = strategy.move_shard(shard, 1 - shard.owners[0])
+                assert moved is not None
+
+        expected, velocity = 0.0, 0.0
+        for round_number in range(1, 4):
+            if not staleness:
+                strategy.run(dense, steps=5)
+                for _ in range(5):
+                    velocity = 0.5 * velocity - 2.0
+                    expected += velocity
+            thread = threading.Thread(target=move_all)
+            thread.start()
+            for _ in range(4):
+                strategy.run(step, steps=2)
+            thread.join()
+            np.testing.assert_allclose(small.numpy(), np.full(4, expected), rtol=1e-6)
+            assert (large.numpy() == -3.0 * 8 * round_number).all()
+        Checkpoint(strategy).write(str(tmp_path / "checkpoint"))
+        for index in range(2):
+            cluster.kill("ps", index)
+            cluster.restart("ps", index)
+        strategy.run(step, steps=2)
+        assert (large.numpy() == -3.0 * 26).all()
+        with pytest.raises(MisuseError, match="the servers of replicas that step together stay the same"):
+            strategy.add_server()
 
 
 def test_servers_are_balanced() -> None:

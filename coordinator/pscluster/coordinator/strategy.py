@@ -264,12 +264,12 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             ConfigurationError: there is no such server.
-            MisuseError: the variable is cut, or was deleted; or it is a `SynchronousStrategy`.
+            MisuseError: the variable is cut, or was deleted.
             PsClusterError: it could not be moved, and stays where it was; the message says why.
             PSUnavailableError: a parameter server is lost.
         """
-        self._check_movable()
-        return ShardMover(self.context).move(self._own_shard(shard), checks.whole("server", server, at_least=0))
+        mover = ShardMover(self.context, hold=self.is_synchronous)
+        return mover.move(self._own_shard(shard), checks.whole("server", server, at_least=0))
 
     def rebalance(self, by: Literal["bytes", "load"] = "bytes") -> list[Moved]:
         """Move shards, one after the other, until all parameter servers have about the same; see `move_shard`.
@@ -283,13 +283,11 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             ValueError: `by` is neither.
-            MisuseError: it is a `SynchronousStrategy`.
             PsClusterError: a shard could not be moved. What was moved before stays where it is.
         """
         if by not in ("bytes", "load"):
             raise ValueError(f"by is {by!r}; it must be 'bytes' or 'load'")
-        self._check_movable()
-        return ShardMover(self.context).rebalance(by, range(self._client.num_servers))
+        return ShardMover(self.context, hold=self.is_synchronous).rebalance(by, range(self._client.num_servers))
 
     def add_server(self, address: str | None = None, *, timeout: float = 60.0) -> int:
         """Take another parameter server for the job, while training runs; return its index.
@@ -350,7 +348,7 @@ class ParameterServerStrategy(Strategy):
 
     def _check_movable(self) -> None:
         if self.is_synchronous:
-            raise MisuseError("shards can't be moved while replicas step together: use a ParameterServerStrategy")
+            raise MisuseError("the servers of replicas that step together stay the same: use a ParameterServerStrategy")
 
     def _own_shard(self, shard: Variable | Shard) -> Shard:
         """Return the shard that is meant. TypeError or MisuseError if it is none of this strategy's."""

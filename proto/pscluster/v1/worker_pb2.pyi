@@ -69,7 +69,7 @@ class UploadReply(_message.Message):
     def __init__(self, unresolved: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "term", "skips", "gang")
+    __slots__ = ("function", "definition", "attempt", "arguments", "want_result", "key", "parts", "term", "skips", "gang", "placements")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Step(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     SKIPS_FIELD_NUMBER: _ClassVar[int]
     GANG_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     function: int
     definition: str
     attempt: int
@@ -90,7 +91,8 @@ class Step(_message.Message):
     term: int
     skips: bool
     gang: Gang
-    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ...) -> None: ...
+    placements: int
+    def __init__(self, function: _Optional[int] = ..., definition: _Optional[str] = ..., attempt: _Optional[int] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., want_result: bool = ..., key: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ..., skips: bool = ..., gang: _Optional[_Union[Gang, _Mapping]] = ..., placements: _Optional[int] = ...) -> None: ...
 
 class Gang(_message.Message):
     __slots__ = ("id", "generation", "rank", "members", "secret", "timeout", "concurrent", "steps")

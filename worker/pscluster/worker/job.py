@@ -61,6 +61,8 @@ class Job:
         self._connect_timeout = connect_timeout
         self._connected = False
         self._connecting = threading.Lock()
+        self._placing = threading.Lock()
+        self._placements = 0
         self._lock = threading.Lock()
         own: list[Handle] = [StepStrategy(client), BlockStore()]
         self._handles: dict[tuple[str, str], Handle] = {(item.handle_kind, item.handle_key): item for item in own}
@@ -107,6 +109,14 @@ class Job:
     @property
     def num_servers(self) -> int:
         return self._client.num_servers
+
+    def know_placements(self, count: int) -> None:
+        """Have this worker know where shards are, now that so many have moved; drop copies of synchronous steps."""
+        with self._placing:
+            if count > self._placements:
+                self._client.placements.learn(self._client.moved_variables(0))
+                self.joint_copies.clear()
+                self._placements = count
 
     def move_server(self, peer: PeerAddress) -> None:
         """Dial a server there from now on, also for what waits for it."""

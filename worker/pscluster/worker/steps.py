@@ -159,6 +159,7 @@ def run_steps(step: worker_pb2.Step, context: FunctionContext, job: Job, call: C
     check_count(asked.count, MAX_STEPS - 1, "steps of one function")
     if asked.staleness:
         return run_bounded(step.gang, context, job, call)
+    job.know_placements(step.placements)  # contributions are not sent on to where a shard is
     last = asked.first + asked.count
     steps = WorkerSteps(
         context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -24,6 +25,9 @@ from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
+
+HOLD_SECONDS = 60.0
+"""How long a move waits for the functions of replicas that step together to end, before it is undone."""
 
 COPY_RATE = 64 << 20
 """Bytes per second of a shard that is copied while it changes: that takes about a third of a core, of the servers and
@@ -76,10 +80,10 @@ class _Course:
 
 
 class ShardMover:
-    """Moves shards of one job, one at a time. Thread-safe."""
+    """Moves shards of one job, one at a time. Thread-safe. `hold`: no function runs from the freeze on."""
 
-    def __init__(self, job: HasJob) -> None:
-        self._context = job.context
+    def __init__(self, job: HasJob, *, hold: bool = False) -> None:
+        self._context, self._hold = job.context, hold
         self._variables: dict[int, Variable] = {}
 
     def move(self, shard: Shard, target: int) -> Moved | None:
@@ -154,14 +158,15 @@ class ShardMover:
         }
 
     def _run(self, course: _Course) -> Moved | None:
-        begin, move, placing = time.monotonic(), course.move, False
-        try:
+        begin, move = time.monotonic(), course.move
+        with contextlib.ExitStack() as cut:
             while move.step not in ENDS:
-                if move.step is Step.FREEZE and not placing:
-                    self._context.placing.acquire()
-                    placing = True
-                self._announce(course)
                 try:
+                    if move.step is Step.FREEZE:
+                        cut.enter_context(self._context.placing)
+                        if self._hold:
+                            self._hold_job(cut)
+                    self._announce(course)
                     committed = self._take(course)
                 except PsClusterError as error:
                     course.failure = course.failure or error
@@ -171,9 +176,6 @@ class ShardMover:
                 else:
                     move.succeeded(committed=committed)
             self._announce(course)
-        finally:
-            if placing:
-                self._context.placing.release()
         if move.step is Step.UNDONE:
             assert course.failure is not None
             raise _undone(course)
@@ -197,6 +199,15 @@ class ShardMover:
         )
         self._context.event_log.record(f"ps {moved.target}", "note", f"has {moved.shard}, from ps {moved.source}")
         return moved
+
+    def _hold_job(self, cut: contextlib.ExitStack) -> None:
+        """Let no function run, and have all servers apply all synchronous steps.
+
+        WaitTimeoutError if a function runs too long.
+        """
+        if (dispatcher := self._context.dispatcher) is not None:
+            cut.enter_context(dispatcher.waits.barrier(HOLD_SECONDS))
+            self._context.settle_steps()
 
     def _announce(self, course: _Course) -> None:
         """Have a server that restarts now be told how things stand."""
@@ -273,6 +284,7 @@ class ShardMover:
             context.variables.shard_moved(course.shard.nbytes, course.source, course.target)
             if context.dispatcher is not None:
                 context.dispatcher.servers.shard_moved(course.source, course.target)
+                context.dispatcher.state.placements += 1
 
 
 def _undone(course: _Course) -> PsClusterError:

@@ -102,7 +102,7 @@ def fill_arguments(call: Call) -> None:
     call.remote = _NOTHING
 
 
-def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
+def step_of(task: Task[Call], attempt: int, term: int, placements: int) -> worker_pb2.Step:
     call = task.payload
     step = worker_pb2.Step(
         function=task.id,
@@ -112,6 +112,7 @@ def step_of(task: Task[Call], attempt: int, term: int) -> worker_pb2.Step:
         want_result=call.result() is not None,
         key=task.key,
         term=term,
+        placements=placements,
     )
     if task.gang is not None:
         step.gang.CopyFrom(task.gang.described)

@@ -168,7 +168,8 @@ class Outcomes:
                 return False
         full = self._scheduler.full
         position, now = self._scheduler.reserve(index, len(tasks)), time.monotonic()
-        connection.send(position, [step_of(task, task.attempts + 1, self._state.term) for task in tasks])
+        term, placements = self._state.term, self._state.placements
+        connection.send(position, [step_of(task, task.attempts + 1, term, placements) for task in tasks])
         self._scheduler.give(index, tasks, position, now)
         self._state.metrics.sent(tasks, now)
         handle.heard, handle.sent = now, position + len(tasks) - 1

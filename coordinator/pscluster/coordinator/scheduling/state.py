@@ -128,6 +128,7 @@ class DispatchState:
         self.changed = Condition(self.lock)
         self.scheduler: Scheduler[Call] = Scheduler(len(peers), self.max_attempts, max_queued)
         self.term = self.attach.term  # of functions' updates; it changes only while no function runs
+        self.placements = 0  # how many shards have moved; where replicas step together, likewise
         self.closed = False
         self.no_worker_since = self.failed_at = time.monotonic()
         self.cancelled_by_error = 0

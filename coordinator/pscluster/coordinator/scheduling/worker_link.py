@@ -297,7 +297,7 @@ class WorkerLink:
             with self._state.lock:
                 self._scheduler.stray_ended(self._index, task.id)
             return worker_pb2.Step()
-        return step_of(task, task.attempts, self._state.term)
+        return step_of(task, task.attempts, self._state.term, self._state.placements)
 
     async def _prepare(
         self, connection: WorkerConnection, tasks: list[Task[Call]], positions: list[int]

@@ -75,7 +75,7 @@ class PsClient:
         self.incarnation = incarnation
         self._identity = identity
         self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
-        self.placements = Placements(self._moved_variables, self.exchanges.begin, retry_seconds)
+        self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements)
         self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
@@ -100,7 +100,8 @@ class PsClient:
         """Dial the server of this index there from now on; see `Server.move`."""
         self._servers[peer.index].move(peer)
 
-    def _moved_variables(self, server: int) -> Sequence[ps_pb2.VariableSpec]:
+    def moved_variables(self, server: int) -> Sequence[ps_pb2.VariableSpec]:
+        """Return the variables of which a shard has moved, as a server knows them."""
         request = ps_pb2.DescribeRequest(job=self.job, moved=True)
         return self._describe(self._servers[server], request).variables
 
