@@ -569,6 +569,24 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
                 max(times["serving"] for times in answers.values()) <= 1.0,
             ),
         )
+    if wanted("cost-move-1gib"):
+        mib, parts = (64, 2) if quick else (1024, 8)
+        bench.cost(
+            f"{mib:,} MiB of shards that move to another server while training: what training keeps of its rate, the "
+            "time of the move, a reader's longest wait",
+            "0.7; waits a tenth of the time",
+            "move",
+            {kind: {"mib": mib, "shards": parts, "durability": kind, "seconds": 3.0} for kind in ("none", "log")},
+            lambda answers: (
+                "; ".join(
+                    f"{kind}: {took['kept']:.2f}, {took['seconds']:.1f} s, {1000 * took['read']:.0f} ms (updates of a "
+                    f"shard {took['frozen']:.2f} s)"
+                    for kind, took in answers.items()
+                ),
+                all(took["kept"] >= 0.7 and took["read"] <= took["seconds"] / 10 for took in answers.values()),
+            ),
+            script="move_costs.py",
+        )
     if wanted("cost-starts"):
         n = 10 if quick else 50
         cases = {
@@ -771,6 +789,7 @@ COSTS = (
     "cost-unchanged",
     "cost-durability",
     "cost-healing",
+    "cost-move-1gib",
     "cost-starts",
     "cost-data",
     "cost-packing",
