@@ -40,7 +40,7 @@ from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, Ps
 from pscluster.ps.client.reduction import REDUCED_BYTES
 from pscluster.v1 import node_pb2
 
-MOVE = "ps/rpc:/pscluster.v1.ParameterServer/Move"
+SERVER = "ps/rpc:/pscluster.v1.ParameterServer"
 DEATHS = {
     "ps.freeze.after": "ps/ps.freeze.after=kill@1",  # the source
     "ps.adopt.before": "ps/ps.adopt.before=kill@1",  # the target
@@ -151,8 +151,9 @@ def test_a_server_dies_amid_a_move(armed: Armed, job: Job, point: str) -> None:
 def test_a_fault_at_a_step_of_a_move(armed: Armed, job: Job, kind: str) -> None:
     """A request or its answer is lost, late, or arrives twice, at each of the steps."""
     job.undone.clear()
-    for nth in range(1, 7):  # of either server: track, stage, write, freeze, commit, place ...
-        fault = f"{MOVE}={kind}@{nth}"
+    # Of either server: track, stage, freeze, commit, place ...; and the pages.
+    faults = [f"{SERVER}/Move={kind}@{nth}" for nth in range(1, 7)]
+    for fault in (*faults, f"{SERVER}/Pull={kind}@1", f"{SERVER}/Push={kind}@1"):
         armed.arm(fault)
         job.schedule(10)
         job.move_all()
@@ -357,6 +358,10 @@ def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:
         assert [strategy.add_server(), strategy.add_server()] == [1, 2]
         moved = strategy.rebalance()
         assert {each.target for each in moved} == {1, 2}
+        chief = status(cluster, "chief", 0)
+        assert [server.index for server in chief.moved_servers] == [1, 2]
+        ups = strategy.telemetry.snapshot()["server_up"]
+        assert ups == {"0": 1, "1": 1, "2": 1}
         job.schedule(20)
         cluster.kill("worker", 0)
         with strategy.scope():
@@ -374,6 +379,7 @@ def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:
         if durability == "log":
             for index in range(2):
                 cluster.kill("ps", index)
+            job.check(later)
         job.schedule(10)
         strategy.remove_server()
         job.check(later)

@@ -235,7 +235,7 @@ class StatusReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., state: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., coordinator: _Optional[str] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., functions_done: _Optional[int] = ..., functions_running: _Optional[int] = ..., detail: _Optional[str] = ..., lost_updates: _Optional[_Mapping[str, int]] = ..., memory_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., busiest: _Optional[_Iterable[_Union[VariableLoad, _Mapping]]] = ..., function_seconds: _Optional[float] = ..., waited_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., functions_waiting: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., clock: _Optional[float] = ..., recorded: _Optional[_Iterable[_Union[Recorded, _Mapping]]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers", "moved_servers", "placed", "frozen", "arriving", "listed_servers")
+    __slots__ = ("coordinator", "job", "num_workers", "seed", "job_id", "coordinator_number", "job_name", "take_over", "store_id", "closed", "finished_starts", "finished_stops", "store_ids", "ps_timeout", "term", "ps_addresses", "workers", "moved_servers", "placed", "frozen", "arriving", "resized")
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -257,7 +257,7 @@ class AttachRequest(_message.Message):
     PLACED_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     ARRIVING_FIELD_NUMBER: _ClassVar[int]
-    LISTED_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    RESIZED_FIELD_NUMBER: _ClassVar[int]
     coordinator: Identity
     job: int
     num_workers: int
@@ -279,8 +279,8 @@ class AttachRequest(_message.Message):
     placed: _containers.RepeatedCompositeFieldContainer[_ps_pb2.VariableSpec]
     frozen: _containers.RepeatedCompositeFieldContainer[_ps_pb2.HeldShard]
     arriving: _containers.RepeatedCompositeFieldContainer[_ps_pb2.HeldShard]
-    listed_servers: int
-    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[_ps_pb2.HeldShard, _Mapping]]] = ..., arriving: _Optional[_Iterable[_Union[_ps_pb2.HeldShard, _Mapping]]] = ..., listed_servers: _Optional[int] = ...) -> None: ...
+    resized: bool
+    def __init__(self, coordinator: _Optional[_Union[Identity, _Mapping]] = ..., job: _Optional[int] = ..., num_workers: _Optional[int] = ..., seed: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., take_over: bool = ..., store_id: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., store_ids: _Optional[_Iterable[int]] = ..., ps_timeout: _Optional[float] = ..., term: _Optional[int] = ..., ps_addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., moved_servers: _Optional[_Iterable[_Union[ServerAddress, _Mapping]]] = ..., placed: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., frozen: _Optional[_Iterable[_Union[_ps_pb2.HeldShard, _Mapping]]] = ..., arriving: _Optional[_Iterable[_Union[_ps_pb2.HeldShard, _Mapping]]] = ..., resized: bool = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("kind", "identity", "incarnation", "store_id", "restored", "missing_rules", "data_port", "address", "term")

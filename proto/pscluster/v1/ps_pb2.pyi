@@ -406,12 +406,13 @@ class Refusal(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "read", "update", "create", "restore", "total_bytes", "last", "after", "pad", "payload")
+    __slots__ = ("id", "read", "update", "create", "restore", "move", "total_bytes", "last", "after", "pad", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     CREATE_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -422,12 +423,13 @@ class Request(_message.Message):
     update: UpdateRequest
     create: CreateRequest
     restore: bool
+    move: MoveRequest
     total_bytes: int
     last: bool
     after: StepCount
     pad: bytes
     payload: bytes
-    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., restore: bool = ..., total_bytes: _Optional[int] = ..., last: bool = ..., after: _Optional[_Union[StepCount, _Mapping]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., read: _Optional[_Union[ReadRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ..., create: _Optional[_Union[CreateRequest, _Mapping]] = ..., restore: bool = ..., move: _Optional[_Union[MoveRequest, _Mapping]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., after: _Optional[_Union[StepCount, _Mapping]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "read", "update", "refusal", "create", "total_bytes", "last", "again", "pad", "payload")
@@ -783,7 +785,7 @@ class ShardState(_message.Message):
     def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "pad", "payload")
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
@@ -824,8 +826,6 @@ class MoveRequest(_message.Message):
     SAVED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
-    PAD_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     action: MoveRequest.Action
@@ -838,20 +838,14 @@ class MoveRequest(_message.Message):
     saved: bool
     round: int
     num_servers: int
-    pad: bytes
-    payload: bytes
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ...) -> None: ...
 
 class MoveReply(_message.Message):
-    __slots__ = ("state", "changed", "committed", "pad", "payload")
+    __slots__ = ("state", "changed", "committed")
     STATE_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    PAD_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     state: ShardState
     changed: bytes
     committed: bool
-    pad: bytes
-    payload: bytes
-    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ...) -> None: ...

@@ -37,6 +37,9 @@ PAGE_ELEMENTS = 1024
 """Elements of a page of a shard, of the values and equally of each slot and average, when it moves to another server: a
 few rows of a table, so that updates of scattered rows change little that must be copied again."""
 
+MOVE_BYTES = 8 << 20
+"""The most bytes of pages in one request."""
+
 METADATA = 0, 1
 """Variable and shard in whose place the job's metadata stands in updates, on server 0."""
 

@@ -206,6 +206,9 @@ def test_what_the_target_refuses(sides: tuple[Side, Side]) -> None:
     other = ps_pb2.ShardState(arrays=reply.state.arrays, term=3)
     with pytest.raises(StaleError, match="not in one term"):
         target.ask(Request.COMMIT, state=other, spec=spec)
+    for wrong in (spec_of(source.store, 2, 0), spec_of(source.store, 2, 0, 0, 0)):
+        with pytest.raises(ProtocolError, match="makes another variable of it"):
+            target.store.place(wrong, JOB)
     with pytest.raises(StaleError, match="ps 1 lacks shard 0 of 'v', which has moved here"):
         target.store.place(spec, JOB)
 

@@ -52,7 +52,7 @@ class ServerList:
 
     def check(self, request: node_pb2.AttachRequest) -> None:
         """Raise ConfigurationError if a coordinator lists another number of servers, or as `of`."""
-        if not self.listed or len(self.listed) != request.listed_servers:  # others were added or removed since
+        if not request.resized:
             self.check_count(len(request.store_ids))
         self.of(request)
 

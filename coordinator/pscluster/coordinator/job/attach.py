@@ -109,7 +109,6 @@ def describe_job(
         coordinator_number=1,
         take_over=take_over,
         ps_addresses=[peer.address for peer in ps],
-        listed_servers=len(ps),
         workers=[peer.index for peer in workers],
     )
     client = PsClient(ps, request.coordinator, job=request.job, incarnation=fresh_id(), retry_seconds=ps_timeout)
@@ -175,6 +174,11 @@ class _CoordinatorRole(Role):
         if context is not None:
             reply.workers.extend(addresses_of(context.workers))
             reply.moved_servers.extend(context.request.moved_servers)
+            moved = {server.index for server in reply.moved_servers}
+            listed = context.spec.num_tasks("ps")
+            for index, address in enumerate(context.request.ps_addresses):
+                if index >= listed and index not in moved:  # it was added
+                    reply.moved_servers.add(index=index, address=address)
 
 
 def _serve_role(context: JobContext) -> RoleServer | None:

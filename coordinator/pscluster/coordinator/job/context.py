@@ -227,6 +227,7 @@ class JobContext:
             self.tasks = [*(task for task in self.tasks if task.role == "ps"), peer, *self.workers]
             self.client.exchanges.add_server(peer, server.store_id)
             self.servers.append(server)
+            self.request.resized = True
             self.request.ps_addresses.append(peer.address)
             self.request.store_ids.append(server.store_id)
             if self.dispatcher is not None:
@@ -256,6 +257,7 @@ class JobContext:
                 self.dispatcher.servers.remove(server)
             self.servers.pop()
             self.tasks = [task for task in self.tasks if (task.role, task.index) != ("ps", server.peer.index)]
+            self.request.resized = True
             moved = [other for other in self.request.moved_servers if other.index != server.peer.index]
             del self.request.ps_addresses[-1], self.request.store_ids[-1], self.request.moved_servers[:]
             self.request.moved_servers.extend(moved)

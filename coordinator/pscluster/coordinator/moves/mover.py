@@ -21,6 +21,7 @@ from pscluster.core.ids import fresh_id
 from pscluster.core.limits import MAX_COUNT
 from pscluster.ps.client.move_steps import MoveSteps, Pages
 from pscluster.ps.handles.variable import Shard, Variable
+from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.v1 import ps_pb2
 
@@ -65,9 +66,10 @@ class _Course:
     failure: PsClusterError | None = None
 
     @property
-    def itemsize(self) -> int:
-        """Return the most bytes that an element takes in any of the arrays."""
-        return max(self.shard.dtype.itemsize, 4)
+    def itemsizes(self) -> dict[str, int]:
+        """Return how many bytes an element of each array takes."""
+        dtype = self.shard.dtype
+        return {name: (dtype if name == "value" else compute_dtype(dtype)).itemsize for name in self.arrays}
 
     def spec_with(self, placement: int) -> ps_pb2.VariableSpec:
         """Return the spec of this placement: the next one is that of the move, the one after it the one before."""
@@ -113,7 +115,7 @@ class ShardMover:
                 source,
                 target,
                 spec,
-                MoveSteps(client, fresh_id(), spec.id, shard.index, source, target),
+                MoveSteps(client, fresh_id(), spec.id, shard.index, source, target, shard.block.size),
                 Move(spec.placement),
             )
             return self._run(course)
@@ -236,7 +238,8 @@ class ShardMover:
                 course.frozen_at = time.monotonic()
                 course.state, pages = steps.freeze()
                 pages = np.union1d(course.pages, pages)
-                course.copied += sum(steps.copy(course.state.arrays, pages, course.itemsize))
+                course.arrays = course.state.arrays
+                course.copied += sum(steps.copy(course.itemsizes, pages))
                 steps.stage(course.state)
             case Step.COMMIT:
                 reach("coordinator.commit_move.before")
@@ -263,16 +266,17 @@ class ShardMover:
 
     def _copy(self, course: _Course) -> None:
         """Copy the shard while it changes, until little is left, or no less."""
-        rounds = Rounds(PAGE_ELEMENTS * course.itemsize * len(course.arrays))
+        rounds = Rounds(PAGE_ELEMENTS * sum(course.itemsizes.values()))
         while rounds.goes_on(len(course.pages)):
             begin = time.monotonic()
-            for nbytes in course.steps.copy(course.arrays, course.pages, course.itemsize):
+            for nbytes in course.steps.copy(course.itemsizes, course.pages):
                 course.copied += nbytes
                 time.sleep(max(begin + nbytes / COPY_RATE - time.monotonic(), 0.0))
                 begin = time.monotonic()
             arrays, course.pages = course.steps.changed()
             if arrays != course.arrays:  # an optimizer's first gradient has come
-                course.arrays, rounds = arrays, Rounds(PAGE_ELEMENTS * course.itemsize * len(arrays))
+                course.arrays = arrays
+                rounds = Rounds(PAGE_ELEMENTS * sum(course.itemsizes.values()))
 
     def _tell(self, course: _Course, spec: ps_pb2.VariableSpec) -> None:
         """Have all servers, and this process, know where the variable's shards are."""

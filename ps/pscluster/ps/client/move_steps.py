@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.errors import from_rpc
-from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, pack, unpack
+from pscluster.core.errors import UnavailableError, from_rpc
+from pscluster.core.metrics.trace import SESSION_HEADER
+from pscluster.core.transport.base import Metadata
+from pscluster.core.transport.frames import pack
+from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.spec import PAGE_ELEMENTS
+from pscluster.ps.client.connections import new_session
+from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
 from pscluster.v1 import ps_pb2
 
 Pages = npt.NDArray[np.int64]
@@ -34,15 +38,18 @@ class MoveSteps:
     all requests do.
     """
 
-    def __init__(self, client: PsClient, move: int, variable: int, shard: int, source: int, target: int) -> None:
+    def __init__(
+        self, client: PsClient, move: int, variable: int, shard: int, source: int, target: int, elements: int = 0
+    ) -> None:
+        """Take the numbers of the shard, of the servers, and of its `elements`."""
         self._client = client
         self._source, self._target = source, target
-        self._round = 0
+        self._elements, self._round = elements, 0
         self._about = functools.partial(ps_pb2.MoveRequest, job=client.job, id=move, variable=variable, shard=shard)
 
     def track(self) -> tuple[list[str], Pages]:
         """Have the source note changes from now on; return the names of the arrays, and all pages."""
-        return _changes(self._once(self._source, self._about(action=ps_pb2.MoveRequest.TRACK))[0])
+        return _changes(self._once(self._source, self._about(action=ps_pb2.MoveRequest.TRACK)))
 
     def changed(self) -> tuple[list[str], Pages]:
         """Return the arrays, and the pages that have changed since they were last asked for."""
@@ -55,31 +62,48 @@ class MoveSteps:
 
     def _next_round(self, action: ps_pb2.MoveRequest.Action) -> ps_pb2.MoveReply:
         self._round += 1
-        return self._once(self._source, self._about(action=action, round=self._round))[0]
+        return self._once(self._source, self._about(action=action, round=self._round))
 
-    def copy(self, arrays: Sequence[str], pages: Pages, itemsize: int) -> Iterator[int]:
-        """Copy these pages of these arrays to the target, whose elements take at most `itemsize` bytes.
+    def copy(self, itemsizes: Mapping[str, int], pages: Pages) -> Iterator[int]:
+        """Copy these pages of arrays to the target, given how many bytes an element of each takes.
 
         Yield the bytes of each piece once it has arrived; the next is read from the source meanwhile.
         """
+        arrays = list(itemsizes)
         state = ps_pb2.ShardState(arrays=arrays)
         self._once(self._target, self._about(action=ps_pb2.MoveRequest.STAGE, state=state))
-        most = max(CHUNK_BYTES // (PAGE_ELEMENTS * itemsize), 1)
+        most = max(MOVE_BYTES // (PAGE_ELEMENTS * max(itemsizes.values())), 1)
         pieces = [(array, pages[at : at + most]) for at in range(0, len(pages), most) for array in arrays]
+        metadata = ((SESSION_HEADER, new_session()),)
         with ThreadPoolExecutor(1, thread_name_prefix="shard-move") as ahead:
-            reading = ahead.submit(self._read, *pieces[0]) if pieces else None
+            reading = [ahead.submit(self._read, itemsizes, metadata, *piece) for piece in pieces[:1]]
             for index, piece in enumerate(pieces):
-                assert reading is not None
-                data = reading.result()
-                reading = ahead.submit(self._read, *pieces[index + 1]) if index + 1 < len(pieces) else None
-                self._once(self._target, self._of_pages(ps_pb2.MoveRequest.WRITE, *piece), [data])
+                data = reading.pop().result()
+                reading += [ahead.submit(self._read, itemsizes, metadata, *each) for each in pieces[index + 1 :][:1]]
+                request = self._of_pages(ps_pb2.MoveRequest.WRITE, *piece)
+                self._client.exchanges.push(self._target, request, [data])
                 yield len(data)
 
-    def _read(self, array: str, pages: Pages) -> memoryview:
-        return self._once(self._source, self._of_pages(ps_pb2.MoveRequest.READ, array, pages))[1]
+    def _read(self, itemsizes: Mapping[str, int], metadata: Metadata, array: str, pages: Pages) -> memoryview:
+        elements = len(pages) * PAGE_ELEMENTS
+        if len(pages) and pages[-1] == self._elements // PAGE_ELEMENTS:  # the last one is not full
+            elements -= PAGE_ELEMENTS - self._elements % PAGE_ELEMENTS
+        data = memoryview(bytearray(elements * itemsizes[array]))
+        there = self._client.exchanges.server(self._source)
+        request = pack(self._of_pages(ps_pb2.MoveRequest.READ, array, pages))
 
-    def _of_pages(self, action: ps_pb2.MoveRequest.Action, array: str, pages: Pages) -> ps_pb2.MoveRequest:
-        return self._about(action=action, arrays=[array], pages=pages.tolist(), round=self._round)
+        def attempt() -> None:
+            sink = PayloadSink(ps_pb2.Reply, [data])
+            there.pull(request, metadata, _CALL_SECONDS, sink.take)
+            if not sink.complete:
+                raise UnavailableError(f"{there.peer} has sent {sink.missing} bytes too few of a shard")
+
+        self._client.exchanges.retrying(there, attempt)
+        return data
+
+    def _of_pages(self, action: ps_pb2.MoveRequest.Action, array: str, pages: Pages) -> ps_pb2.Request:
+        move = self._about(action=action, arrays=[array], pages=pages.tolist(), round=self._round)
+        return ps_pb2.Request(move=move, last=True)
 
     def stage(self, state: ps_pb2.ShardState) -> None:
         """Send the remembered updates to the target, as many as one message takes at a time, and clear them here."""
@@ -117,22 +141,22 @@ class MoveSteps:
         """Have the target serve the shard that it has under this spec. Waits for it."""
         self._waiting(self._target, self._about(action=ps_pb2.MoveRequest.SERVE, spec=spec))
 
-    def _once(
-        self, server: int, request: ps_pb2.MoveRequest, payload: Sequence[Buffer] = (), *, save: bool = False
-    ) -> tuple[ps_pb2.MoveReply, memoryview]:
+    def _once(self, server: int, request: ps_pb2.MoveRequest, *, save: bool = False) -> ps_pb2.MoveReply:
         self._client.exchanges.check_open()
         there, seconds = self._client.exchanges.server(server), _SAVE_SECONDS if save else _CALL_SECONDS
         there.check()
         try:
-            return unpack(there.ask("bulk", "move", pack(request, payload), seconds), ps_pb2.MoveReply)
+            reply: ps_pb2.MoveReply = there.ask("bulk", "move", request, seconds)
         except grpc.RpcError as error:
             raise from_rpc(error, str(there.peer)) from None
+        return reply
 
     def _waiting(self, server: int, request: ps_pb2.MoveRequest, *, save: bool = False) -> ps_pb2.MoveReply:
         self._client.exchanges.check_open()
         there, seconds = self._client.exchanges.server(server), _SAVE_SECONDS if save else _CALL_SECONDS
-        ask = functools.partial(there.ask, "bulk", "move", pack(request), seconds)
-        return unpack(self._client.exchanges.retrying(there, ask), ps_pb2.MoveReply)[0]
+        ask = functools.partial(there.ask, "bulk", "move", request, seconds)
+        reply: ps_pb2.MoveReply = self._client.exchanges.retrying(there, ask)
+        return reply
 
 
 def _changes(reply: ps_pb2.MoveReply) -> tuple[list[str], Pages]:

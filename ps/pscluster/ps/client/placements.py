@@ -65,6 +65,13 @@ class Placements:
             self.changes += news
         return news
 
+    def _ask(self, server: int) -> bool:
+        """Learn what a server knows, or the first one, if that one was removed; return whether it is news."""
+        try:
+            return self.learn(self._describe(server))
+        except ShardMovedError:
+            return self.learn(self._describe(0))
+
     def following(self, attempt: Callable[[], T]) -> T:
         """Return what the attempt returns, which is repeated when a shard turns out to have moved."""
         deadline = 0.0
@@ -75,7 +82,7 @@ class Placements:
             except ShardMovedError as error:
                 if error.server is None:
                     raise
-                if self.learn(self._describe(error.server)) or self.changes != before:
+                if self._ask(error.server) or self.changes != before:
                     continue
                 deadline = deadline or time.monotonic() + self._seconds
                 if time.monotonic() >= deadline:

@@ -16,6 +16,7 @@ import xxhash
 
 from pscluster.core.errors import (
     InvalidUpdateError,
+    ProtocolError,
     ShardMovedError,
     StaleError,
     UnavailableError,
@@ -158,6 +159,11 @@ class Directory:
         held = self.variables.get(spec.id)
         if held is None or spec.placement <= held.spec.placement:
             return {}
+        same = ps_pb2.VariableSpec()
+        same.CopyFrom(spec)
+        same.owners[:], same.placement = held.spec.owners, held.spec.placement
+        if same != held.spec or len(spec.owners) != len(held.spec.owners):
+            raise ProtocolError(f"a placement of {held.spec.name!r} that makes another variable of it")
         here = {**held.shards, **(arrived or {})}
         mine = {shard for shard, owner in enumerate(spec.owners) if owner == self._server}
         if missing := mine.difference(here):

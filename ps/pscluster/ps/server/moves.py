@@ -35,11 +35,11 @@ import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError
 from pscluster.core.fault_points import reach
-from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, view
+from pscluster.core.transport.frames import Buffer, view
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.store import Store
-from pscluster.ps.spec import PAGE_ELEMENTS
+from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import node_pb2, ps_pb2
@@ -171,9 +171,8 @@ class Moves:
             known = shard.arrays()
         arrays = _named(known, request.arrays)
         pages = _pages_of(request, shard.array.size)
-        if pages_bytes(pages, arrays) > CHUNK_BYTES:
-            size = pages_bytes(pages, arrays)
-            raise ProtocolError(f"a read of pages of {size:,} bytes; the limit is {CHUNK_BYTES:,}: divide it")
+        if (size := pages_bytes(pages, arrays)) > MOVE_BYTES:
+            raise ProtocolError(f"a read of pages of {size:,} bytes; the limit is {MOVE_BYTES:,}: divide it")
         return ps_pb2.MoveReply(), [piece for array in arrays for piece in taken_from(array, pages)]
 
     def _release(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
@@ -193,7 +192,8 @@ class Moves:
         name, shape = (request.variable, request.shard), held.partition.block(request.shard).shape
         with self._lock:
             self._check_wanted(store, request)
-            staged = self._staged.setdefault(request.id, _Staged(name, shape))
+            staged = self._staged.get(request.id, _Staged(name, shape))
+            self._staged = {request.id: staged}  # a coordinator makes one move at a time
         if staged.name != name:
             raise ProtocolError("a move of two shards")
         for array in request.state.arrays:
@@ -395,16 +395,22 @@ def _split(array: Any, pages: Pages) -> tuple[Any, Pages, Any]:
     return flat[: full * PAGE_ELEMENTS].reshape(full, PAGE_ELEMENTS), pages if rest is None else pages[:-1], rest
 
 
+def _index(pages: Pages) -> Any:
+    """Return an index of these rows: a slice, which is not copied, if they follow each other."""
+    first, last = (int(pages[0]), int(pages[-1])) if len(pages) else (0, -1)
+    return slice(first, last + 1) if last - first == len(pages) - 1 else pages
+
+
 def taken_from(array: Any, pages: Pages) -> list[Buffer]:
-    """Return copies of these pages of an array."""
+    """Return these pages of an array, as a view of it if they follow each other."""
     rows, full, rest = _split(array, pages)
-    return [view(rows[full]), *([] if rest is None else [view(rest.copy())])]
+    return [view(rows[_index(full)]), *([] if rest is None else [view(rest)])]
 
 
 def put_into(array: Any, pages: Pages, data: memoryview) -> None:
     """Set these pages of an array."""
     rows, full, rest = _split(array, pages)
     end = len(full) * PAGE_ELEMENTS * array.itemsize
-    rows[full] = np.frombuffer(data[:end], array.dtype).reshape(len(full), PAGE_ELEMENTS)
+    rows[_index(full)] = np.frombuffer(data[:end], array.dtype).reshape(len(full), PAGE_ELEMENTS)
     if rest is not None:
         rest[...] = np.frombuffer(data[end:], array.dtype)

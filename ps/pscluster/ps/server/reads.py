@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +75,18 @@ def frames(
                 reply.total_bytes = total
                 reply.read.SetInParent()
             yield parts_of(reply, buffers)
+
+
+def whole(request_id: int, buffers: Sequence[Buffer], frame_bytes: int) -> Iterator[list[Buffer]]:
+    """Yield a reply of these bytes as frames."""
+    total, done = sum(map(len, buffers)), 0
+    for group in pieces(buffers, frame_bytes) if total else [[]]:
+        reply = ps_pb2.Reply(id=request_id, last=done + sum(map(len, group)) == total)
+        if not done:
+            reply.total_bytes = total
+            reply.read.SetInParent()
+        done += sum(map(len, group))
+        yield parts_of(reply, group)
 
 
 def _groups(

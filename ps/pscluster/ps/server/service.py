@@ -17,7 +17,7 @@ from pscluster.core.role.drain import Drain
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.admission import Admission
 from pscluster.core.transport.base import server_call
-from pscluster.core.transport.frames import Assembler, Buffer, pack, parts_of, unpack
+from pscluster.core.transport.frames import Assembler, Buffer, padding, parts_of, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
@@ -25,7 +25,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import Incoming, WritePath
-from pscluster.ps.spec import SESSION_BYTES, split_step
+from pscluster.ps.spec import MOVE_BYTES, SESSION_BYTES, split_step
 from pscluster.v1 import ps_pb2
 
 STILL_SECONDS = 30.0
@@ -154,6 +154,12 @@ class ParameterServerService:
         with self.drain:
             request, payload = unpack(data, ps_pb2.Request)
             store = self._role.serving()
+            if request.WhichOneof("body") == "move":
+                with self.budget.reserve(MOVE_BYTES, context):
+                    for frame in self._pages(store, request, context, call.frame_bytes):
+                        with self._watchdog.with_call(context):
+                            yield call.reply(frame)
+                return
             if request.WhichOneof("body") != "read":
                 raise ProtocolError("a Pull is a read")
             if request.HasField("after"):
@@ -169,6 +175,16 @@ class ParameterServerService:
                     with self._watchdog.with_call(context):  # until the next one is requested
                         yield call.reply(frame)
         self._counted("pull", begin, nbytes, _name_of(context))
+
+    def _pages(
+        self, store: Store, request: ps_pb2.Request, context: grpc.ServicerContext, frame_bytes: int
+    ) -> Iterator[list[Buffer]]:
+        """Return the frames of pages of a shard that moves."""
+        check_coordinator(context, "moves of shards")
+        store.check_job(request.move.job)
+        _, buffers = self._role.moves.handle(store, request.move, memoryview(b""))
+        gap = padding(sum(map(len, buffers)))
+        return reads.whole(request.id, [*buffers, bytes(gap)], frame_bytes)
 
     def push(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive an update (or creation) in frames, and apply it once it is whole."""
@@ -268,13 +284,12 @@ class ParameterServerService:
             self.writes.restore(store, request)
         return ps_pb2.RestoreReply()
 
-    def move(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    def move(self, request: ps_pb2.MoveRequest, context: grpc.ServicerContext) -> ps_pb2.MoveReply:
         """Take one step of the move of a shard."""
         check_coordinator(context, "moves of shards")
-        request, payload = unpack(data, ps_pb2.MoveRequest)
         store = self._store_of(request.job)
         with self.drain:
             if request.action == ps_pb2.MoveRequest.RESIZE:
                 self._role.resize(request.num_servers)
-                return pack(ps_pb2.MoveReply())
-            return pack(*self._role.moves.handle(store, request, payload))
+                return ps_pb2.MoveReply()
+            return self._role.moves.handle(store, request, memoryview(b""))[0]

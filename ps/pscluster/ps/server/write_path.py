@@ -40,7 +40,7 @@ from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
 from pscluster.ps.server.updates import Change
-from pscluster.ps.spec import COPY
+from pscluster.ps.spec import COPY, MOVE_BYTES
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2
 
@@ -159,8 +159,10 @@ class WritePath:
             _check_create(store, first, context)
         elif body == "restore":
             _check_restore(first, context)
+        elif body == "move":
+            _check_move(store, first, context)
         else:
-            raise ProtocolError("a Push is an update, a creation or a request to restore")
+            raise ProtocolError("a Push is an update, a creation, a request to restore, or pages of a shard")
         if not first.update.HasField("contribution") and self._may_stage(first.total_bytes, changes):
             with self._budget.reserve(first.total_bytes, context):
                 server_call(context).has_taken_memory()
@@ -181,6 +183,9 @@ class WritePath:
             reply = ps_pb2.Reply(id=first.id, last=True)
             if body == "restore":
                 self.restore(store, _restore_request(Payload(assembler.chunks).joined()))
+                return "", 0, pack(reply)
+            if body == "move":
+                self._role.moves.handle(store, first.move, Payload(assembler.chunks).joined())
                 return "", 0, pack(reply)
             if body == "update":
                 keep = self._role.manager.logs or first.update.HasField("contribution")
@@ -302,6 +307,13 @@ def _check_restore(request: ps_pb2.Request, context: grpc.ServicerContext) -> No
         raise ProtocolError(
             f"a request to restore of {request.total_bytes:,} bytes; the limit is {MAX_CONTROL_BYTES:,}"
         )
+
+
+def _check_move(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
+    check_coordinator(context, "moves of shards")
+    store.check_job(request.move.job)
+    if request.move.action != ps_pb2.MoveRequest.WRITE or not 0 < request.total_bytes <= MOVE_BYTES:
+        raise ProtocolError(f"{request.total_bytes:,} bytes that are no pages of a shard; the limit is {MOVE_BYTES:,}")
 
 
 def _restore_request(data: memoryview) -> ps_pb2.RestoreRequest:
