@@ -11,6 +11,7 @@ import math
 import pickle
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscluster.core.dtypes import is_masked_array
 from pscluster.core.errors import ProtocolError
 from pscluster.core.handles import Handle
 from pscluster.core.limits import MAX_DEPTH
@@ -686,3 +688,9 @@ def test_damaged_values_are_refused_or_decoded(obj: Any, edits: list[tuple[int, 
     for position, byte in edits:
         sent[position % len(sent)] = byte
     _outcome(bytes(sent[: len(sent) - cut]), [bytearray(attachment) for attachment in attachments])
+
+
+def test_a_module_that_another_thread_is_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class of masked arrays is not there yet, so nobody has made one."""
+    monkeypatch.setitem(sys.modules, "numpy.ma", types.ModuleType("numpy.ma"))
+    assert not is_masked_array([1, 2])
