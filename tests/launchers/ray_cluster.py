@@ -29,7 +29,7 @@ class Nodes:
         command = [sys.executable, __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = self._ask(f"add {OTHER}")
-        self._has_other = True
+        self.other: str | None = OTHER  # the second node's
 
     def _ask(self, command: str) -> str:
         assert self._process.stdin is not None
@@ -41,14 +41,14 @@ class Nodes:
 
     def add(self, address: str) -> None:
         """Add a second node, unless there is one."""
-        if not self._has_other:
+        if self.other is None:
             self._ask(f"add {address}")
-            self._has_other = True
+            self.other = address
 
     def remove(self) -> None:
         """Remove the second node, with all that runs on it."""
         self._ask("remove")
-        self._has_other = False
+        self.other = None
 
     def close(self) -> None:
         """Stop all nodes."""

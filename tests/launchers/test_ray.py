@@ -225,7 +225,7 @@ def test_a_group_of_a_framework(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     assert all(value["says"] for value in values)
     assert {value["node"] for value in values} == {0, 1}, "it was on both nodes"
     (where,) = {value["where"] for value in values}
-    assert where == OTHER or not where.startswith("127."), "an address that the other node reaches"
+    assert where == nodes.other or not where.startswith("127."), "an address that the other node reaches"
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-3", "1-3", "2-3"}
 
 
@@ -257,7 +257,8 @@ def test_an_elastic_run(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     assert re.search(sentence, script.log), script.log[-5000:]
     has(4)
     places = [json.loads(line) for line in re.findall(r"tasks (\[.*\])", script.log)][-1]
-    (lost,) = (int(name.removeprefix("worker ")) for name, _, address in places if address.startswith(OTHER))
+    other = f"{nodes.other}:"
+    (lost,) = (int(name.removeprefix("worker ")) for name, _, address in places if address.startswith(other))
     assert lost > 0
     nodes.remove()
     has(3)
