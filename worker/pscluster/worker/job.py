@@ -126,7 +126,7 @@ class Job:
         """Have so many servers, of which some may be new. ProtocolError unless there is a store id for each."""
         if len(store_ids) != count:
             raise ProtocolError(f"{count} parameter servers, and what {len(store_ids)} of them hold")
-        with self._connecting:
+        with self._placing:  # not `_connecting`: a connection may wait for a server that has just moved
             for peer in more:
                 self._client.exchanges.add_server(peer, store_ids[peer.index])
             while self._client.num_servers > count:
