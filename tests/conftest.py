@@ -231,10 +231,10 @@ def run_cluster(num_ps: int, num_workers: int, **options: Any) -> Iterator[Local
     assert [address for address in addresses if not is_free(address)] == []
 
     def left() -> list[threading.Thread]:
+        gc.collect()  # some thread pools of the tests' gRPC servers end only with them
         new = [thread for thread in threading.enumerate() if thread not in threads]
         return [thread for thread in new if not any(name in thread.name for name in _LASTING_THREADS)]
 
-    gc.collect()  # some thread pools of the tests' gRPC servers end only with them
     # gRPC's own threads notice the end of their channels a little later.
     until(lambda: not left(), "no thread is left", left)
 

@@ -112,9 +112,12 @@ class Job:
 
     def know_placements(self, count: int) -> None:
         """Have this worker know where shards are, now that so many have moved; drop copies of synchronous steps."""
+        if count <= self._placements:
+            return
+        specs = self._client.moved_variables(0)  # by each of several replicas here: no lock is held meanwhile
         with self._placing:
+            self._client.placements.learn(specs)
             if count > self._placements:
-                self._client.placements.learn(self._client.moved_variables(0))
                 self.joint_copies.clear()
                 self._placements = count
 
