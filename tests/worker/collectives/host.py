@@ -57,6 +57,7 @@ class Host:
         """End the job and the service."""
         self.role.job_ended()
         self._server.stop(0)
+        del self._server  # its threads end with it; pytest keeps the hosts of the last test until all fixtures have ended
 
 
 def gang_of(
