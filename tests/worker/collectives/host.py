@@ -57,7 +57,8 @@ class Host:
         """End the job and the service."""
         self.role.job_ended()
         self._server.stop(0)
-        del self._server  # its threads end with it; pytest keeps the hosts of the last test until all fixtures have ended
+        # Its threads end with it, and pytest keeps the hosts of the last test until all fixtures have ended.
+        del self._server
 
 
 def gang_of(
