@@ -40,17 +40,21 @@ def getitem(a: DTensor, index: Any) -> DTensor:
     shape: list[int] = []
     axis = 0
     for item in items:
-        if item is None:
-            labels.append(None)
-            shape.append(1)
-            continue
-        if isinstance(item, slice):
-            chosen = range(a.shape[axis])[item]
-            labels.append(axis if chosen == range(a.shape[axis]) else None)
-            shape.append(len(chosen))
-        axis += 1
+        if item is None or isinstance(item, slice):
+            label, length = _kept(item, axis, a)
+            labels.append(label)
+            shape.append(length)
+        axis += item is not None
     result = Result(tuple(labels), tuple(shape), a.dtype)
     return apply("getitem", [a], [axes_of(a)], [result], [block(0), _sliced(items, a)])[0]
+
+
+def _kept(item: slice | None, axis: int, a: DTensor) -> tuple[Label, int]:
+    """Return the label and the length of the result's axis that a slice makes of this one, or that None adds."""
+    if item is None:
+        return None, 1
+    whole = range(a.shape[axis])
+    return axis if whole[item] == whole else None, len(whole[item])
 
 
 def _sliced(items: list[Any], a: DTensor) -> tuple[Any, ...]:
@@ -141,15 +145,11 @@ def _advanced(a: DTensor, items: list[Any]) -> DTensor:
     for at, item in enumerate(items):
         if at == advanced[0] and together:
             place = len(labels)
-        if item is None:
-            labels.append(None)
-            shape.append(1)
-            continue
-        if isinstance(item, slice):
-            chosen = range(a.shape[axis])[item]
-            labels.append(axis if chosen == range(a.shape[axis]) else None)
-            shape.append(len(chosen))
-        axis += 1
+        if item is None or isinstance(item, slice):
+            label, length = _kept(item, axis, a)
+            labels.append(label)
+            shape.append(length)
+        axis += item is not None
     labels[place:place] = labels_of_index
     shape[place:place] = picked
     numbers = iter(range(1, len(arrays) + 1))
