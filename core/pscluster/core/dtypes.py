@@ -40,7 +40,7 @@ def is_variable_dtype(dtype: np.dtype[Any]) -> bool:
 
 def is_masked_array(value: Any) -> bool:
     """Return whether a value is a masked array of NumPy's."""
-    # Not there: then nobody has made one, and to import it takes 50 ms. Another thread may just be doing that.
+    # Not there: then no such array has been made, and to import it takes 50 ms. Another thread may just be doing that.
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     return masked is not None and isinstance(value, masked)
 

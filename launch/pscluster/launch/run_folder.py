@@ -361,7 +361,7 @@ class RunFolder:
         """Ask the process that writes this run for so many workers. The run has been read.
 
         Raises:
-            MisuseError: the run is over, is at a URL, or does not have so many.
+            MisuseError: the run is over, is at a URL, or can't have that many.
             CheckpointError: its folder can't be written.
         """
         limits = self._run.get("workers")

@@ -22,7 +22,7 @@ from pscluster.worker.programs.program import ArrayType
 Array = npt.NDArray[Any]
 
 SHOWN_ELEMENTS = 1000
-"""Up to so many are fetched to be printed, as NumPy shows them in full."""
+"""The most elements that are fetched to be printed, as NumPy shows them in full."""
 
 _THROUGH_BYTES = 64 << 10
 """Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`."""

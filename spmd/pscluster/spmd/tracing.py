@@ -29,7 +29,7 @@ class Step:
     moved_bytes: int  # from one device to another
 
 
-class _Nobody:
+class _NoExecutor:
     """Has no devices."""
 
     def start(self, program: Sendable) -> Running:
@@ -40,7 +40,7 @@ class Trace(Session):
     """Records what a function does with arrays of one mesh, in place of the mesh's session."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, _Nobody())
+        super().__init__(mesh, _NoExecutor())
         self.steps: list[Step] = []
 
     def argument(self, of: ArrayType) -> Ref:

@@ -111,7 +111,7 @@ class Job:
         return self._client.num_servers
 
     def know_placements(self, count: int) -> None:
-        """Have this worker know where shards are, now that so many have moved; drop copies of synchronous steps."""
+        """Have this worker know where shards are, after this many moves; drop copies of synchronous steps."""
         if count <= self._placements:
             return
         specs = self._client.moved_variables(0)  # by each of several replicas here: no lock is held meanwhile
@@ -126,7 +126,7 @@ class Job:
         self._client.move(peer)
 
     def resize(self, count: int, more: Sequence[PeerAddress], store_ids: Sequence[int]) -> None:
-        """Have so many servers, of which some may be new. ProtocolError unless there is a store id for each."""
+        """Have this many servers, of which some may be new. ProtocolError unless there is a store id for each."""
         if len(store_ids) != count:
             raise ProtocolError(f"{count} parameter servers, and what {len(store_ids)} of them hold")
         with self._placing:  # not `_connecting`: a connection may wait for a server that has just moved

@@ -51,7 +51,7 @@ class ScalableCluster(SupervisedCluster):
         """Have a start of this task fail that has not succeeded."""
 
     def scale(self, workers: int, *, timeout: float = 60.0) -> None:
-        """Start workers, or stop those with the highest indices, until there are so many. Return when that is done.
+        """Start workers, or stop those with the highest indices, until there are `workers`. Return when that is done.
 
         Those that had ended, or been given up, are started again, with their full number of restarts.
 

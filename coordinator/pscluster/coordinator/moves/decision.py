@@ -1,14 +1,15 @@
 """The move of one shard from one parameter server, the source, to another, the target, while training runs. Pure.
 
 What is decided is one fact: the target has the shard in a generation that it has saved, under a spec of the variable
-whose `placement` is one higher. Until then the move can be undone; from then on it is completed, by whoever is there.
+whose `placement` is one higher. Until then the move can be undone; from then on it is completed, by this coordinator or
+the next one.
 
     TRACK    the source notes from now on which pages of the shard change
     COPY     all pages go to the target, then those that have changed meanwhile, again and again: see `Rounds`
     FREEZE   the source applies no more updates to the shard, and goes on answering reads. The last pages go to the
              target, with slots, counts, and the updates that are remembered to be applied once
     COMMIT   the target enters the shard, without serving it, and saves it                           (the decision)
-    DROP     the source drops the shard: whoever asks is told to look elsewhere, and asks the source where
+    DROP     the source drops the shard: a client that asks is told to look elsewhere, and asks the source where
     SERVE    the target serves it
     TELL     the other servers learn of the new spec, so that all have the same
 

@@ -90,7 +90,7 @@ def remove_server(context: JobContext) -> list[Moved]:
 
 
 def _resize(context: JobContext, count: int) -> None:
-    """Have all servers of the job save that there are so many, the first one first."""
+    """Have all servers of the job save how many there are, the first one first."""
     steps = MoveSteps(context.client, fresh_id(), 0, 0, 0, 0)
     for server in range(count):
         steps.resize(server, count)

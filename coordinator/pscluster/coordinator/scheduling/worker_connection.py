@@ -151,7 +151,7 @@ class WorkerConnection:
         return Stub(self._heart, NODE_SERVICE)
 
     async def answers(self, seconds: float) -> bool:
-        """Return whether the worker answers within so many seconds."""
+        """Return whether the worker answers within this many seconds."""
         return await _answers(self._pulse(), seconds)
 
     async def until_silent(self, lease: float) -> str:

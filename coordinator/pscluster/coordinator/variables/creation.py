@@ -55,7 +55,7 @@ class VariableCreator:
         self._live, self._last_id = live, live.last_id
 
     def resize(self, servers: int) -> None:
-        """Place variables that are created from now on on so many servers."""
+        """Place variables that are created from now on among this many servers."""
         with self._lock:
             self._placer.resize(servers)
 

@@ -111,12 +111,12 @@ class ShardPlacer:
         self._account(partition, dtype, owners, 1)
 
     def resize(self, count: int) -> None:
-        """Place what comes from now on on so many servers."""
+        """Place what comes from now on among this many servers."""
         self._limit = count
         self.loads = (*self.loads, *(Load() for _ in range(count - len(self.loads))))
 
     def move(self, nbytes: int, source: int, target: int) -> None:
-        """Record that a shard of so many bytes has moved."""
+        """Record that a shard of this many bytes has moved."""
         self.loads = _enter(_enter(self.loads, source, -1, -nbytes), target, 1, nbytes)
 
     def release(self, partition: Partition, dtype: np.dtype[Any], owners: Sequence[int]) -> None:

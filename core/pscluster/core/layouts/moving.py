@@ -1,8 +1,8 @@
 """What has to move for an array to lie in another layout: which piece each device needs, and from which device.
 
 An array may be partial over dimensions of the mesh: then the devices along them have terms, which are combined on the
-way. They are combined in the order of those devices' places, whoever has them and whenever they come, so the bits of
-the result depend on the layouts and the mesh alone.
+way. They are combined in the order of those devices' places, whichever tasks have them and whenever they come, so the
+bits of the result depend on the layouts and the mesh alone.
 
 A device takes a piece from itself if it has it, else from another device of its task, else from the device that all of
 its task take it from. Everyone computes the same plan.

@@ -196,7 +196,7 @@ class RayCluster(ScalableCluster):
             bundles = [self._resources["worker"] for _ in new]
             groups = connection.place_each(bundles, timeout)
             with self._changed:
-                if self._group is not None:  # else nobody would give them back
+                if self._group is not None:  # else they would not be given back
                     self._added |= zip(new, groups, strict=True)
                     return
             for group in groups:

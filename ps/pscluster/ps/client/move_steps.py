@@ -134,7 +134,7 @@ class MoveSteps:
         self._waiting(server, self._about(action=ps_pb2.MoveRequest.PLACE, spec=spec, saved=saved), save=saved)
 
     def resize(self, server: int, count: int) -> None:
-        """Have any server note, and save, that the job has so many servers. Waits for it."""
+        """Have any server note, and save, how many servers the job has. Waits for it."""
         self._waiting(server, self._about(action=ps_pb2.MoveRequest.RESIZE, num_servers=count), save=True)
 
     def serve(self, spec: ps_pb2.VariableSpec) -> None:

@@ -70,7 +70,7 @@ class Moves:
         self._lock = threading.Lock()
         self._staged: dict[int, _Staged] = {}  # by move
         self._over: deque[int] = deque(maxlen=_MAX_OVER)  # moves that this server has nothing more to do with
-        # Held while a shard is entered and saved: whoever withdraws it afterwards learns what has become of it.
+        # Held while a shard is entered and saved: a later withdrawal learns what has become of it.
         self._committing = threading.Lock()
         self._doubtful = False  # whether a generation may be whole that has a shard which was given back
         self._actions: dict[int, Callable[[Store, ps_pb2.MoveRequest, memoryview], _Answer]] = {

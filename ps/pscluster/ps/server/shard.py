@@ -69,7 +69,7 @@ class ChangedPages:
         self._changed[start // PAGE_ELEMENTS : pages_in(stop)] = True
 
     def note_rows(self, rows: npt.NDArray[np.int64], elements: int) -> None:
-        """Note a change of these rows of so many elements."""
+        """Note a change of these rows of `elements` elements each."""
         if not elements:
             return
         first, last = rows * elements // PAGE_ELEMENTS, ((rows + 1) * elements - 1) // PAGE_ELEMENTS
@@ -78,7 +78,7 @@ class ChangedPages:
 
 
 def pages_in(elements: int) -> int:
-    """Return the number of pages of so many elements."""
+    """Return how many pages this many elements take."""
     return -(-elements // PAGE_ELEMENTS)
 
 

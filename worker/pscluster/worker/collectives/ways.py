@@ -41,7 +41,7 @@ class _Way:
         self._transport.learn(self.peer, say_hello(self._channel, self.peer, self._identity))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the worker answers within so many seconds. It may be computing."""
+        """Return whether the worker answers within this many seconds. It may be computing."""
         try:
             say_hello(self._channel, self.peer, self._identity, seconds)
         except (PsClusterError, ValueError):  # ValueError: the channel was closed, for another process at that address
@@ -82,7 +82,7 @@ class Ways:
         return self._way(member).open(report)
 
     def answers(self, member: Member, seconds: float) -> bool:
-        """Return whether a member's worker answers within so many seconds: if not, it is frozen or cut off."""
+        """Return whether a member's worker answers within this many seconds: if not, it is frozen or cut off."""
         return self._way(member).answers(seconds)
 
     def _way(self, member: Member) -> _Way:

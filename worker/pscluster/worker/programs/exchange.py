@@ -23,7 +23,7 @@ class Exchange(Protocol):
 
 
 class OneProcess:
-    """All devices are of this process: there is nobody to send anything to."""
+    """All devices are of this process: nothing is sent."""
 
     task = 0
 
