@@ -43,7 +43,9 @@ class Script:
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
         self.path = folder / "log"
-        env = {**os.environ, "RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
+        # Scripts flush each line as a whole: unbuffered, print() writes it in pieces, and the log's lines come in between.
+        env = {**os.environ, "RAY_DEDUP_LOGS": "0"}
+        env.pop("PYTHONUNBUFFERED", None)
         with self.path.open("wb") as log:
             command = [sys.executable, SCRIPTS, name, *arguments]
             self.process = subprocess.Popen(
