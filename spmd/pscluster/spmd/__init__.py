@@ -12,6 +12,7 @@ from pscluster.core.layouts.mesh import UNSHARDED as UNSHARDED
 from pscluster.core.layouts.mesh import Mesh as Mesh
 from pscluster.spmd import functions as functions  # registers them
 from pscluster.spmd import random as random
+from pscluster.spmd.clients import create_distributed_mesh as create_distributed_mesh
 from pscluster.spmd.creation import arange as arange
 from pscluster.spmd.creation import call_with_layout as call_with_layout
 from pscluster.spmd.creation import empty as empty

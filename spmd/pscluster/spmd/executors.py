@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pscluster.spmd.session import Fetched
 
 
-class _Ended:
+class Ended:
     """A program that has run."""
 
     def __init__(self, fetched: Fetched, error: BaseException | None = None) -> None:
@@ -46,7 +46,7 @@ class InProcess:
         self._store = BlockStore()
         self._lock = threading.Lock()
 
-    def start(self, program: Sendable) -> _Ended:
+    def start(self, program: Sendable) -> Ended:
         """Run a program."""
         with self._lock:
             try:
@@ -60,8 +60,8 @@ class InProcess:
                     program.payloads[0],
                 )
             except Exception as error:
-                return _Ended([], error)
-        return _Ended([fetched])
+                return Ended([], error)
+        return Ended([fetched])
 
     def __len__(self) -> int:
         """Return how many arrays there are."""

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from pscluster.core import checks
 from pscluster.core.errors import MeshError
 from pscluster.core.layouts.layout import Layout, Spec
-from pscluster.core.layouts.mesh import LOCAL_JOB, Device, Dims, Mesh
+from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mesh
+from pscluster.spmd.clients import client_session
 from pscluster.spmd.executors import InProcess, Workers
 from pscluster.spmd.session import Session
 from pscluster.spmd.tracing import active_trace
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator
-
-WORKER_JOB = "worker"
 
 _sessions: dict[Mesh, Session] = {}
 _lock = threading.Lock()
@@ -83,10 +82,14 @@ def session_of(mesh: Mesh) -> Session:
     """
     if (trace := active_trace(mesh)) is not None:
         return trace
-    if (known := _sessions.get(mesh)) is not None:
+    known = client_session(mesh)
+    if known is not None or (known := _sessions.get(mesh)) is not None:
         return known
     if any(job != LOCAL_JOB for job, _ in mesh.tasks):
-        raise MeshError(f"{mesh!r} is not connected: make it by create_mesh(dims, coordinator=coordinator)")
+        raise MeshError(
+            f"{mesh!r} is not connected: make it by create_mesh(dims, coordinator=coordinator), or, in a function that "
+            "runs on several workers, by create_distributed_mesh(dims)"
+        )
     if len(mesh.tasks) > 1:
         raise MeshError(f"{mesh!r} is of several processes: only one of them is this one")
     with _lock:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import array_of, is_variable_dtype
@@ -36,11 +37,13 @@ def distribute(array: npt.ArrayLike | DTensor, layout: Layout, *, dtype: npt.DTy
         return array.relayout(layout) if dtype is None else array.relayout(layout).astype(dtype)
     whole = numeric(array, dtype)
     layout.check_shape(whole.shape)
+    session = session_of(layout.mesh)
+    cut = layout.partition(whole.shape).blocks
     blocks = {
-        shard: np.array(whole[block.slices], order="C", ndmin=whole.ndim)
-        for shard, block in enumerate(layout.partition(whole.shape).blocks)
+        shard: np.array(whole[cut[shard].slices], order="C", ndmin=whole.ndim)
+        for shard in dict.fromkeys(map(layout.shard_of, session.devices))
     }
-    return DTensor(session_of(layout.mesh).load(ArrayType(whole.shape, whole.dtype, layout), blocks))
+    return DTensor(session.load(ArrayType(whole.shape, whole.dtype, layout), blocks))
 
 
 copy_to_mesh = distribute
@@ -49,59 +52,82 @@ copy_to_mesh = distribute
 def pack(components: Any, layout: Layout) -> DTensor:
     """Return the global array whose blocks are these: one for each device, in their order.
 
+    Of several clients, each gives those of its own devices.
+
     Raises PackError if there are not as many as devices, they differ in rank or element type, their shapes are not
     those of one array (whose axes are cut as `numpy.array_split` does), or replicas differ.
     """
     check_is_layout(layout)
-    mesh = layout.mesh
+    session = session_of(layout.mesh)
     if isinstance(components, np.ndarray | DTensor) or not isinstance(components, Sequence):
         raise PackError(f"pack takes a list of components, one for each device, not {type_of(components)}")
-    if len(components) != mesh.size:
-        raise PackError(f"there are {len(components)} components, but the mesh has {mesh.size} devices: give one each")
+    if len(components) != len(session.devices):
+        raise PackError(
+            f"there are {len(components)} components, but the mesh has {len(session.devices)} devices"
+            f"{' here' if len(session.devices) < layout.mesh.size else ''}: give one each"
+        )
     arrays = [numeric(component) for component in components]
-    first = arrays[0]
-    for device, array in enumerate(arrays):
-        if array.ndim != layout.rank:
-            raise PackError(
-                f"component {device} has shape {array.shape}, but the layout [{', '.join(layout.specs)}] is for arrays "
-                f"with {layout.rank} axes, as the global array and each of its components have"
-            )
-        if array.dtype != first.dtype:
-            raise PackError(
-                f"component {device} is {array.dtype}, but component 0 is {first.dtype}: convert one of them"
-            )
-    shape = tuple(_length(arrays, layout, axis) for axis in range(layout.rank))
+    every = [_Component(*facts) for facts in session.gather([_facts_of(array) for array in arrays])]
+    shape = _check_components(every, layout)
     blocks: dict[int, Array] = {}
-    for device, array in enumerate(arrays):
-        shard, wanted = layout.shard_of(device), layout.local_shape(shape, device)
-        if array.shape != wanted:
-            raise PackError(
-                f"component {device} has shape {array.shape}, but of an array of shape {shape} in layout "
-                f"[{', '.join(layout.specs)}] that device has a block of shape {wanted}"
-            )
-        if shard not in blocks:
+    for device, array in zip(session.devices, arrays, strict=True):
+        if (shard := layout.shard_of(device)) not in blocks:
             blocks[shard] = array.copy(order="C")
-        elif blocks[shard].tobytes() != array.tobytes():
-            owner = layout.owners[shard]
+    return DTensor(session.load(ArrayType(shape, arrays[0].dtype, layout), blocks))
+
+
+class _Component(NamedTuple):
+    """What is compared of a component."""
+
+    shape: list[int]
+    dtype: str
+    digest: str
+
+
+def _facts_of(array: Array) -> list[Any]:
+    return [list(array.shape), array.dtype.name, xxhash.xxh3_128_hexdigest(array.tobytes())]
+
+
+def _check_components(every: Sequence[_Component], layout: Layout) -> tuple[int, ...]:
+    """Return the shape of the array whose blocks these are, by device. Raise PackError if there is none."""
+    first = every[0]
+    specs = f"[{', '.join(layout.specs)}]"
+    for device, (own, dtype, _) in enumerate(every):
+        if len(own) != layout.rank:
             raise PackError(
-                f"components {owner} and {device} are replicas of one block by the layout [{', '.join(layout.specs)}], "
-                "but they differ: give equal ones, or another layout"
+                f"component {device} has shape {tuple(own)}, but the layout {specs} is for arrays with {layout.rank} "
+                "axes, as the global array and each of its components have"
             )
-    return DTensor(session_of(mesh).load(ArrayType(shape, first.dtype, layout), blocks))
+        if dtype != first.dtype:
+            raise PackError(f"component {device} is {dtype}, but component 0 is {first.dtype}: convert one of them")
+    shape = tuple(_length(every, layout, axis) for axis in range(layout.rank))
+    for device, (own, _, digest) in enumerate(every):
+        if tuple(own) != (wanted := layout.local_shape(shape, device)):
+            raise PackError(
+                f"component {device} has shape {tuple(own)}, but of an array of shape {shape} in layout {specs} that "
+                f"device has a block of shape {wanted}"
+            )
+        owner = layout.owners[layout.shard_of(device)]
+        if digest != every[owner].digest:
+            raise PackError(
+                f"components {owner} and {device} are replicas of one block by the layout {specs}, but they differ: "
+                "give equal ones, or another layout"
+            )
+    return shape
 
 
-def _length(arrays: Sequence[Array], layout: Layout, axis: int) -> int:
+def _length(every: Sequence[_Component], layout: Layout, axis: int) -> int:
     """Return the length of an axis of the whole: of the first device's pieces along the dimension that shards it."""
     mesh, spec = layout.mesh, layout.specs[axis]
     if spec not in mesh:
-        return int(arrays[0].shape[axis])
+        return every[0].shape[axis]
     place = mesh.dim_names.index(spec)
     along = [device for device in range(mesh.size) if sum(mesh.coords(device)) == mesh.coords(device)[place]]
-    return sum(int(arrays[device].shape[axis]) for device in along)
+    return sum(every[device].shape[axis] for device in along)
 
 
 def unpack(tensor: DTensor, timeout: float | None = None) -> list[Array]:
-    """Fetch the components of a global array: the block of each device, in their order."""
+    """Fetch the components of a global array: the block of each device, in their order; of a client's own devices."""
     return _checked(tensor, "unpack").components(timeout)
 
 

@@ -40,15 +40,17 @@ class Sendable:
     inputs: list[int]  # numbers of arrays
     outputs: list[int]
     forgotten: list[int]
-    payloads: list[list[Mapping[int, Array]]]  # by task: the blocks of each payload that it needs
+    payloads: list[list[Mapping[int, Array]]]  # for each task that gets some: the blocks of each that it needs
     definition: Callable[..., Any] | None = None  # the program as a function, which workers are sent once
 
 
 class Recording:
     """Instructions, in order. Not thread-safe."""
 
-    def __init__(self, mesh: Mesh, number: int) -> None:
+    def __init__(self, mesh: Mesh, number: int, tasks: Sequence[int]) -> None:
+        """Take the tasks that payloads go to."""
         self.mesh, self.number = mesh, number
+        self._tasks = tasks
         self.payload_bytes = 0
         self._code: list[tuple[Any, ...]] = []
         self._types: dict[int, ArrayType] = {}  # by the number of the array, in the order of first use
@@ -129,7 +131,7 @@ class Recording:
 
     def _payloads_by_task(self) -> list[list[Mapping[int, Array]]]:
         by_task: list[list[Mapping[int, Array]]] = []
-        for task in range(len(self.mesh.tasks)):
+        for task in self._tasks:
             devices = self.mesh.devices_of(task)
             wanted = [{of.layout.shard_of(device) for device in devices} for _, of in self._payloads]
             by_task.append(

@@ -22,6 +22,7 @@ being sent does not wait: it is recorded, and goes with a later one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -29,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
@@ -70,8 +72,10 @@ class Executor(Protocol):
 class Session:
     """Records and sends the operations of one mesh: see the module's docstring. Thread-safe."""
 
-    def __init__(self, mesh: Mesh, executor: Executor) -> None:
+    def __init__(self, mesh: Mesh, executor: Executor, tasks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
+        self.tasks = range(len(mesh.tasks)) if tasks is None else tasks
+        """Those whose blocks come from here, and can be fetched: positions in `mesh.tasks`."""
         self.dropped: deque[int] = deque()  # numbers of arrays that nothing refers to; may be added to at any time
         self.executor = executor
         self._sending = threading.RLock()
@@ -82,6 +86,15 @@ class Session:
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, BaseException] = {}  # by program
+
+    @functools.cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of its tasks, by number."""
+        return tuple(sorted(device for task in self.tasks for device in self.mesh.devices_of(task)))
+
+    def gather(self, facts: list[Any]) -> list[Any]:
+        """Return what is known of each device of the mesh, given it for `devices`: plain data."""
+        return facts
 
     # Operations
 
@@ -155,7 +168,22 @@ class Session:
             )
         return made
 
-    def fetch(self, source: Ref, *, every_device: bool, timeout: float | None = None) -> list[Array]:
+    def blocks(self, source: Ref, timeout: float | None = None) -> list[Array]:
+        """Return the block of each of `devices`."""
+        return self._fetch(source, every_device=True, timeout=timeout)
+
+    def whole(self, source: Ref, timeout: float | None = None) -> Array:
+        """Return the whole array, a new one: each block comes from one device."""
+        blocks = self._fetch(source, every_device=False, timeout=timeout)
+        if len(blocks) == 1:
+            return blocks[0].copy()
+        of = source.type
+        out = np.empty(of.shape, of.dtype)
+        for device, block in zip(sorted(of.layout.owners), blocks, strict=True):
+            out[of.layout.slices(of.shape, device)] = block
+        return out
+
+    def _fetch(self, source: Ref, *, every_device: bool, timeout: float | None) -> list[Array]:
         """Return blocks of an array, in the order of their devices: of every device, or of each block's first."""
         with self._sending:
             self._reap()
@@ -166,8 +194,8 @@ class Session:
             running = self._send()
         self._wait(timeout)
         fetched = running.result()
-        owners = range(self.mesh.size) if every_device else sorted(source.type.layout.owners)
-        by_task = [iter(results[-1]) for results in fetched]
+        owners = self.devices if every_device else sorted(source.type.layout.owners)
+        by_task = dict(zip(self.tasks, (iter(results[-1]) for results in fetched), strict=True))
         return [next(by_task[self.mesh.task_of[device]]) for device in owners]
 
     def flush(self) -> None:
@@ -201,7 +229,7 @@ class Session:
         return Ref(self, next(_numbers), of, self._recording.number)
 
     def _new_recording(self) -> Recording:
-        return Recording(self.mesh, next(self._programs))
+        return Recording(self.mesh, next(self._programs), self.tasks)
 
     def _check(self, ref: Ref) -> None:
         """Raise TensorLostError if an array was never made."""

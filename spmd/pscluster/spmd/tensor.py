@@ -122,19 +122,11 @@ class DTensor(ArrayMethods, StaysHere):
         return self.relayout(other.layout)
 
     def full(self, timeout: float | None = None) -> Array:
-        """Fetch the whole array: each block from one device.
+        """Fetch the whole array: each block from one device. Of several clients, all have to call it.
 
         Raises the first error of what was computed so far, or WaitTimeoutError after `timeout` seconds.
         """
-        layout, ref = self.layout, self.settled
-        blocks = session_of(layout.mesh).fetch(ref, every_device=False, timeout=timeout)
-        partition = layout.partition(self.shape)
-        if partition.num_shards == 1:
-            return blocks[0].copy()
-        out = np.empty(self.shape, self.dtype)
-        for device, block in zip(sorted(layout.owners), blocks, strict=True):
-            out[layout.slices(self.shape, device)] = block
-        return out
+        return session_of(self.mesh).whole(self.settled, timeout)
 
     def numpy(self, timeout: float | None = None) -> Array:
         """Fetch a replicated array. Raise ShardedGatherError for any other: `full()` gathers it."""
@@ -142,20 +134,20 @@ class DTensor(ArrayMethods, StaysHere):
         return self.full(timeout)
 
     def components(self, timeout: float | None = None) -> list[Array]:
-        """Fetch the block of every device, in their order; equal ones of replicas, too."""
-        ref = self.settled
-        return [block.copy() for block in session_of(self.mesh).fetch(ref, every_device=True, timeout=timeout)]
+        """Fetch the block of every device, in their order; equal ones of replicas, too. Of a client's own devices."""
+        return [block.copy() for block in session_of(self.mesh).blocks(self.settled, timeout)]
 
     @property
     def shards(self) -> list[Shard]:
         """Each device's block: where it is, what it is of the whole, and a function that fetches it."""
 
-        def fetch(device: int) -> Callable[[], Array]:
-            return lambda: self.components()[device]
+        def fetch(at: int) -> Callable[[], Array]:
+            return lambda: self.components()[at]
 
+        layout, names = self.layout, self.mesh.devices
         return [
-            Shard(name, self.layout.slices(self.shape, device), self.layout.replica_of(device), fetch(device))
-            for device, name in enumerate(self.mesh.devices)
+            Shard(names[device], layout.slices(self.shape, device), layout.replica_of(device), fetch(at))
+            for at, device in enumerate(session_of(self.mesh).devices)
         ]
 
     def _check_replicated(self, what: str) -> None:
@@ -241,8 +233,9 @@ class DTensor(ArrayMethods, StaysHere):
         elif self.layout.is_replicated:
             value = str(self.full())
         else:
-            blocks = zip(self.mesh.devices, self.components(), strict=True)
-            value = "{" + ", ".join(f"{str(device)!r}: {block}" for device, block in blocks) + "}"
+            blocks = zip(session_of(self.mesh).devices, self.components(), strict=True)
+            shown = (f"{str(self.mesh.devices[device])!r}: {block}" for device, block in blocks)
+            value = "{" + ", ".join(shown) + "}"
         return f'DTensor({value}, layout="{self.layout}", shape={self.shape}, dtype={self.dtype})'
 
     # Methods that NumPy's arrays have, see also `ArrayMethods`

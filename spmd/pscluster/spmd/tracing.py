@@ -84,7 +84,7 @@ class Trace(Session):
         self.steps.append(Step(function, tuple(ref.type for ref in inputs), tuple(types), work, 0))
         return super().compute(types, function, inputs, args, kwargs, work)
 
-    def fetch(self, source: Ref, *, every_device: bool, timeout: float | None = None) -> NoReturn:
+    def _fetch(self, source: Ref, *, every_device: bool, timeout: float | None) -> NoReturn:
         """Refuse: there are no values."""
         del every_device, timeout
         raise MisuseError(

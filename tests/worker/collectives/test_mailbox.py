@@ -108,6 +108,19 @@ def test_a_message_is_received_in_place() -> None:
     assert arrival.memory is memory
 
 
+def test_a_disagreement_whose_message_is_whole() -> None:
+    """It is not missed where the message was whole before the function looked."""
+    mailbox = make()
+    mailbox.begin(CALLED)
+    posted = mailbox.post(1, memoryview(bytearray(4)))
+    mailbox.check_agreed()
+    mailbox.announce(1, 1, worker_pb2.Signature(operation="all_gather()", digest=1, place="b.py:2"))
+    assert arrive(mailbox, 1, b"abcd")
+    posted.wait()
+    with pytest.raises(MisuseError, match=r"replica 1 has called all_gather\(\) at b.py:2"):
+        mailbox.check_agreed()
+
+
 def held_back(mailbox: Mailbox, size: int) -> tuple[threading.Thread, list[bool]]:
     """A thread whose message of this size has no room."""
     taken: list[bool] = []

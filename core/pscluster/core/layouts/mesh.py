@@ -29,6 +29,9 @@ _STRING = re.compile(r"(?P<name>[^|]*)\|(?P<dims>[^|]*)\|(?P<ids>[^|]*)\|(?P<loc
 LOCAL_JOB = "localhost"
 """The job of devices that are this process itself."""
 
+WORKER_JOB = "worker"
+"""The job of a cluster's workers."""
+
 Dims = Mapping[str, int] | Iterable[tuple[str, int]]
 
 

@@ -213,6 +213,7 @@ class MemberLinks:
                 )
             self.mailbox.begin(signature)
             yield
+            self.mailbox.check_agreed()
         except PsClusterError as error:
             self._failed = self._failed or error
             self._function.check()  # if it was told to stop, that broke the links

@@ -154,6 +154,14 @@ class Mailbox:
                 if state.announced and state.announced[-1][0] > self.sequence
             }
 
+    def check_agreed(self) -> None:
+        """Raise an error if what has come during this collective was sent in another one.
+
+        All its receives may be done by then: the thread that waited for the last one may not have seen the failure.
+        """
+        if self._failure is not None:
+            raise self._failure
+
     def has_ended(self, rank: int) -> bool:
         """Return whether a member's function has ended."""
         return self._sources[rank].ended is not None

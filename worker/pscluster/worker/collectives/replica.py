@@ -73,6 +73,8 @@ class ReplicaContext:
         """Of a function's collectives, so far."""
         self.last_call = ""
         """Which was the last, and where."""
+        self.attached: dict[Any, Any] = {}
+        """What modules above this one keep for as long as it lives."""
         self._signatures: dict[Any, worker_pb2.Signature] = {}
 
     @property
@@ -143,13 +145,19 @@ class ReplicaContext:
             ends = even_ends(array.size, self._links.size)
             return algorithms.reduce_scatter(self._links, np.add, array, ends, finish, in_place=True)
 
-    def exchange(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
+    def exchange(
+        self,
+        outgoing: Mapping[int, memoryview],
+        incoming: Mapping[int, memoryview],
+        what: str,
+        place: str = "a program",
+    ) -> None:
         """Send some other replicas bytes, and fill memory with those of some, which know how many.
 
-        For internal use: `what` says in errors what is exchanged.
+        For internal use: `what` says in errors what is exchanged, and `place` where.
         """
         if self._gang is not None:
-            with self._gang.collective(_signature(f"an exchange of {what}", "", "a program")):
+            with self._gang.collective(_signature(f"an exchange of {what}", "", place)):
                 algorithms.exchange(self._links, outgoing, incoming)
 
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
@@ -260,7 +268,7 @@ class ReplicaContext:
         self.calls += 1
         if self._gang is None:
             return nullcontext()
-        place = _place()
+        place = user_place()
         self.last_call = f"{operation} at {place}"
         return self._gang.collective(_signature(operation, layout, place))
 
@@ -390,8 +398,8 @@ def _layout_of(array: Array, free: int | None = None) -> str:
     return f"{array.dtype.name}[{', '.join(lengths)}]"
 
 
-def _place() -> str:
-    """Return file and line of the user's call."""
+def user_place() -> str:
+    """Return file and line of the user's call that has led here."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pscluster.core.errors import ProtocolError
@@ -34,16 +34,19 @@ class OneProcess:
 
 
 class AmongWorkers:
-    """The members of a gang, one for each task, in the order of the mesh."""
+    """The members of a gang, one for each task of a mesh."""
 
-    def __init__(self, replica: ReplicaContext) -> None:
-        self.task = replica.replica_id
-        self._replica = replica
+    def __init__(self, replica: ReplicaContext, ranks: Sequence[int], place: str = "a program") -> None:
+        """Take this member, the number of each task's, and what errors say of where exchanges are called."""
+        self.task = ranks.index(replica.replica_id)
+        self._replica, self._ranks, self._place = replica, ranks, place
 
     def swap(self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview], what: str) -> None:
         """Exchange, as one collective. Raise MemberUnavailableError if a member that is awaited is gone."""
         reach("worker.exchange.before")
-        self._replica.exchange(outgoing, incoming, what)
+        to = {self._ranks[task]: buffer for task, buffer in outgoing.items()}
+        of = {self._ranks[task]: memory for task, memory in incoming.items()}
+        self._replica.exchange(to, of, what, self._place)
         reach("worker.exchange.after")
 
 
@@ -59,4 +62,4 @@ def exchange_of(mesh: Mesh, replica: ReplicaContext, worker: int) -> AmongWorker
         )
     if any(job == LOCAL_JOB for job, _ in mesh.tasks):
         raise ProtocolError("a mesh of another process' own devices can't be used on a worker")
-    return AmongWorkers(replica)
+    return AmongWorkers(replica, range(replica.num_replicas))
