@@ -284,8 +284,8 @@ def test_errors_on_devices_come_with_the_next_fetch(make_mesh: MakeMesh) -> None
     """The first one, once; what came of it is lost, and everything else goes on."""
     mesh = make_mesh({"x": 3, "y": 2})
     good = spmd.arange(5, layout=Layout(["x"], mesh))
-    spmd.barrier(mesh)
     singular: Any = spmd.zeros((2, 2), layout=Layout.replicated(mesh, 2))
+    spmd.barrier(mesh)
     bad: Any = np.linalg.inv(singular)
     with pytest.raises(np.linalg.LinAlgError, match="Singular matrix"):
         (bad + 1).full()

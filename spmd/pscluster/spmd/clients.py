@@ -84,6 +84,10 @@ class ClientSession(Session):
         self._client = _Client(mesh, replica)
         super().__init__(mesh, self._client, [mesh.tasks.index((WORKER_JOB, replica.replica_id))])
 
+    def _send_soon(self) -> None:
+        """Run what is recorded: which operations run together must not depend on who fetches something."""
+        self.flush()
+
     def gather(self, facts: list[Any]) -> list[Any]:
         """Return what is known of each device of the mesh, given it for this client's."""
         texts = _gathered(self._client.replica, json.dumps(facts))

@@ -52,6 +52,7 @@ class Recording:
         self.mesh, self.number = mesh, number
         self._tasks = tasks
         self.payload_bytes = 0
+        self.work = 0  # elements that are computed, made or moved, about
         self._code: list[tuple[Any, ...]] = []
         self._types: dict[int, ArrayType] = {}  # by the number of the array, in the order of first use
         self._inputs: dict[int, Ref] = {}  # kept until it is sent
@@ -74,16 +75,19 @@ class Recording:
     def load(self, output: Ref, blocks: Mapping[int, Array]) -> None:
         """Record that an array comes from here: its blocks, by number in its layout."""
         self._code.append(("load", self._write(output), len(self._payloads)))
+        self.work += output.type.size
         self._payloads.append((blocks, output.type))
         self.payload_bytes += sum(block.nbytes for block in blocks.values())
 
     def create(self, output: Ref, maker: str, numbers: Sequence[float]) -> None:
         """Record that an array is made in place."""
         self._code.append(("create", self._write(output), maker, list(numbers)))
+        self.work += output.type.size
 
     def move(self, output: Ref, source: Ref) -> None:
         """Record that an array is brought into another layout."""
         self._code.append(("move", self._read(source), self._write(output)))
+        self.work += output.type.size
 
     def compute(
         self,
@@ -92,8 +96,10 @@ class Recording:
         inputs: Sequence[Ref],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        work: int,
     ) -> None:
         """Record a function of blocks. Arguments are as in a program."""
+        self.work += work
         read = [self._read(ref) for ref in inputs]
         self._code.append(("compute", [self._write(ref) for ref in outputs], function, read, args, kwargs))
 

@@ -1,12 +1,13 @@
 """A mesh's session: records operations, and sends them as programs to whoever has the devices.
 
-An operation is recorded, and sent at once if nothing sent before is still running; otherwise it goes with the next that
-is sent, so that a thousand small operations are a few messages. Whoever fetches sends what is recorded, and waits for
-that program. Without a fetch, what was recorded last may stay here.
+An operation is recorded, and sent at once if nothing sent before is still running and what is recorded keeps devices
+busy for longer than it takes to send it; otherwise it goes with the next that is sent, so that a thousand small
+operations are a few messages, and an operation and its fetch are one. Whoever fetches sends what is recorded, and waits
+for that program. Without a fetch, what was recorded last may stay here.
 
 States of a program:
 
-    RECORDING --nothing is running, it is large, or a fetch--> SENT      only one is recorded at a time
+    RECORDING --nothing runs and it is worth a message, it is large, or a fetch--> SENT
     SENT      --it has ended----------------------------------> over     its arrays are on the devices
               --it failed, or was cancelled-------------------> FAILED   its arrays are lost
     RECORDING --it can't be sent, or an error is raised-------> FAILED
@@ -45,6 +46,12 @@ MAX_INSTRUCTIONS = 512
 
 MAX_PAYLOAD_BYTES = 32 << 20
 """The same, of arrays that go with it."""
+
+WORTH_INSTRUCTIONS = 16
+"""That are recorded before a program is sent when nothing runs."""
+
+WORTH_WORK = 1 << 16
+"""The same, of elements that are computed, made or moved: they take about as long as a message."""
 
 _numbers = itertools.count(1)  # of arrays: workers keep those of all meshes together
 
@@ -132,13 +139,12 @@ class Session:
         kwargs: Mapping[str, Any],
         work: int = 0,
     ) -> list[Ref]:
-        """Return the results of a function that is called on each device's blocks; `work` is only noted in traces."""
-        del work
+        """Return the results of a function that is called on each device's blocks, which is as much `work`."""
         with self._lock:
             for source in inputs:
                 self._check(source)
             refs = [self._ref(of) for of in types]
-            self._recording.compute(refs, function, inputs, args, kwargs)
+            self._recording.compute(refs, function, inputs, args, kwargs, work)
         self._send_soon()
         return refs
 
@@ -243,7 +249,8 @@ class Session:
         """Send what is recorded, unless it can wait for something that runs."""
         self._reap()
         large = len(self._recording) >= MAX_INSTRUCTIONS or self._recording.payload_bytes >= MAX_PAYLOAD_BYTES
-        if self._running and not large:
+        small = len(self._recording) < WORTH_INSTRUCTIONS and self._recording.work < WORTH_WORK
+        if not large and (self._running or small):
             return
         if self._sending.acquire(blocking=large):
             try:

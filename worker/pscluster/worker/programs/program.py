@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -51,9 +52,14 @@ class ArrayType:
     combine: str = "add"  # the ufunc that combines them
 
     @property
+    def size(self) -> int:
+        """The elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the whole array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
