@@ -55,6 +55,22 @@ def test_a_program_for_all_layouts(grid: spmd.Mesh) -> None:
     assert "softmax_of_product" in repr(traced)
 
 
+def test_a_small_result_comes_with_its_program(grid: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that is looked at costs no message of its own, also where an error comes first."""
+    a = spmd.distribute(A, Layout(["x", "y"], grid))
+    total = spmd.function(lambda a: (a.sum(), a + 1, np.linalg.inv(a[:2, :2] * 0 + a.min())))
+    sent = counted(grid, monkeypatch)
+    mean = spmd.function(lambda a: (a.mean(), a * 2))(a)
+    assert [float(mean[0]), float(mean[0])] == [pytest.approx(A.mean())] * 2
+    assert len(sent) == 1
+    np.testing.assert_allclose(mean[1].full(), A * 2)
+    summed, _, _ = total(a)
+    with pytest.raises(np.linalg.LinAlgError):
+        float(summed)
+    with pytest.raises(spmd.TensorLostError):
+        float(summed)
+
+
 def test_one_message_a_call(grid: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many calls are sent without waiting; each is a program that workers know by its definition."""
     a, b = spmd.distribute(A, Layout(["x", None], grid)), spmd.distribute(B, Layout([None, "y"], grid))

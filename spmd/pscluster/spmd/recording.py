@@ -13,7 +13,7 @@ from pscluster.core.layouts.mesh import Mesh
 from pscluster.worker.programs.program import ArrayType, encode
 
 if TYPE_CHECKING:
-    from pscluster.spmd.session import Session
+    from pscluster.spmd.session import Running, Session
 
 Array = npt.NDArray[Any]
 
@@ -21,10 +21,12 @@ Array = npt.NDArray[Any]
 class Ref:
     """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
 
-    __slots__ = ("__weakref__", "number", "program", "session", "type")
+    __slots__ = ("__weakref__", "number", "program", "sent_here", "session", "type")
 
     def __init__(self, session: Session, number: int, of: ArrayType, program: int) -> None:
         self.session, self.number, self.type, self.program = session, number, of, program
+        self.sent_here: tuple[Running, int] | None = None
+        """The program that makes it and sends its value here, and the number of that fetch; None: it does not."""
 
     def __del__(self) -> None:
         # Perhaps in the middle of something, on any thread: nothing here may take a lock.
@@ -42,6 +44,7 @@ class Sendable:
     forgotten: list[int]
     payloads: list[list[Mapping[int, Array]]]  # for each task that gets some: the blocks of each that it needs
     definition: Callable[..., Any] | None = None  # the program as a function, which workers are sent once
+    sent_here: Sequence[int] = ()  # places among the outputs of those that it fetches, in the order of its fetches
 
 
 class Recording:

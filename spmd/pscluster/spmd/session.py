@@ -168,10 +168,12 @@ class Session:
                 dropped = {self.dropped.popleft() for _ in range(len(self.dropped))}
                 self.dropped.extend(dropped.intersection(numbers))
             outputs, forgotten = [ref.number for ref in made], sorted(dropped.difference(numbers))
-            self._start(
+            running = self._start(
                 number,
                 Sendable(self.mesh, program.text, numbers, outputs, forgotten, program.payloads, definition),
             )
+            for nth, place in enumerate(program.sent_here):
+                made[place].sent_here = running, nth
         return made
 
     def blocks(self, source: Ref, timeout: float | None = None) -> list[Array]:
@@ -180,6 +182,12 @@ class Session:
 
     def whole(self, source: Ref, timeout: float | None = None) -> Array:
         """Return the whole array, a new one: each block comes from one device."""
+        if source.sent_here is not None:
+            running, nth = source.sent_here
+            self._wait_for([running], timeout)
+            with self._lock:
+                self._check(source)
+            return next(block for fetched in running.result() for block in fetched[nth]).copy()
         blocks = self._fetch(source, every_device=False, timeout=timeout)
         if len(blocks) == 1:
             return blocks[0].copy()
@@ -217,9 +225,13 @@ class Session:
 
     def _wait(self, timeout: float | None) -> None:
         """Wait until everything that was sent has ended. Raises the first error, or WaitTimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             sent = [running for _, running in self._running]
+        self._wait_for(sent, timeout)
+
+    def _wait_for(self, sent: Sequence[Running], timeout: float | None) -> None:
+        """Wait until these programs have ended. Raises the first error of all that have, or WaitTimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         for running in sent:  # in order: programs may end in another one, but the first error is the cause
             if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise WaitTimeoutError(

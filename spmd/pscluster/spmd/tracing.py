@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from pscluster.spmd.session import Running, Session
 from pscluster.worker.programs.program import ArrayType
 
 _trace: ContextVar[Trace | None] = ContextVar("pscluster-trace", default=None)
+
+
+SENT_HERE_BYTES = 1024
+"""Of a replicated result of a traced function, such as a loss, whose value comes here with its program's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,14 @@ class Trace(Session):
 
     def finish(self, results: Sequence[Ref]) -> tuple[Sendable, dict[int, Ref]]:
         """Return the program, and the arrays that it reads, by number."""
-        inputs = self._recording.inputs
-        gone = self._recording.made - {ref.number for ref in results}
-        program, _ = self._recording.finish(gone)
-        return program, inputs
+        recording = self._recording
+        inputs, made = recording.inputs, recording.made
+        small = [ref for ref in results if ref.number in made and _is_sent_here(ref.type)]
+        for ref in small:
+            recording.fetch(ref, every_device=False)
+        program, _ = recording.finish(made - {ref.number for ref in results})
+        places = [program.outputs.index(ref.number) for ref in small]
+        return dataclasses.replace(program, sent_here=places), inputs
 
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
         """Record an array that goes with every call."""
@@ -104,6 +113,10 @@ class Trace(Session):
     def _check(self, ref: Ref) -> None:
         if ref.session is not self:  # it is captured
             ref.session._check(ref)
+
+
+def _is_sent_here(of: ArrayType) -> bool:
+    return of.layout.is_replicated and not of.partial and of.nbytes <= SENT_HERE_BYTES
 
 
 def active_trace(mesh: Mesh) -> Trace | None:
