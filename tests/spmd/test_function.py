@@ -59,6 +59,7 @@ def test_a_small_result_comes_with_its_program(grid: spmd.Mesh, monkeypatch: pyt
     """A loss that is looked at costs no message of its own, also where an error comes first."""
     a = spmd.distribute(A, Layout(["x", "y"], grid))
     total = spmd.function(lambda a: (a.sum(), a + 1, np.linalg.inv(a[:2, :2] * 0 + a.min())))
+    spmd.barrier(grid)
     sent = counted(grid, monkeypatch)
     mean = spmd.function(lambda a: (a.mean(), a * 2))(a)
     assert [float(mean[0]), float(mean[0])] == [pytest.approx(A.mean())] * 2
