@@ -66,13 +66,12 @@ def trainer(model: str, rank: int) -> Callable[[], object]:
     return step
 
 
-def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-    """Start the members and wait until all have joined."""
-    size = int(sys.argv[1].removeprefix("--workers="))
+def asked_members(stack: contextlib.ExitStack, script: str, size: int) -> Callable[..., float]:
+    """Start a script's members and wait until all have joined; return what asks all, and takes the longest time."""
     where = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "meet")
     members = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), where],
+            [sys.executable, script, str(rank), str(size), where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -100,6 +99,13 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
             assert process.stdin is not None
             print(json.dumps(request), file=process.stdin, flush=True)
         return max(float(line_of(process)) for process in members)
+
+    return ask
+
+
+def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
+    """Start the members and wait until all have joined."""
+    ask = asked_members(stack, __file__, int(sys.argv[1].removeprefix("--workers=")))
 
     def steps(n: int, model: str, at_once: int) -> float:
         del at_once

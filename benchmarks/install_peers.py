@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-PEERS = ("tensorflow-cpu==2.21.0", "torch==2.13.0", "ray[train]", "distributed")
+PEERS = ("tensorflow-cpu==2.21.0", "torch==2.13.0", "ray[train]", "dask[array,distributed]")
 
 
 def main() -> int:

@@ -36,12 +36,15 @@ from harness import (
 from report import Cost, Report, Results, write
 
 OURS, TENSORFLOW, RAY, TORCH, DASK, GLOO = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask", "torch gloo"
+NUMPY, NUMPY_2, DTENSOR, DASK_ARRAY = "NumPy", "NumPy, two threads", "torch DTensor", "dask.array"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
 OUR_SCRIPTS = {
     OURS: "pscluster_side.py",
     SOCKET: "socket_side.py",
     TUNED: "tuned_socket_side.py",
     BARE: "grpc_side.py",
+    NUMPY: "numpy_side.py",
+    NUMPY_2: "numpy_side.py --threads=2",
 }
 PEERS_SCRIPTS = {  # and what has to be installed for them
     TENSORFLOW: ("tensorflow_side.py", "tensorflow"),
@@ -49,6 +52,8 @@ PEERS_SCRIPTS = {  # and what has to be installed for them
     TORCH: ("torch_rpc_side.py", "torch"),
     DASK: ("dask_side.py", "distributed"),
     GLOO: ("gloo_side.py", "torch"),
+    DTENSOR: ("dtensor_side.py", "torch"),
+    DASK_ARRAY: ("dask_array_side.py", "dask"),
 }
 TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
 MIB = 1 << 20
@@ -300,6 +305,33 @@ def _synchronous_rows(workers: int) -> list[Row]:
     return rows
 
 
+def _array_rows() -> list[Row]:
+    """Programs on global arrays, on two devices."""
+    return [
+        Row(
+            "spmd-train",
+            "a step of the DTensor guide's network (784-128-10, batch of 128, Adam) as a program, 10 a call",
+            "steps/s",
+            "train",
+            {OURS: 400, NUMPY: 400, DTENSOR: 100, DASK_ARRAY: 20},
+            (((DTENSOR, DASK_ARRAY), 1.0), ((NUMPY,), 1.4)),  # 0.7 of twice what one core does
+            _rate(1),
+            {"at_once": 10},
+        ),
+        Row(
+            "spmd-matmul",
+            "a product of matrices of 4,096 x 4,096, sharded over two processes",
+            "/s",
+            "matmul",
+            {OURS: 2, NUMPY_2: 2},
+            (((NUMPY_2,), 0.8),),
+            _rate(1),
+            {"size": 4096},
+            slow_to_prepare=True,
+        ),
+    ]
+
+
 class Bench:
     """Runs rows, and collects the results."""
 
@@ -313,7 +345,7 @@ class Bench:
     def _side(self, name: str, ps: int, workers: int, ours: Sequence[str], python: Path | None) -> Side | None:
         """A side that can be started here."""
         if name in OUR_SCRIPTS:
-            script, *arguments = ours if name == OURS else [OUR_SCRIPTS[name]]
+            script, *arguments = ours if name == OURS else OUR_SCRIPTS[name].split()
             arguments += [f"--ps={ps}", f"--workers={workers}"]
             return Side(name, script, *arguments, python=python, isolated=self._isolated)
         script, module = PEERS_SCRIPTS[name]
@@ -698,6 +730,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             lambda answers: by_kind(answers, "unix"),
         )
     _step_costs(bench, wanted)
+    _array_costs(bench, wanted)
     _trainer_costs(bench, wanted)
 
 
@@ -741,6 +774,40 @@ def _step_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {str(n): {"model": "dense", "replicas": n, "steps": 5} for n in ((2, 8) if quick else (2, 4, 8))},
             fits,
             "step_costs.py",
+        )
+
+
+def _array_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
+    """Measure what operations on global arrays cost, with `spmd_side.py`."""
+    if wanted("cost-eager"):
+
+        def eager(answers: dict[str, Any]) -> tuple[str, bool]:
+            (of,) = answers.values()
+            rate, seconds = statistics.median(of["sent"]), statistics.median(of["waited"])
+            return f"{rate:,.0f}/s sent; {seconds * 1e3:.2f} ms waited for", rate >= 5000 and seconds <= 0.5e-3
+
+        bench.cost(
+            "operations on small global arrays, one by one",
+            "5,000/s sent, 0.5 ms waited for",
+            "eager",
+            {"": {"n": 1000, "rounds": 3 if bench.quick else 7}},
+            eager,
+            "spmd_side.py",
+        )
+    if wanted("cost-relayout"):
+
+        def kept(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
+            (of,) = answers.values()
+            share = of["collective"] / of["relayout"]
+            return f"{of['relayout'] * 1e3:.1f} ms, {share:.2f} x", share >= 0.7
+
+        bench.cost(
+            "relayout of a global array of 40 MiB from rows to columns, beside an all_to_all of the bytes it moves",
+            "0.7 x",
+            "relayout",
+            {"": {"mib": 40, "n": 5, "rounds": 3 if bench.quick else 7}},
+            kept,
+            "spmd_side.py",
         )
 
 
@@ -799,6 +866,8 @@ COSTS = (
     "cost-backup",
     "cost-staleness",
     "cost-steps",
+    "cost-eager",
+    "cost-relayout",
     "cost-trainer-fit",
     "cost-trainer-restart",
     "cost-trainer-elastic",
@@ -814,7 +883,8 @@ def main() -> int:
     collectives = {workers: _collective_rows(workers) for workers in (2, 4)}
     together = {workers: _synchronous_rows(workers) for workers in (2, 4)}
     with_torch = {workers: _torch_rows(workers) for workers in (2, 4)}
-    all_groups = (*groups, *collectives.values(), *together.values(), *with_torch.values())
+    arrays = _array_rows()
+    all_groups = (*groups, *collectives.values(), *together.values(), *with_torch.values(), arrays)
     keys = [row.key for rows in all_groups for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
@@ -833,7 +903,7 @@ def main() -> int:
     begin, measured = time.monotonic(), commit()  # now: the working tree may change while this runs
     adopt_orphans()
     isolated = can_isolate()
-    peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed"))
+    peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed", "dask"))
     if not isolated and peers & {"tensorflow", "ray"}:
         # Both listen on all interfaces and run whatever they are sent.
         peers -= {"tensorflow", "ray"}
@@ -854,6 +924,7 @@ def main() -> int:
                 bench.report.notes.append("our side with torch is left out: `make frameworks` installs it.")
                 continue
             bench.group(rows, workers=workers, ours=["synchronous_side.py", "--torch"], python=FRAMEWORKS)
+        bench.group([row for row in arrays if wanted(row.key)], ps=1, ours=["spmd_side.py"])
         costs(bench, wanted)
     finally:
         if left := end_orphans():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from pscluster.core.layouts.mesh import Mesh
+from pscluster.core.layouts.moving import moving
+from pscluster.spmd.ordering import Recorded, ordered
 from pscluster.worker.programs.program import ArrayType, encode
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Recording:
         self._tasks = tasks
         self.payload_bytes = 0
         self.work = 0  # elements that are computed, made or moved, about
-        self._code: list[tuple[Any, ...]] = []
+        self._code: list[Recorded] = []
         self._types: dict[int, ArrayType] = {}  # by the number of the array, in the order of first use
         self._inputs: dict[int, Ref] = {}  # kept until it is sent
         self._made: dict[int, weakref.ref[Ref]] = {}
@@ -121,7 +123,7 @@ class Recording:
         order = inputs + [number for number in self._types if number not in self._inputs]
         register = {number: position for position, number in enumerate(order)}
         code: list[list[Any]] = []
-        for name, *rest in self._code:
+        for name, *rest in ordered(self._code, self._is_exchange):
             match name:
                 case "compute":
                     written, function, read, args, kwargs = rest
@@ -137,6 +139,13 @@ class Recording:
         later = [number for number in gone if number in self._inputs]
         forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
         return Sendable(self.mesh, text, inputs, outputs, forgotten, self._payloads_by_task()), later
+
+    def _is_exchange(self, instruction: Recorded) -> bool:
+        """Return whether an instruction makes tasks send each other something."""
+        if instruction[0] != "move":
+            return False
+        source, of = (self._types[number] for number in instruction[1:])
+        return bool(moving(source.layout, of.layout, of.shape, source.partial).transfers)
 
     def _payloads_by_task(self) -> list[list[Mapping[int, Array]]]:
         by_task: list[list[Mapping[int, Array]]] = []

@@ -101,6 +101,8 @@ class DTensor(ArrayMethods, StaysHere):
 
     def in_layout(self, layout: Layout) -> Ref:
         """Return the array on the devices in this layout; for internal use."""
+        if layout == self.layout:
+            return self.settled  # which is kept: terms are combined once
         return moved(self._ref if self._settled is None else self._settled, layout)
 
     # Moving and fetching

@@ -20,18 +20,26 @@ FLOAT = np.dtype(np.float64)
 
 @pytest.mark.parametrize("tasks", [1, 2, 6])
 def test_arrays_move_between_all_layouts(tasks: int) -> None:
-    """From one to another, the array stays what it is, on any number of tasks."""
+    """From one to another, alone and together, arrays stay what they are, on any number of tasks."""
     mesh = grid(tasks)
-    array = np.arange(35.0).reshape(7, 5)
+    numbers = np.arange(35).reshape(7, 5)
+    arrays = [numbers.astype(dtype) for dtype in ("int8", "float64", "complex128", "float32")]
     layouts = all_layouts(mesh, 2)
     for source in layouts:
-        types = [ArrayType(array.shape, array.dtype, layout) for layout in (source, *layouts)]
-        code: list[Any] = [["load", 0, 0]]
-        for register in range(1, len(types)):
-            code += [["move", register, 0], ["fetch", register, False]]
-        fetched = Tasks(mesh).run(types, code, loads=[(array, types[0])])
-        for nth, of in enumerate(types[1:]):
-            np.testing.assert_array_equal(whole([blocks[nth] for blocks in fetched], of), array)
+        types = [ArrayType(array.shape, array.dtype, source) for array in arrays]
+        code: list[Any] = [["load", register, register] for register in range(len(arrays))]
+        for layout, (register, array) in itertools.product(layouts, enumerate(arrays)):
+            code.append(["move", len(types), register])
+            types.append(ArrayType(array.shape, array.dtype, layout))
+        moved = range(len(arrays), len(types))
+        together = code + [["fetch", register, False] for register in moved]
+        alone = [*code[: len(arrays)], ["move", moved[0], 0], ["fetch", moved[0], False]]
+        loads = list(zip(arrays, types, strict=False))
+        for run_code, used in ((together, moved), (alone, moved[:1])):
+            fetched = Tasks(mesh).run(types, run_code, loads=loads)
+            for nth, register in enumerate(used):
+                found = whole([blocks[nth] for blocks in fetched], types[register])
+                np.testing.assert_array_equal(found, arrays[nth % len(arrays)])
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 6])

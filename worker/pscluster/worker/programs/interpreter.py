@@ -100,9 +100,9 @@ def run(
     for register, number in enumerate(inputs):
         running.registers[register] = store.get(number, program.arrays[register])
     with np.errstate(all="ignore"):  # warnings would be shown on the worker
-        for nth, instruction in enumerate(program.code):
-            running.execute(instruction)
-            for register in program.last_use[nth]:
+        for group, over in zip(program.groups, program.last_use, strict=True):
+            running.execute(group)
+            for register in over:
                 running.registers.pop(register, None)
     for register, number in zip(program.outputs, outputs, strict=True):
         store.put(number, running.registers[register])
@@ -119,26 +119,26 @@ class _Running:
         self._devices = program.mesh.devices_of(exchange.task)
         self._moves = 0
 
-    def execute(self, instruction: Instruction) -> None:
-        """Execute one instruction."""
-        match instruction:
-            case Load():
-                self._load(instruction)
-            case Create():
-                self._create(instruction)
-            case Move():
-                self._move(instruction)
-            case Compute():
-                self._compute(instruction)
-            case Fetch():
-                self._fetch(instruction)
+    def execute(self, group: Sequence[Instruction]) -> None:
+        """Execute one instruction, or moves that are made together."""
+        match group:
+            case [Load() as load]:
+                self._load(load)
+            case [Create() as create]:
+                self._create(create)
+            case [Compute() as compute]:
+                self._compute(compute)
+            case [Fetch() as fetch]:
+                self._fetch(fetch)
+            case _:
+                self._move([item for item in group if isinstance(item, Move)])
 
     def _load(self, load: Load) -> None:
         of, blocks = self._program.arrays[load.output], {}
         payload = self._payloads[load.payload]
         for device in self._devices:
             block = payload.get(of.layout.shard_of(device)) if isinstance(payload, Mapping) else None
-            shape = of.layout.local_shape(of.shape, device)
+            shape = self._program.local_shape(load.output, device)
             if not isinstance(block, np.ndarray) or (block.shape, block.dtype) != (shape, of.dtype):
                 raise ProtocolError(
                     f"device {device} of a mesh needs a block of shape {shape} and type {of.dtype}, but was sent "
@@ -166,7 +166,7 @@ class _Running:
         results: list[dict[int, Array]] = [{} for _ in types]
         for device in self._devices:
             blocks = [operand.of[device] for operand in operands]
-            shapes = [of.layout.local_shape(of.shape, device) for of in types]
+            shapes = [self._program.local_shape(register, device) for register in compute.outputs]
             key = *map(id, blocks), *shapes
             if key not in known:
                 made = function(
@@ -179,38 +179,56 @@ class _Running:
         for register, of, result in zip(compute.outputs, types, results, strict=True):
             self.registers[register] = Blocks(of, result)
 
-    def _move(self, move: Move) -> None:
-        source, of = self.registers[move.input], self._program.arrays[move.output]
-        plan = moving(source.type.layout, of.layout, of.shape, source.type.partial)
-        self._moves += 1
-        pieces = self._exchanged(source, plan)
-        combine = COMBINES[source.type.combine]
-        made: dict[int, Array] = {}
-        for device in self._devices:
-            shard = of.layout.shard_of(device)
-            if shard not in made:
-                made[shard] = self._assembled(source, plan, device, of.layout, pieces, combine)
-        blocks = {device: made[of.layout.shard_of(device)] for device in self._devices}
-        self.registers[move.output] = Blocks(of, blocks)
+    def _move(self, moves: Sequence[Move]) -> None:
+        sources = [self.registers[move.input] for move in moves]
+        targets = [self._program.arrays[move.output] for move in moves]
+        plans = [
+            moving(source.type.layout, of.layout, of.shape, source.type.partial)
+            for source, of in zip(sources, targets, strict=True)
+        ]
+        received = self._exchanged(sources, plans)
+        for move, source, of, plan, pieces in zip(moves, sources, targets, plans, received, strict=True):
+            combine = COMBINES[source.type.combine]
+            made: dict[int, Array] = {}
+            for device in self._devices:
+                shard = of.layout.shard_of(device)
+                if shard not in made:
+                    made[shard] = self._assembled(source, plan, device, of.layout, pieces, combine)
+            blocks = {device: made[of.layout.shard_of(device)] for device in self._devices}
+            self.registers[move.output] = Blocks(of, blocks)
 
-    def _exchanged(self, source: Blocks, plan: Moving) -> dict[tuple[int, Block], Array]:
-        """Send other tasks the pieces that they need, and return those that this one needs."""
-        me, dtype = self._exchange.task, source.type.dtype
-        outgoing: dict[int, memoryview] = {}
+    def _exchanged(self, sources: Sequence[Blocks], plans: Sequence[Moving]) -> list[dict[tuple[int, Block], Array]]:
+        """Send other tasks the pieces that they need for these moves, and return those that this one needs, by move."""
+        first, self._moves = self._moves + 1, self._moves + len(plans)
+        received: list[dict[tuple[int, Block], Array]] = [{} for _ in plans]
+        if not any(plan.transfers for plan in plans):
+            return received
+        me = self._exchange.task
+        outgoing: dict[int, list[Array]] = {}
+        awaited: dict[int, list[tuple[int, int, Block]]] = {}  # by task: the move, and the device that has the piece
+        # Large elements first: so each lies in the message where an array of its type may.
+        for nth in sorted(range(len(plans)), key=lambda nth: -sources[nth].type.dtype.itemsize):
+            for (of, to), sent in plans[nth].transfers.items():
+                if of == me:
+                    parts = (np.ascontiguousarray(self._part(sources[nth], *piece)) for piece in sent)
+                    outgoing.setdefault(to, []).extend(part.reshape(-1).view(np.uint8) for part in parts)
+                elif to == me:
+                    awaited.setdefault(of, []).extend((nth, device, box) for device, box in sent)
         incoming: dict[int, Array] = {}
-        received: dict[tuple[int, Block], Array] = {}
-        for (of, to), sent in plan.transfers.items():
-            if of == me:
-                flat = [self._part(source, device, box).reshape(-1) for device, box in sent]
-                outgoing[to] = view(np.ascontiguousarray(flat[0] if len(flat) == 1 else np.concatenate(flat)))
-            elif to == me:
-                incoming[of] = np.empty(sum(box.size for _, box in sent), dtype)
-                ends = itertools.accumulate(box.size for _, box in sent)
-                for (device, box), end in zip(sent, ends, strict=True):
-                    received[device, box] = incoming[of][end - box.size : end].reshape(box.shape)
-        if plan.transfers:  # all tasks call it, also those that have nothing to exchange
-            memory = {of: view(buffer) for of, buffer in incoming.items()}
-            self._exchange.swap(outgoing, memory, f"move {self._moves} of a program, of {source.type}")
+        for of, pieces in awaited.items():
+            ends = itertools.accumulate(box.size * sources[nth].type.dtype.itemsize for nth, _, box in pieces)
+            bounds = list(itertools.pairwise((0, *ends)))
+            incoming[of] = np.empty(bounds[-1][1], np.uint8)
+            for (nth, device, box), (start, end) in zip(pieces, bounds, strict=True):
+                flat = incoming[of][start:end].view(sources[nth].type.dtype)
+                received[nth][device, box] = flat.reshape(box.shape)
+        # All tasks call it, also those that have nothing to exchange.
+        self._exchange.swap(
+            {to: view(flats[0] if len(flats) == 1 else np.concatenate(flats)) for to, flats in outgoing.items()},
+            {of: view(buffer) for of, buffer in incoming.items()},
+            f"move {first} of a program, of {sources[0].type}"
+            + (f", and {len(plans) - 1} more" if len(plans) > 1 else ""),
+        )
         return received
 
     @staticmethod

@@ -25,7 +25,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -125,7 +125,17 @@ class Program:
     inputs: int
     code: tuple[Instruction, ...]
     outputs: tuple[int, ...]
-    last_use: tuple[tuple[int, ...], ...]  # for each instruction: registers that no later one needs
+    groups: tuple[tuple[Instruction, ...], ...]  # the code; moves that are made together are one group
+    last_use: tuple[tuple[int, ...], ...]  # for each group: registers that no later one needs
+    _local_shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, compare=False)
+
+    def local_shape(self, register: int, device: int) -> tuple[int, ...]:
+        """Return the shape of a device's block of an array."""
+        known = self._local_shapes.get((register, device))
+        if known is None:
+            of = self.arrays[register]
+            known = self._local_shapes[register, device] = of.layout.local_shape(of.shape, device)
+        return known
 
     @property
     def payloads(self) -> int:
@@ -207,7 +217,10 @@ class _Reader:
         outputs = tuple(self._read(register) for register in self._list(self._data["outputs"], "outputs"))
         if len(set(outputs)) < len(outputs):
             self._refuse("an output occurs twice")
-        return Program(self._mesh, tuple(self._arrays), inputs, tuple(code), outputs, _last_uses(code, outputs))
+        groups = _groups(code)
+        return Program(
+            self._mesh, tuple(self._arrays), inputs, tuple(code), outputs, groups, _last_uses(groups, outputs)
+        )
 
     def _array(self, item: Any) -> ArrayType:
         lengths, dtype, specs, partial, combine = self._list(item, "the type of an array", 5)
@@ -326,9 +339,24 @@ class Placeholder:
     number: int
 
 
-def _last_uses(code: Sequence[Instruction], outputs: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _groups(code: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], ...]:
+    """Return the code, with moves that follow each other, and need nothing of each other, in one group."""
+    groups: list[list[Instruction]] = []
+    moved: set[int] = set()  # by the last group
+    for item in code:
+        if isinstance(item, Move) and moved and item.input not in moved:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+            moved = set()
+        if isinstance(item, Move):
+            moved.add(item.output)
+    return tuple(map(tuple, groups))
+
+
+def _last_uses(groups: Sequence[Sequence[Instruction]], outputs: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     last: dict[int, int] = {}
-    for nth, item in enumerate(code):
+    for nth, item in ((nth, item) for nth, group in enumerate(groups) for item in group):
         match item:
             case Compute():
                 last.update(dict.fromkeys((*item.inputs, *item.outputs), nth))
@@ -338,7 +366,7 @@ def _last_uses(code: Sequence[Instruction], outputs: Sequence[int]) -> tuple[tup
                 last[item.input] = nth
             case _:
                 last[item.output] = nth
-    over: list[list[int]] = [[] for _ in code]
+    over: list[list[int]] = [[] for _ in groups]
     for register, nth in last.items():
         if register not in outputs:
             over[nth].append(register)

@@ -1,0 +1,58 @@
+"""The order in which a program does what was recorded: moves that do not depend on each other become neighbours.
+
+Tasks exchange what neighbouring moves need in one message each way, so the gradients of all layers travel together, and
+a step waits for others as often as moves depend on each other, and not as often as there are moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Recorded = tuple[Any, ...]
+"""An instruction as `Recording` has it, with numbers of arrays."""
+
+
+def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the numbers of the arrays that an instruction reads, and that it makes."""
+    match instruction:
+        case ("compute", written, _, read, _, _):
+            return read, written
+        case ("move", read, written):
+            return [read], [written]
+        case ("fetch", read, _):
+            return [read], []
+        case (_, written, *_):
+            return [], [written]
+    raise AssertionError(f"there is no such instruction: {instruction!r:.100}")
+
+
+def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -> list[Recorded]:
+    """Return the instructions in an order in which exchanges come as late as others allow, and together.
+
+    Fetches come last, in their order, which is that of what they return. What an instruction reads still comes before
+    it, if it does in `code`.
+    """
+    fetches = [instruction for instruction in code if instruction[0] == "fetch"]
+    code = [instruction for instruction in code if instruction[0] != "fetch"]
+    exchanges = {nth for nth, instruction in enumerate(code) if is_exchange(instruction)}
+    if len(exchanges) < 2:
+        return code + fetches
+    missing = {written for instruction in code for written in reads_and_writes(instruction)[1]}
+    left, result = list(range(len(code))), list[Recorded]()
+    while left:
+        waiting, together = list[int](), list[int]()
+        for nth in left:
+            read, written = reads_and_writes(code[nth])
+            if not missing.isdisjoint(read):
+                waiting.append(nth)
+            elif nth in exchanges:
+                together.append(nth)
+            else:
+                result.append(code[nth])
+                missing.difference_update(written)
+        for nth in together:
+            result.append(code[nth])
+            missing.difference_update(reads_and_writes(code[nth])[1])
+        left = waiting
+    return result + fetches
