@@ -209,6 +209,32 @@ def keep() -> int:
     return sum(isinstance(found, clients.ClientSession) for found in gc.get_objects())
 
 
+def seeded(seed: int | None) -> Any:
+    """Two random arrays, without seeds of their own."""
+    if seed is not None:
+        spmd.random.set_seed(seed)
+    layout = Layout(["x"], mesh_of_all([("x", 6)]))
+    return [spmd.random.uniform((7,), layout=layout).full().tolist() for _ in range(2)]
+
+
+def test_one_seed_for_all(workers: ClusterCoordinator) -> None:
+    """Clients that set one make the same arrays as anyone else; without one, they are told to."""
+    values = workers.schedule_together(seeded, args=(None,))
+    with pytest.raises(MisuseError, match=r"set_seed\(\) in the function"):
+        values[0].fetch(TIMEOUT)
+    with pytest.raises(MisuseError):
+        workers.join()
+    first, second = together(workers, seeded, 5)
+    layout = Layout(["x"], spmd.create_mesh({"x": 2}))
+    unseeded = spmd.random.uniform((7,), layout=layout).full().tolist()
+    spmd.random.set_seed(5)
+    assert first == second == [spmd.random.uniform((7,), layout=layout).full().tolist() for _ in range(2)]
+    assert first[0] != first[1]
+    assert unseeded not in first
+    with pytest.raises(ValueError, match="seed is -1"):
+        spmd.random.set_seed(-1)
+
+
 def leak() -> Any:
     """An array of a mesh that ends with the function."""
     return spmd.ones((6,), layout=Layout(["x"], mesh_of_all([("x", 6)])))

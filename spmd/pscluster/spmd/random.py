@@ -1,25 +1,72 @@
 """Random global arrays. Their values depend on seed, shape and type alone: not on layout, mesh or number of tasks.
 
 They are counter based: each element's number follows from its position in the whole (see `pscluster.ps.initializers`,
-whose streams these are). So the same seed gives the same values again, and two arrays need two seeds.
+whose streams these are). So the same seed gives the same values again, and two arrays need two seeds: give one for
+each, or set one for the program, of which each array gets its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from pscluster.core import checks
+from pscluster.core.context import current_function
+from pscluster.core.errors import MisuseError
 from pscluster.core.layouts.layout import Layout
-from pscluster.ps.initializers import Initializer, RandomNormal, RandomUniform, TruncatedNormal
+from pscluster.ps.initializers import RandomNormal, RandomUniform, TruncatedNormal
 from pscluster.spmd.creation import Shape, make
 from pscluster.spmd.tensor import DTensor
+from pscluster.worker.collectives.replica import replica_context
+
+_lock = threading.Lock()
+_of_process: dict[str, np.random.SeedSequence] = {}
+_KEY = "seeds of random global arrays"
+
+
+def set_seed(seed: int) -> None:
+    """Set the seed from which arrays get theirs if they are made without one, in the order in which they are made.
+
+    In a function on workers it holds for this execution; several clients set the same one. Raise ValueError if it is no
+    whole number from 0 on.
+    """
+    number = checks.whole("seed", seed, at_least=0)
+    with _lock:
+        _seeds()[_KEY] = np.random.SeedSequence(number)
+
+
+def _seeds() -> dict[Any, Any]:
+    """Return where the seed is kept: with the function that runs here, or for all of this process."""
+    return _of_process if current_function() is None else replica_context().attached
+
+
+def _next_seed(seed: int | None) -> int | None:
+    """Return a seed, or the next one of the program's; None if none is set: any will do.
+
+    Raise MisuseError if clients would draw different ones.
+    """
+    if seed is not None:
+        return seed
+    with _lock:
+        seeds = _seeds()
+        if _KEY in seeds:
+            (child,) = seeds[_KEY].spawn(1)
+            return int(child.generate_state(1, np.uint64)[0] >> 1)
+    if seeds is not _of_process and replica_context().num_replicas > 1:
+        raise MisuseError(
+            "random arrays of several clients need a seed, for all of them to make the same: give seed=, or call "
+            "spmd.random.set_seed() in the function"
+        )
+    return None
 
 
 def normal(
     shape: Shape,
-    seed: int,
+    seed: int | None = None,
     *,
     mean: float = 0.0,
     stddev: float = 1.0,
@@ -27,12 +74,12 @@ def normal(
     layout: Layout,
 ) -> DTensor:
     """Return normally distributed numbers."""
-    return _random("normal", RandomNormal(mean, stddev, seed), (mean, stddev, seed), shape, dtype, layout)
+    return _random("normal", RandomNormal(mean, stddev, _next_seed(seed)), shape, dtype, layout)
 
 
 def truncated_normal(
     shape: Shape,
-    seed: int,
+    seed: int | None = None,
     *,
     mean: float = 0.0,
     stddev: float = 1.0,
@@ -40,12 +87,12 @@ def truncated_normal(
     layout: Layout,
 ) -> DTensor:
     """Return normally distributed numbers, none further than two standard deviations from the mean."""
-    return _random("truncated_normal", TruncatedNormal(mean, stddev, seed), (mean, stddev, seed), shape, dtype, layout)
+    return _random("truncated_normal", TruncatedNormal(mean, stddev, _next_seed(seed)), shape, dtype, layout)
 
 
 def uniform(
     shape: Shape,
-    seed: int,
+    seed: int | None = None,
     *,
     minval: float = 0,
     maxval: float = 1,
@@ -53,11 +100,11 @@ def uniform(
     layout: Layout,
 ) -> DTensor:
     """Return numbers that are evenly distributed in [minval, maxval); integers, if `dtype` is an integer type."""
-    return _random("uniform", RandomUniform(minval, maxval, seed), (minval, maxval, seed), shape, dtype, layout)
+    return _random("uniform", RandomUniform(minval, maxval, _next_seed(seed)), shape, dtype, layout)
 
 
 def _random(
-    maker: str, initializer: Initializer, numbers: tuple[Any, ...], shape: Shape, dtype: npt.DTypeLike, layout: Layout
+    maker: str, initializer: RandomNormal | RandomUniform, shape: Shape, dtype: npt.DTypeLike, layout: Layout
 ) -> DTensor:
     initializer.check(checks.per_axis("shape", shape), dtype)  # its errors are better here than on a device
-    return make(shape, dtype, layout, maker, *numbers)
+    return make(shape, dtype, layout, maker, *dataclasses.astuple(initializer))
