@@ -5,6 +5,7 @@ NumPy's own arrays, dask's and ours go through the same lines.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def parameters() -> list[Any]:
     """Return kernels and biases."""
     random = np.random.default_rng(0)
     made: list[Any] = []
-    for inputs, outputs in zip(SIZES, SIZES[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(SIZES):
         made.append((random.standard_normal((inputs, outputs)) / np.sqrt(inputs)).astype(np.float32))
         made.append(np.zeros(outputs, np.float32))
     return made

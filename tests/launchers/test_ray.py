@@ -43,7 +43,7 @@ class Script:
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
         self.path = folder / "log"
-        # Scripts flush each line as a whole: unbuffered, print() writes it in pieces, and the log's lines come in between.
+        # Scripts flush each line as a whole. Unbuffered, print() writes it in pieces, between which others may write.
         env = {**os.environ, "RAY_DEDUP_LOGS": "0"}
         env.pop("PYTHONUNBUFFERED", None)
         with self.path.open("wb") as log:
