@@ -1,8 +1,7 @@
 """Runs a program on the blocks of one task's devices.
 
 All tasks of the mesh run the same program at the same time, each with its own blocks, in the same order. What moves
-between tasks is planned by all of them alike (`core.layouts.moving`), and each pair that has something to exchange in a
-move does so in one message each way: receives are posted before anything is sent.
+between tasks is planned by all of them alike (`core.layouts.moving`, `moves`).
 
 A program changes nothing before it is known to make sense. Arrays are stored once it has ended: if it fails, or is run
 again since a worker died, none of its results is there, or the same ones are made again. Numbers of arrays to be
@@ -13,7 +12,6 @@ Devices of a task that have equal blocks share one, and what is computed from eq
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,14 +20,11 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
-from pscluster.core.geometry import Block
-from pscluster.core.layouts.layout import Layout
-from pscluster.core.layouts.moving import Moving, moving
-from pscluster.core.transport.frames import view
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.programs.exchange import Exchange, exchange_of
 from pscluster.worker.programs.makers import MAKERS
-from pscluster.worker.programs.operations import COMBINES, OPERATIONS
+from pscluster.worker.programs.moves import move_together
+from pscluster.worker.programs.operations import OPERATIONS
 from pscluster.worker.programs.program import (
     ArrayType,
     Compute,
@@ -182,90 +177,12 @@ class _Running:
     def _move(self, moves: Sequence[Move]) -> None:
         sources = [self.registers[move.input] for move in moves]
         targets = [self._program.arrays[move.output] for move in moves]
-        plans = [
-            moving(source.type.layout, of.layout, of.shape, source.type.partial)
-            for source, of in zip(sources, targets, strict=True)
-        ]
-        received = self._exchanged(sources, plans)
-        for move, source, of, plan, pieces in zip(moves, sources, targets, plans, received, strict=True):
-            combine = COMBINES[source.type.combine]
-            made: dict[int, Array] = {}
-            for device in self._devices:
-                shard = of.layout.shard_of(device)
-                if shard not in made:
-                    made[shard] = self._assembled(source, plan, device, of.layout, pieces, combine)
-            blocks = {device: made[of.layout.shard_of(device)] for device in self._devices}
-            self.registers[move.output] = Blocks(of, blocks)
-
-    def _exchanged(self, sources: Sequence[Blocks], plans: Sequence[Moving]) -> list[dict[tuple[int, Block], Array]]:
-        """Send other tasks the pieces that they need for these moves, and return those that this one needs, by move."""
-        first, self._moves = self._moves + 1, self._moves + len(plans)
-        received: list[dict[tuple[int, Block], Array]] = [{} for _ in plans]
-        if not any(plan.transfers for plan in plans):
-            return received
-        me = self._exchange.task
-        outgoing: dict[int, list[Array]] = {}
-        awaited: dict[int, list[tuple[int, int, Block]]] = {}  # by task: the move, and the device that has the piece
-        # Large elements first: so each lies in the message where an array of its type may.
-        for nth in sorted(range(len(plans)), key=lambda nth: -sources[nth].type.dtype.itemsize):
-            for (of, to), sent in plans[nth].transfers.items():
-                if of == me:
-                    parts = (np.ascontiguousarray(self._part(sources[nth], *piece)) for piece in sent)
-                    outgoing.setdefault(to, []).extend(part.reshape(-1).view(np.uint8) for part in parts)
-                elif to == me:
-                    awaited.setdefault(of, []).extend((nth, device, box) for device, box in sent)
-        incoming: dict[int, Array] = {}
-        for of, pieces in awaited.items():
-            ends = itertools.accumulate(box.size * sources[nth].type.dtype.itemsize for nth, _, box in pieces)
-            bounds = list(itertools.pairwise((0, *ends)))
-            incoming[of] = np.empty(bounds[-1][1], np.uint8)
-            for (nth, device, box), (start, end) in zip(pieces, bounds, strict=True):
-                flat = incoming[of][start:end].view(sources[nth].type.dtype)
-                received[nth][device, box] = flat.reshape(box.shape)
-        # All tasks call it, also those that have nothing to exchange.
-        self._exchange.swap(
-            {to: view(flats[0] if len(flats) == 1 else np.concatenate(flats)) for to, flats in outgoing.items()},
-            {of: view(buffer) for of, buffer in incoming.items()},
-            f"move {first} of a program, of {sources[0].type}"
-            + (f", and {len(plans) - 1} more" if len(plans) > 1 else ""),
-        )
-        return received
-
-    @staticmethod
-    def _part(source: Blocks, device: int, box: Block) -> Array:
-        """Return a view of a part of a device's block."""
-        start = source.type.layout.block(source.type.shape, device).start
-        part: Array = source.of[device][_within(box, start)]
-        return part
-
-    def _assembled(
-        self,
-        source: Blocks,
-        plan: Moving,
-        device: int,
-        layout: Layout,
-        received: Mapping[tuple[int, Block], Array],
-        combine: np.ufunc,
-    ) -> Array:
-        """Return a device's block, made of pieces that are here."""
-        own = layout.block(source.type.shape, device)
-
-        def term(of: int, box: Block) -> Array:
-            return self._part(source, of, box) if of in source.of else received[of, box]
-
-        pieces = plan.pieces[device]
-        if len(pieces) == 1 and pieces[0].box == own and len(pieces[0].sources) == 1:
-            whole = term(pieces[0].sources[0], own)
-            base = source.of.get(pieces[0].sources[0])
-            # A small part of a block must not keep all of it in memory; and blocks that are whole are shared.
-            return base if base is not None and base.shape == whole.shape else np.ascontiguousarray(whole).copy()
-        out = np.empty(own.shape, source.type.dtype)
-        for box, sources in pieces:
-            target = out[_within(box, own.start)]
-            target[...] = term(sources[0], box)
-            for of in sources[1:]:
-                combine(target, term(of, box), out=target)
-        return out
+        what = f"move {self._moves + 1} of a program, of {sources[0].type}"
+        if len(moves) > 1:
+            what += f", and {len(moves) - 1} more"
+        self._moves += len(moves)
+        moved = move_together(sources, targets, self._devices, self._exchange, what)
+        self.registers.update(zip((move.output for move in moves), moved, strict=True))
 
     def _fetch(self, fetch: Fetch) -> None:
         blocks = self.registers[fetch.input]
@@ -273,11 +190,6 @@ class _Running:
         self.fetched.append(
             [block for device, block in sorted(blocks.of.items()) if fetch.every_device or device in owners]
         )
-
-
-def _within(box: Block, start: Sequence[int]) -> Any:
-    """Return the index of a box in a block that starts there. With `...`, a scalar's part is an array, too."""
-    return (*(slice(a - s, b - s) for a, b, s in zip(box.start, box.stop, start, strict=True)), ...)
 
 
 def _filled(argument: Any, blocks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> Any:

@@ -1,0 +1,144 @@
+"""Brings arrays into other layouts: what one task sends, receives, and makes of the pieces.
+
+Moves that are made together are one exchange: one message each way for each pair of tasks that have something to send.
+It holds the pieces of all moves, those with the largest elements first, so that each lies where an array of its type
+may. A message that is one piece is received where the piece belongs, if that is one stretch of memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.geometry import Block
+from pscluster.core.layouts.moving import Moving, Piece, moving
+from pscluster.core.transport.frames import view
+from pscluster.worker.programs.exchange import Exchange
+from pscluster.worker.programs.operations import COMBINES
+from pscluster.worker.programs.program import ArrayType
+from pscluster.worker.programs.store import Blocks
+
+Array = npt.NDArray[Any]
+
+
+class _Sent(NamedTuple):
+    """A piece of a message: of which move, and which device has it."""
+
+    move: int
+    device: int
+    box: Block
+
+
+def move_together(
+    sources: Sequence[Blocks], targets: Sequence[ArrayType], devices: Sequence[int], exchange: Exchange, what: str
+) -> list[Blocks]:
+    """Return each array in its layout of `targets`, its terms combined: the blocks of this task's devices.
+
+    All tasks call it, also those that have nothing to send. `what` is shown in errors.
+    """
+    moves = [_Move(source, target, devices) for source, target in zip(sources, targets, strict=True)]
+    if any(move.plan.transfers for move in moves):
+        outgoing: dict[int, list[Array]] = {}
+        awaited: dict[int, list[_Sent]] = {}  # by task
+        for nth in sorted(range(len(moves)), key=lambda nth: -moves[nth].itemsize):
+            for (of, to), sent in moves[nth].plan.transfers.items():
+                if of == exchange.task:
+                    parts = (np.ascontiguousarray(moves[nth].part(*piece)) for piece in sent)
+                    outgoing.setdefault(to, []).extend(part.reshape(-1).view(np.uint8) for part in parts)
+                elif to == exchange.task:
+                    awaited.setdefault(of, []).extend(_Sent(nth, device, box) for device, box in sent)
+        exchange.swap(
+            {to: view(flats[0] if len(flats) == 1 else np.concatenate(flats)) for to, flats in outgoing.items()},
+            {of: view(_memory_for(moves, sent)) for of, sent in awaited.items()},
+            what,
+        )
+    return [move.blocks() for move in moves]
+
+
+def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Array:
+    """Return memory for a message of these pieces, which each move knows as its received ones."""
+    if len(sent) == 1:
+        (nth, device, box) = sent[0]
+        if (place := moves[nth].place_of(device, box)) is not None:
+            moves[nth].received[device, box] = place
+            return place.reshape(-1).view(np.uint8)
+    ends = itertools.accumulate(box.size * moves[nth].itemsize for nth, _, box in sent)
+    bounds = list(itertools.pairwise((0, *ends)))
+    memory = np.empty(bounds[-1][1], np.uint8)
+    for (nth, device, box), (start, end) in zip(sent, bounds, strict=True):
+        flat = memory[start:end].view(moves[nth].source.type.dtype)
+        moves[nth].received[device, box] = flat.reshape(box.shape)
+    return memory
+
+
+class _Move:
+    """One array that moves."""
+
+    def __init__(self, source: Blocks, target: ArrayType, devices: Sequence[int]) -> None:
+        self.source, self._target, self._devices = source, target, devices
+        self.plan: Moving = moving(source.type.layout, target.layout, target.shape, source.type.partial)
+        self.itemsize = target.dtype.itemsize
+        self.received: dict[tuple[int, Block], Array] = {}  # by the device that has it
+        self._begun: dict[int, Array] = {}  # blocks that pieces are received in, by their numbers in the layout
+
+    def part(self, device: int, box: Block) -> Array:
+        """Return a view of a part of a device's block."""
+        start = self.source.type.layout.block(self.source.type.shape, device).start
+        part: Array = self.source.of[device][_within(box, start)]
+        return part
+
+    def place_of(self, device: int, box: Block) -> Array | None:
+        """Return where a piece belongs in a block that is made here; None if it does not as it is, or not in one."""
+        for own in self._devices:
+            if Piece(box, (device,)) in self.plan.pieces[own]:
+                block, shard = self._target.layout.block(self._target.shape, own), self._target.layout.shard_of(own)
+                if shard not in self._begun:
+                    self._begun[shard] = np.empty(block.shape, self._target.dtype)
+                place: Array = self._begun[shard][_within(box, block.start)]
+                return place if place.flags.c_contiguous else None
+        return None
+
+    def blocks(self) -> Blocks:
+        """Return the array in its new layout."""
+        layout, made = self._target.layout, dict[int, Array]()
+        for device in self._devices:
+            if (shard := layout.shard_of(device)) not in made:
+                made[shard] = self._assembled(device, self._begun.get(shard))
+        return Blocks(self._target, {device: made[layout.shard_of(device)] for device in self._devices})
+
+    def _assembled(self, device: int, out: Array | None) -> Array:
+        """Return a device's block, made of pieces that are here; in `out`, if some have been received in it."""
+        own = self._target.layout.block(self._target.shape, device)
+        pieces = self.plan.pieces[device]
+        if out is None and len(pieces) == 1 and pieces[0].box == own and len(pieces[0].sources) == 1:
+            whole = self._term(pieces[0].sources[0], own)
+            base = self.source.of.get(pieces[0].sources[0])
+            # A small part of a block must not keep all of it in memory; and blocks that are whole are shared.
+            return base if base is not None and base.shape == whole.shape else np.array(whole, order="C")
+        if out is None:
+            out = np.empty(own.shape, self._target.dtype)
+        combine = COMBINES[self.source.type.combine]
+        for box, sources in pieces:
+            target, first = out[_within(box, own.start)], self._term(sources[0], box)
+            if _address(first) != _address(target):  # else it has been received there
+                target[...] = first
+            for of in sources[1:]:
+                combine(target, self._term(of, box), out=target)
+        return out
+
+    def _term(self, of: int, box: Block) -> Array:
+        return self.part(of, box) if of in self.source.of else self.received[of, box]
+
+
+def _within(box: Block, start: Sequence[int]) -> Any:
+    """Return the index of a box in a block that starts there. With `...`, a scalar's part is an array, too."""
+    return (*(slice(a - s, b - s) for a, b, s in zip(box.start, box.stop, start, strict=True)), ...)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
