@@ -26,6 +26,11 @@ from pscluster.spmd.explaining import Explanation as Explanation
 from pscluster.spmd.explaining import explain as explain
 from pscluster.spmd.explaining import visualize as visualize
 from pscluster.spmd.function import function as function
+from pscluster.spmd.gradients import elementwise as _elementwise  # noqa: F401  # registers rules
+from pscluster.spmd.gradients import products as _products  # noqa: F401
+from pscluster.spmd.gradients import reductions as _reductions  # noqa: F401
+from pscluster.spmd.gradients import shapes as _shapes  # noqa: F401
+from pscluster.spmd.gradients.reverse import value_and_grad as value_and_grad
 from pscluster.spmd.meshes import P as P
 from pscluster.spmd.meshes import barrier as barrier
 from pscluster.spmd.meshes import create_mesh as create_mesh

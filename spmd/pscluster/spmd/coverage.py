@@ -9,6 +9,8 @@ import numpy as np
 from numpy.testing import overrides
 
 from pscluster.spmd import functions as functions  # registers them
+from pscluster.spmd.gradients.rules import RULES
+from pscluster.spmd.gradients.tape import CONSTANT
 from pscluster.spmd.tensor import FUNCTIONS, LIKE
 from pscluster.worker.programs.operations import LATER_UFUNCS, UFUNCS
 
@@ -37,6 +39,20 @@ def coverage() -> dict[str, dict[str, bool]]:
     }
 
 
+_INTERNAL = frozenset(("add_along_axis", "add_at", "divide_by", "getitem", "relayout"))
+
+_REDUCTIONS = {"add": "sum", "fmax": "nanmax", "fmin": "nanmin", "maximum": "max", "minimum": "min", "multiply": "prod"}
+
+
+def with_gradients() -> list[str]:
+    """Return the functions that gradients have rules for; those that are made of them have one, too."""
+    names = set()
+    for name in RULES.keys() - _INTERNAL:
+        ufunc, reduction, _ = name.partition(".reduce")
+        names.add(_REDUCTIONS.get(ufunc, name) if reduction else name)
+    return sorted(names)
+
+
 def tables() -> str:
     """Return the coverage as text for the documentation."""
     lines: list[str] = []
@@ -45,6 +61,8 @@ def tables() -> str:
         missing = [name for name, is_there in covered.items() if not is_there]
         lines += [f"Of {len(covered)} {kind} {len(there)} are there:", "", *_wrapped(there), ""]
         lines += ["and these are not:", "", *_wrapped(missing), ""]
+    lines += ["Gradients have rules for", "", *_wrapped(with_gradients()), ""]
+    lines += ["and these count as constants:", "", *_wrapped(sorted(CONSTANT)), ""]
     return "\n".join(lines)
 
 

@@ -72,14 +72,7 @@ class Function(Generic[Params, Returned]):
                 self._traces[key] = traced
                 while len(self._traces) > MAX_TRACES:
                     self._traces.popitem(last=False)
-        refs = [tensor.settled for tensor in tensors]
-        inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
-        made = session_of(tensors[0].mesh).call(traced.program, traced.definition, inputs, traced.types)
-        made += [refs[of] if isinstance(of, int) else of for of in traced.given]
-        results = [DTensor(ref) for ref in made]
-        returned: Returned = rebuilt(
-            traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf
-        )
+        returned: Returned = _run(traced, tensors, traced.definition)
         return returned
 
     def __repr__(self) -> str:
@@ -109,6 +102,22 @@ def function(fn: Callable[Params, Returned]) -> Function[Params, Returned]:
     raise MisuseError. Inside another traced function it is a plain function.
     """
     return Function(fn)
+
+
+def call_once(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trace a function and run it as one program, which is not kept."""
+    tensors, _, arguments = arguments_of(args, kwargs)
+    return _run(traced_call(fn, tensors, arguments), tensors, None)
+
+
+def _run(traced: Traced, tensors: list[DTensor], definition: Callable[..., Any] | None) -> Any:
+    """Run what was traced with these arrays, without waiting. With a definition, workers keep the program."""
+    refs = [tensor.settled for tensor in tensors]
+    inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
+    made = session_of(tensors[0].mesh).call(traced.program, definition, inputs, traced.types)
+    made += [refs[of] if isinstance(of, int) else of for of in traced.given]
+    results = [DTensor(ref) for ref in made]
+    return rebuilt(traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf)
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DTensor], Any, tuple[Any, Any]]:

@@ -149,9 +149,16 @@ class Session:
         return refs
 
     def call(
-        self, program: Sendable, definition: Callable[..., Any], inputs: Sequence[Ref], types: Sequence[ArrayType]
+        self,
+        program: Sendable,
+        definition: Callable[..., Any] | None,
+        inputs: Sequence[Ref],
+        types: Sequence[ArrayType],
     ) -> list[Ref]:
-        """Run a program that was recorded before, with these arrays, and return what it makes."""
+        """Run a program that was recorded before, with these arrays, and return what it makes.
+
+        Workers are sent a definition once, in place of the program.
+        """
         with self._sending:
             if len(self._recording):
                 self._send()

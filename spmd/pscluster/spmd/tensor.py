@@ -15,6 +15,7 @@ from pscluster.core.handles import StaysHere
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Device, Mesh
 from pscluster.core.layouts.moving import combine_through
+from pscluster.spmd.gradients.tape import record_relayout
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import ArrayMethods
 from pscluster.spmd.recording import Ref
@@ -118,7 +119,11 @@ class DTensor(ArrayMethods, StaysHere):
                 "use distribute(array.full(), layout)"
             )
         layout.check_shape(self.shape)
-        return self if layout == self.layout else DTensor(self.in_layout(layout))
+        if layout == self.layout:
+            return self
+        relaid = DTensor(self.in_layout(layout))
+        record_relayout(self, relaid)
+        return relaid
 
     def relayout_like(self, other: DTensor) -> DTensor:
         """Return the same array in the layout of another one of equal rank."""

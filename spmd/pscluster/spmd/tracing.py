@@ -144,12 +144,26 @@ def is_tracing() -> bool:
     return _trace.get() is not None
 
 
-def rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return nested lists, tuples and dicts with each leaf replaced, in order."""
+def rebuilt(value: Any, leaf: Callable[..., Any], name: str | None = None) -> Any:
+    """Return nested lists, tuples and dicts with each leaf replaced, in order.
+
+    With a name of the whole, `leaf` is also told that of what it replaces, such as "name[0]['w']".
+    """
+
+    def of(item: Any, key: Any) -> Any:
+        return rebuilt(item, leaf, None if name is None else f"{name}[{key!r}]")
+
     if isinstance(value, dict):
-        return {key: rebuilt(item, leaf) for key, item in value.items()}
+        return {key: of(item, key) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuilt(item, leaf) for item in value))
+        return type(value)(*(of(item, at) for at, item in enumerate(value)))
     if isinstance(value, list | tuple):
-        return type(value)(rebuilt(item, leaf) for item in value)
-    return leaf(value)
+        return type(value)(of(item, at) for at, item in enumerate(value))
+    return leaf(value) if name is None else leaf(value, name)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return what is in nested lists, tuples and dicts, in order."""
+    leaves: list[Any] = []
+    rebuilt(value, leaves.append)
+    return leaves

@@ -15,6 +15,7 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.rule import Label, Operand, resolve
+from pscluster.spmd.gradients.tape import record
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.methods import xp as xp
 from pscluster.spmd.placing import distribute, numeric
@@ -202,7 +203,9 @@ def apply(
         {name: encoded(arg) for name, arg in (kwargs or {}).items()},
         rule.work(lengths, dict(mesh.dims)),
     )
-    return [DTensor(ref, layout) for ref, layout in zip(made, layouts, strict=True)]
+    tensors = [DTensor(ref, layout) for ref, layout in zip(made, layouts, strict=True)]
+    record(function, operands, labels, tensors, [result.labels for result in results], args, kwargs or {})
+    return tensors
 
 
 def encoded(value: Any) -> Any:

@@ -68,6 +68,22 @@ def _divide_by(total: Array, count: int, dtype: str) -> Array:
         return np.true_divide(total, count).astype(dtype)
 
 
+def _add_at(shape: tuple[int, ...], index: Any, values: Array) -> Array:
+    """Return zeros of this shape with values added at an index: those at the same element are summed."""
+    out = np.zeros(shape, values.dtype)
+    np.add.at(out, index, values)
+    return out
+
+
+def _add_along_axis(shape: tuple[int, ...], indices: Array, axis: int, values: Array) -> Array:
+    """Return zeros of this shape with values added where `numpy.take_along_axis` takes from."""
+    out = np.zeros(shape, values.dtype)
+    grid = list(np.ogrid[tuple(slice(n) for n in shape)])
+    grid[axis] = indices
+    np.add.at(out, tuple(grid), values)
+    return out
+
+
 def _named(name: str) -> Any:
     """Return a function of NumPy by its name, or None if this version has none."""
     found: Any = np
@@ -81,6 +97,8 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         **{name: getattr(np, name) for name in (*UFUNCS, *LATER_UFUNCS)},
         **{f"{name}.reduce": ufunc.reduce for name, ufunc in COMBINES.items()},
         **{name: _named(name) for name in _FUNCTIONS if _named(name) is not None},
+        "add_along_axis": _add_along_axis,
+        "add_at": _add_at,
         "getitem": _getitem,
         "astype": _astype,
         "divide_by": _divide_by,
