@@ -31,6 +31,7 @@ from pscluster.spmd.gradients import products as _products  # noqa: F401
 from pscluster.spmd.gradients import reductions as _reductions  # noqa: F401
 from pscluster.spmd.gradients import shapes as _shapes  # noqa: F401
 from pscluster.spmd.gradients.reverse import value_and_grad as value_and_grad
+from pscluster.spmd.local_map import local_map as local_map
 from pscluster.spmd.meshes import P as P
 from pscluster.spmd.meshes import barrier as barrier
 from pscluster.spmd.meshes import create_mesh as create_mesh
@@ -46,3 +47,10 @@ from pscluster.spmd.placing import relayout_like as relayout_like
 from pscluster.spmd.placing import unpack as unpack
 from pscluster.spmd.tensor import DTensor as DTensor
 from pscluster.spmd.tensor import Shard as Shard
+from pscluster.worker.programs.local.collectives import all_gather as all_gather
+from pscluster.worker.programs.local.collectives import axis_index as axis_index
+from pscluster.worker.programs.local.collectives import axis_size as axis_size
+from pscluster.worker.programs.local.collectives import pmax as pmax
+from pscluster.worker.programs.local.collectives import pmean as pmean
+from pscluster.worker.programs.local.collectives import pmin as pmin
+from pscluster.worker.programs.local.collectives import psum as psum

@@ -5,20 +5,28 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pscluster.core.errors import MisuseError
+from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
 from pscluster.worker.programs.exchange import OneProcess
-from pscluster.worker.programs.interpreter import run, run_program
+from pscluster.worker.programs.interpreter import run, run_local, run_program
 from pscluster.worker.programs.program import parse
 from pscluster.worker.programs.store import BlockStore
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator, RemoteValue
     from pscluster.spmd.session import Fetched
+
+
+def definition_of(name: str, program: Sendable) -> Callable[..., Any]:
+    """Return a program as a function, which is scheduled with its arrays."""
+    if program.functions:
+        return partial_of(name, run_local, program.text, list(program.functions))
+    return partial_of(name, run_program, program.text)
 
 
 class Ended:
@@ -58,6 +66,7 @@ class InProcess:
                     program.outputs,
                     program.forgotten,
                     program.payloads[0],
+                    program.functions,
                 )
             except Exception as error:
                 return Ended([], error)
@@ -107,6 +116,8 @@ class Workers:
         rest = (self._store, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
         # Under a definition, workers are sent the text once, and then its digest.
         fn, args = (run_program, (program.text, *rest)) if program.definition is None else (program.definition, rest)
+        if program.definition is None and program.functions:
+            fn, args = definition_of("local_map", program), rest
         homes, size = coordinator.members(self._workers)
         # The session raises its errors: they concern no other function.
         return _OnWorkers(coordinator.schedule_gang(fn, args, None, homes, size, None, 0, None, isolated=True))

@@ -12,15 +12,14 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from pscluster.core.errors import MisuseError
-from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
+from pscluster.spmd.executors import definition_of
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.tensor import DTensor
 from pscluster.spmd.tracing import Step, is_tracing, rebuilt, tracing
-from pscluster.worker.programs.interpreter import run_program
 from pscluster.worker.programs.program import ArrayType
 
 Params = ParamSpec("Params")
@@ -172,5 +171,6 @@ def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple
         return slots[leaf.settled.number] if isinstance(leaf, DTensor) else leaf
 
     name = getattr(fn, "__qualname__", "a function")
-    definition = partial_of(name, run_program, program.text)
-    return Traced(program, definition, inputs, types, given, rebuilt(returned, slot), tuple(trace.steps))
+    return Traced(
+        program, definition_of(name, program), inputs, types, given, rebuilt(returned, slot), tuple(trace.steps)
+    )

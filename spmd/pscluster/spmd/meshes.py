@@ -9,13 +9,14 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from pscluster.core import checks
-from pscluster.core.errors import MeshError
+from pscluster.core.errors import MeshError, MisuseError
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import LOCAL_JOB, WORKER_JOB, Device, Dims, Mesh
 from pscluster.spmd.clients import client_session
 from pscluster.spmd.executors import InProcess, Workers
 from pscluster.spmd.session import Session
 from pscluster.spmd.tracing import active_trace
+from pscluster.worker.programs.local.calls import current_call
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator
@@ -78,8 +79,13 @@ def create_mesh(
 def session_of(mesh: Mesh) -> Session:
     """Return a mesh's session, or the trace of the function that is traced here.
 
-    Raise MeshError if it was not created here, and is not of this process' own devices.
+    Raise MeshError if it was not created here, and is not of this process' own devices; MisuseError in a function that
+    `local_map` calls.
     """
+    if current_call() is not None:
+        raise MisuseError(
+            "a function that local_map calls gets NumPy arrays, and can't use global arrays: pass them to it"
+        )
     if (trace := active_trace(mesh)) is not None:
         return trace
     known = client_session(mesh)

@@ -16,7 +16,7 @@ Recorded = tuple[Any, ...]
 def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int]]:
     """Return the numbers of the arrays that an instruction reads, and that it makes."""
     match instruction:
-        case ("compute", written, _, read, _, _):
+        case ("compute", written, _, read, _, _) | ("call", written, _, read, _, _):
             return read, written
         case ("move", read, written):
             return [read], [written]

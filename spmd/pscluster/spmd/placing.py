@@ -100,7 +100,7 @@ def _check_components(every: Sequence[_Component], layout: Layout) -> tuple[int,
             )
         if dtype != first.dtype:
             raise PackError(f"component {device} is {dtype}, but component 0 is {first.dtype}: convert one of them")
-    shape = tuple(_length(every, layout, axis) for axis in range(layout.rank))
+    shape = layout.whole_shape([component.shape for component in every])
     for device, (own, _, digest) in enumerate(every):
         if tuple(own) != (wanted := layout.local_shape(shape, device)):
             raise PackError(
@@ -114,16 +114,6 @@ def _check_components(every: Sequence[_Component], layout: Layout) -> tuple[int,
                 "give equal ones, or another layout"
             )
     return shape
-
-
-def _length(every: Sequence[_Component], layout: Layout, axis: int) -> int:
-    """Return the length of an axis of the whole: of the first device's pieces along the dimension that shards it."""
-    mesh, spec = layout.mesh, layout.specs[axis]
-    if spec not in mesh:
-        return every[0].shape[axis]
-    place = mesh.dim_names.index(spec)
-    along = [device for device in range(mesh.size) if sum(mesh.coords(device)) == mesh.coords(device)[place]]
-    return sum(every[device].shape[axis] for device in along)
 
 
 def unpack(tensor: DTensor, timeout: float | None = None) -> list[Array]:

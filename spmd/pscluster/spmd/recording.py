@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import moving
 from pscluster.spmd.ordering import Recorded, ordered
+from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType, encode
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Sendable:
     outputs: list[int]
     forgotten: list[int]
     payloads: list[list[Mapping[int, Array]]]  # for each task that gets some: the blocks of each that it needs
+    functions: tuple[LocalFunction, ...] = ()  # that it calls
     definition: Callable[..., Any] | None = None  # the program as a function, which workers are sent once
     sent_here: Sequence[int] = ()  # places among the outputs of those that it fetches, in the order of its fetches
 
@@ -63,6 +66,7 @@ class Recording:
         self._inputs: dict[int, Ref] = {}  # kept until it is sent
         self._made: dict[int, weakref.ref[Ref]] = {}
         self._payloads: list[tuple[Mapping[int, Array], ArrayType]] = []
+        self._functions: list[LocalFunction] = []
 
     def __len__(self) -> int:
         return len(self._code)
@@ -108,6 +112,24 @@ class Recording:
         read = [self._read(ref) for ref in inputs]
         self._code.append(("compute", [self._write(ref) for ref in outputs], function, read, args, kwargs))
 
+    def call(
+        self,
+        outputs: Sequence[Ref],
+        function: LocalFunction,
+        inputs: Sequence[Ref],
+        layouts: Sequence[Layout],
+        *,
+        check: bool,
+    ) -> None:
+        """Record a plain function that is called for each device. With layouts, the types of its results are not known.
+
+        Then these are further outputs of the program, and there are no others.
+        """
+        read = [self._read(ref) for ref in inputs]
+        specs = [layout.sharding_specs for layout in layouts]
+        self._code.append(("call", [self._write(ref) for ref in outputs], len(self._functions), read, specs, check))
+        self._functions.append(function)
+
     def fetch(self, source: Ref, *, every_device: bool) -> None:
         """Record that blocks are wanted here."""
         self._code.append(("fetch", self._read(source), every_device))
@@ -129,6 +151,10 @@ class Recording:
                     written, function, read, args, kwargs = rest
                     numbers = [register[number] for number in written], [register[number] for number in read]
                     code.append([name, numbers[0], function, numbers[1], args, kwargs])
+                case "call":
+                    written, function, read, *others = rest
+                    numbers = [register[number] for number in written], [register[number] for number in read]
+                    code.append([name, numbers[0], function, numbers[1], *others])
                 case "move":
                     code.append([name, register[rest[1]], register[rest[0]]])
                 case _:
@@ -138,7 +164,8 @@ class Recording:
         )
         later = [number for number in gone if number in self._inputs]
         forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
-        return Sendable(self.mesh, text, inputs, outputs, forgotten, self._payloads_by_task()), later
+        payloads, functions = self._payloads_by_task(), tuple(self._functions)
+        return Sendable(self.mesh, text, inputs, outputs, forgotten, payloads, functions), later
 
     def _is_exchange(self, instruction: Recorded) -> bool:
         """Return whether an instruction makes tasks send each other something."""

@@ -29,14 +29,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
+from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Recording, Ref, Sendable
+from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
 Array = npt.NDArray[Any]
@@ -159,6 +162,36 @@ class Session:
 
         Workers are sent a definition once, in place of the program.
         """
+        outputs = [next(_numbers) for _ in types]
+        number, running = self._call(program, definition, inputs, outputs)
+        made = [Ref(self, output, of, number) for output, of in zip(outputs, types, strict=True)]
+        for nth, place in enumerate(program.sent_here):
+            made[place].sent_here = running, nth
+        return made
+
+    def call_untyped(
+        self, program: Sendable, definition: Callable[..., Any], inputs: Sequence[Ref], layouts: Sequence[Layout]
+    ) -> list[Ref]:
+        """Run a program whose only outputs are arrays of unknown types, in these layouts, and wait for their types."""
+        outputs = [next(_numbers) for _ in layouts]
+        try:
+            number, running = self._call(program, definition, inputs, outputs)
+            self._wait(None)
+            fetched = iter(running.result()[0][-1])
+        except BaseException:
+            self.dropped.extend(outputs)  # some of the workers may have them
+            raise
+        types = [type_of_arrays(next(fetched), next(fetched), layout) for layout in layouts]
+        return [Ref(self, output, of, number) for output, of in zip(outputs, types, strict=True)]
+
+    def _call(
+        self,
+        program: Sendable,
+        definition: Callable[..., Any] | None,
+        inputs: Sequence[Ref],
+        outputs: list[int],
+    ) -> tuple[int, Running]:
+        """Send a program of its own, after what is recorded. Return its number, too."""
         with self._sending:
             if len(self._recording):
                 self._send()
@@ -167,21 +200,15 @@ class Session:
             with self._lock:
                 for source in inputs:
                     self._check(source)
-                # It is a program of its own; what is recorded next comes after it.
+                # What is recorded next comes after it.
                 number = self._recording.number
                 self._recording = self._new_recording()
-                made = [Ref(self, next(_numbers), of, number) for of in types]
                 numbers = [source.number for source in inputs]
                 dropped = {self.dropped.popleft() for _ in range(len(self.dropped))}
                 self.dropped.extend(dropped.intersection(numbers))
-            outputs, forgotten = [ref.number for ref in made], sorted(dropped.difference(numbers))
-            running = self._start(
-                number,
-                Sendable(self.mesh, program.text, numbers, outputs, forgotten, program.payloads, definition),
-            )
-            for nth, place in enumerate(program.sent_here):
-                made[place].sent_here = running, nth
-        return made
+            forgotten = sorted(dropped.difference(numbers))
+            started = replace(program, inputs=numbers, outputs=outputs, forgotten=forgotten, definition=definition)
+            return number, self._start(number, started)
 
     def blocks(self, source: Ref, timeout: float | None = None) -> list[Array]:
         """Return the block of each of `devices`."""

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pscluster.core.errors import LayoutError, MisuseError
+from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import moving
 from pscluster.spmd.recording import Array, Ref, Sendable
 from pscluster.spmd.session import Running, Session
+from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType
 
 _trace: ContextVar[Trace | None] = ContextVar("pscluster-trace", default=None)
@@ -92,6 +94,22 @@ class Trace(Session):
         """Record a function of blocks."""
         self.steps.append(Step(function, tuple(ref.type for ref in inputs), tuple(types), work, 0))
         return super().compute(types, function, inputs, args, kwargs, work)
+
+    def call_local(
+        self,
+        name: str,
+        types: Sequence[ArrayType],
+        function: LocalFunction,
+        inputs: Sequence[Ref],
+        layouts: Sequence[Layout] = (),
+        *,
+        check: bool,
+    ) -> list[Ref]:
+        """Record a plain function of blocks. With layouts in place of types, its results are further outputs."""
+        self.steps.append(Step(name, tuple(ref.type for ref in inputs), tuple(types), 0, 0))
+        refs = [self._ref(of) for of in types]
+        self._recording.call(refs, function, inputs, layouts, check=check)
+        return refs
 
     def _fetch(self, source: Ref, *, every_device: bool, timeout: float | None) -> NoReturn:
         """Refuse: there are no values."""

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for payload in rubbish:
         with pytest.raises(ProtocolError, match="needs a block of shape"):
             run(loading, store, OneProcess(), [], [], [], [payload])
-    with pytest.raises(ProtocolError, match="1 payloads was given 0, 0 and 0"):
+    with pytest.raises(ProtocolError, match="1 payloads and 0 functions, and was given 0, 0, 0, 0"):
         run(loading, store, OneProcess(), [], [], [], [])
     wrong = parse(
         encode(mesh, [of, of], 0, [["create", 0, "full", [1, 0]], ["compute", [1], "sign", [0], [1], {}]], [1])

@@ -60,7 +60,7 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.evaluation": ("states_of",),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
     "pscluster.worker.data.sources": ("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files"),
-    "pscluster.worker.programs.interpreter": ("run_program",),
+    "pscluster.worker.programs.interpreter": ("run_local", "run_program"),
     "pscluster.worker.training": ("logs_of_steps",),
 }
 """Additional ones, on a worker."""

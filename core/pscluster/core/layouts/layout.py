@@ -183,6 +183,22 @@ class Layout:
         """Return the shape of a device's block."""
         return self.block(shape, device).shape
 
+    def whole_shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the shape of the array whose blocks, one for each device, have these: of as many axes as the layout.
+
+        An axis is as long as the pieces of the devices along its dimension that are the first on all others. Whether
+        all blocks are those of such an array is not checked.
+        """
+        lengths = []
+        for axis, spec in enumerate(self.specs):
+            along = [0]
+            if spec != UNSHARDED:
+                place = self.mesh.dim_names.index(spec)
+                coords = map(self.mesh.coords, range(self.mesh.size))
+                along = [device for device, at in enumerate(coords) if sum(at) == at[place]]
+            lengths.append(sum(shapes[device][axis] for device in along))
+        return tuple(lengths)
+
     @functools.cached_property
     def owners(self) -> tuple[int, ...]:
         """For each block the first device that has it."""

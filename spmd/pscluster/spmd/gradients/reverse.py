@@ -137,11 +137,9 @@ def gradients_of(tape: Tape, value: DTensor, sources: Sequence[DTensor]) -> list
         of_results = [gradients.get(id(result)) for result in node.results]
         if all(g is None for g in of_results):
             continue
-        rule = _rule_of(node)
+        rule = _rule_of(node, of_results)
         for position, operand in enumerate(node.operands):
-            if not tape.depends(operand):
-                continue
-            g: Any = rule(node, position, of_results[0] if len(of_results) == 1 else of_results)
+            g: Any = rule(position) if tape.depends(operand) else None
             if g is None:
                 continue
             g = g.relayout(operand.layout).astype(operand.dtype)
@@ -151,8 +149,13 @@ def gradients_of(tape: Tape, value: DTensor, sources: Sequence[DTensor]) -> list
     return [gradients[id(source)] if id(source) in gradients else zeros(source) for source in sources]
 
 
-def _rule_of(node: Node) -> Callable[..., Any]:
-    """Return the rule of an operation. Raise UnsupportedFunctionError if it has none."""
+def _rule_of(node: Node, of_results: Sequence[DTensor | None]) -> Callable[[int], Any]:
+    """Return what gives the gradient with respect to an operand, by its number.
+
+    Raise UnsupportedFunctionError if there is nothing.
+    """
+    if "vjp" in node.kwargs:
+        return _of_local(node, of_results).__getitem__
     is_complex = any(array.dtype.kind == "c" for array in (*node.operands, *node.results))
     if (rule := RULES.get(node.function)) is None or is_complex:
         name = node.function.removesuffix(".reduce")
@@ -160,4 +163,33 @@ def _rule_of(node: Node) -> Callable[..., Any]:
             f"{name} has no gradient{' of complex numbers' if is_complex else ''}. Either write the function with "
             "those that docs/spmd.md lists as having one; or call it in local_map(), with a vjp"
         )
-    return rule
+    known = rule
+    return lambda position: known(node, position, of_results[0] if len(of_results) == 1 else of_results)
+
+
+def _of_local(node: Node, of_results: Sequence[DTensor | None]) -> list[DTensor | None]:
+    """Return the gradients with respect to the operands of a plain function, as its vjp gives them."""
+    vjp, arguments, returned = (node.kwargs[name] for name in ("vjp", "arguments", "returned"))
+    if vjp is None:
+        raise UnsupportedFunctionError(
+            f"{node.function} has no gradient, since what it calls is not known here. Either give local_map a vjp; or "
+            "write it with functions that docs/spmd.md lists as having one"
+        )
+    by_result = {id(result): g for result, g in zip(node.results, of_results, strict=True)}
+    made = vjp(rebuilt(returned, lambda result: by_result[id(result)]), returned, *arguments)
+    if len(arguments) == 1 and not (isinstance(made, tuple) and len(made) == 1):
+        made = (made,)
+    leaves = [leaf for given, argument in zip(made, arguments, strict=True) for leaf in _like(given, argument)]
+    for g, operand in zip(leaves, node.operands, strict=True):
+        if g is not None and (not isinstance(g, DTensor) or g.shape != operand.shape):
+            raise MisuseError(
+                f"the vjp of {node.function} has returned {g!r:.100} as the gradient of an array of shape "
+                f"{operand.shape}: return a global array of that shape, or None, for each array"
+            )
+    return leaves
+
+
+def _like(given: Any, argument: Any) -> list[Any]:
+    """Return the leaves of a gradient, which is nested as an argument is; None stands for all of its arrays."""
+    leaves = leaves_of(argument)
+    return [None] * len(leaves) if given is None else leaves_of(given)

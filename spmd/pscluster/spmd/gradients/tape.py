@@ -9,7 +9,7 @@ such as `numpy.var`, are recorded as these.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,19 @@ def record(
         node = Node(function, operands, labels, results, result_labels, args, kwargs)
         for tape in tapes:
             tape.record(node)
+
+
+def record_local(
+    name: str,
+    operands: Sequence[DTensor],
+    results: Sequence[DTensor],
+    vjp: Callable[..., Any] | None,
+    returned: Any,
+    arguments: Sequence[Any],
+) -> None:
+    """Record that a plain function was called on blocks, with what gives its gradient."""
+    known = {"vjp": vjp, "returned": returned, "arguments": arguments}
+    record(name, operands, [()] * len(operands), results, [()] * len(results), [], known)
 
 
 def record_relayout(source: DTensor, result: DTensor) -> None:

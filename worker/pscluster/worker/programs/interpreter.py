@@ -20,13 +20,16 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
+from pscluster.core.layouts.layout import Layout
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.programs.exchange import Exchange, exchange_of
+from pscluster.worker.programs.local.blocks import LocalFunction, called, type_as_arrays
 from pscluster.worker.programs.makers import MAKERS
 from pscluster.worker.programs.moves import move_together
 from pscluster.worker.programs.operations import OPERATIONS
 from pscluster.worker.programs.program import (
     ArrayType,
+    Call,
     Compute,
     Create,
     Fetch,
@@ -62,11 +65,24 @@ def run_program(
         forgotten: numbers of arrays that are no longer needed.
         payloads: what it loads here.
     """
+    return run_local(text, (), store, inputs, outputs, forgotten, payloads)
+
+
+def run_local(
+    text: str,
+    functions: Sequence[LocalFunction],
+    store: BlockStore,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    forgotten: Sequence[int],
+    payloads: Sequence[Payload],
+) -> list[list[Array]]:
+    """Run a program that calls plain functions, as `run_program` does."""
     program = parse(text)
     function = current_function()
     assert function is not None  # it was scheduled
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
-    return run(program, store, exchange, inputs, outputs, forgotten, payloads)
+    return run(program, store, exchange, inputs, outputs, forgotten, payloads, functions)
 
 
 def run(
@@ -77,21 +93,24 @@ def run(
     outputs: Sequence[int],
     forgotten: Sequence[int],
     payloads: Sequence[Payload],
+    functions: Sequence[LocalFunction] = (),
 ) -> list[list[Array]]:
     """Do what `run_program` does, with any way to the other tasks.
 
     Raises:
-        ProtocolError: numbers, payloads or results do not fit the program.
+        ProtocolError: numbers, payloads, functions or results do not fit the program.
         TensorLostError: an input is not in the store.
         MemberUnavailableError: another task is gone.
     """
-    if len(inputs) != program.inputs or len(outputs) != len(program.outputs) or len(payloads) < program.payloads:
+    takes = program.inputs, len(program.outputs) + program.untyped, program.payloads, program.functions
+    given = len(inputs), len(outputs), len(payloads), len(functions)
+    if takes[:2] != given[:2] or takes[2] > given[2] or takes[3] > given[3]:
         raise ProtocolError(
-            f"a program of {program.inputs} inputs, {len(program.outputs)} outputs and {program.payloads} payloads was "
-            f"given {len(inputs)}, {len(outputs)} and {len(payloads)}"
+            f"a program takes {takes[0]} inputs, {takes[1]} outputs, {takes[2]} payloads and {takes[3]} functions, and "
+            f"was given {', '.join(map(str, given))}"
         )
     store.drop(forgotten)
-    running = _Running(program, exchange, payloads)
+    running = _Running(program, exchange, payloads, functions)
     for register, number in enumerate(inputs):
         running.registers[register] = store.get(number, program.arrays[register])
     with np.errstate(all="ignore"):  # warnings would be shown on the worker
@@ -99,18 +118,26 @@ def run(
             running.execute(group)
             for register in over:
                 running.registers.pop(register, None)
-    for register, number in zip(program.outputs, outputs, strict=True):
-        store.put(number, running.registers[register])
+    results = [*(running.registers[register] for register in program.outputs), *running.untyped]
+    for blocks, number in zip(results, outputs, strict=True):
+        store.put(number, blocks)
     return running.fetched
 
 
 class _Running:
     """One run of a program."""
 
-    def __init__(self, program: Program, exchange: Exchange, payloads: Sequence[Payload]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        exchange: Exchange,
+        payloads: Sequence[Payload],
+        functions: Sequence[LocalFunction],
+    ) -> None:
         self.registers: dict[int, Blocks] = {}
         self.fetched: list[list[Array]] = []
-        self._program, self._exchange, self._payloads = program, exchange, payloads
+        self.untyped: list[Blocks] = []
+        self._program, self._exchange, self._payloads, self._functions = program, exchange, payloads, functions
         self._devices = program.mesh.devices_of(exchange.task)
         self._moves = 0
 
@@ -123,6 +150,8 @@ class _Running:
                 self._create(create)
             case [Compute() as compute]:
                 self._compute(compute)
+            case [Call() as call]:
+                self._call(call)
             case [Fetch() as fetch]:
                 self._fetch(fetch)
             case _:
@@ -173,6 +202,18 @@ class _Running:
                 result[device] = block
         for register, of, result in zip(compute.outputs, types, results, strict=True):
             self.registers[register] = Blocks(of, result)
+
+    def _call(self, call: Call) -> None:
+        operands = [self.registers[register] for register in call.inputs]
+        wanted: Sequence[ArrayType | Layout] = call.layouts or [
+            self._program.arrays[register] for register in call.outputs
+        ]
+        function, mesh = self._functions[call.function], self._program.mesh
+        results = called(function, mesh, self._exchange, operands, wanted, check=call.check)
+        if call.layouts:
+            self.untyped += results
+            self.fetched.append([part for blocks in results for part in type_as_arrays(blocks.type)])
+        self.registers.update(zip(call.outputs, results, strict=False))
 
     def _move(self, moves: Sequence[Move]) -> None:
         sources = [self.registers[move.input] for move in moves]

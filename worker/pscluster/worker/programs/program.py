@@ -10,6 +10,9 @@
     ["create", out, maker, numbers]   made in place: see `makers`
     ["move", out, in]                 to the layout of `out`, combining terms
     ["compute", outs, name, ins, args, kwargs]  a function of `operations`, called on each device's blocks
+    ["call", outs, k, ins, layouts, check]  the k-th function that came with the program, called for each device: see
+                                      `local`. With `layouts` in place of `outs` its results are further outputs of
+                                      the program; their types follow from what it returns, and are fetched
     ["fetch", in, every]              return blocks: of every device here, or of those that own one
 
 Registers are written once, before they are read. Arguments are JSON's plain values, or tagged: ["in", k] is the k-th
@@ -106,6 +109,17 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Calls a plain function for each device."""
+
+    outputs: tuple[int, ...]
+    function: int
+    inputs: tuple[int, ...]
+    layouts: tuple[Layout, ...]  # of results whose types are not known before
+    check: bool  # that replicas are equal
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Returns blocks."""
 
@@ -113,7 +127,7 @@ class Fetch:
     every_device: bool
 
 
-Instruction = Load | Create | Move | Compute | Fetch
+Instruction = Load | Create | Move | Compute | Call | Fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,16 @@ class Program:
     def payloads(self) -> int:
         """How many payloads it takes."""
         return max((item.payload + 1 for item in self.code if isinstance(item, Load)), default=0)
+
+    @property
+    def functions(self) -> int:
+        """How many functions it takes."""
+        return max((item.function + 1 for item in self.code if isinstance(item, Call)), default=0)
+
+    @property
+    def untyped(self) -> int:
+        """How many outputs it has beside those in registers."""
+        return sum(len(item.layouts) for item in self.code if isinstance(item, Call))
 
 
 def encode(
@@ -254,6 +278,7 @@ class _Reader:
             "create": self._create,
             "move": self._move,
             "compute": self._compute,
+            "call": self._call,
             "fetch": self._fetch,
         }
         name, *rest = self._list(item, "it") or [None]
@@ -298,6 +323,14 @@ class _Reader:
             tuple(self._argument(value, counts) for value in self._list(args, "arguments")),
             {name: self._argument(value, counts) for name, value in kwargs.items()},
         )
+
+    def _call(self, outputs: Any, function: Any, inputs: Any, layouts: Any, check: Any) -> Call:
+        read = tuple(self._whole_type(self._read(register)) for register in self._list(inputs, "inputs"))
+        written = tuple(self._whole_type(self._write(register)) for register in self._list(outputs, "outputs"))
+        untyped = tuple(Layout(self._list(specs, "specs"), self._mesh) for specs in self._list(layouts, "layouts"))
+        if bool(written) == bool(untyped) or not isinstance(check, bool):
+            self._refuse("a call has outputs, or layouts in place of them, and checks replicas or not")
+        return Call(written, self._whole(function, "a function", 1 << 20), read, untyped, check)
 
     def _fetch(self, source: Any, every: Any) -> Fetch:
         if not isinstance(every, bool):
@@ -358,7 +391,7 @@ def _last_uses(groups: Sequence[Sequence[Instruction]], outputs: Sequence[int]) 
     last: dict[int, int] = {}
     for nth, item in ((nth, item) for nth, group in enumerate(groups) for item in group):
         match item:
-            case Compute():
+            case Compute() | Call():
                 last.update(dict.fromkeys((*item.inputs, *item.outputs), nth))
             case Move():
                 last.update(dict.fromkeys((item.input, item.output), nth))
