@@ -69,6 +69,35 @@ def test_a_worker_dies_in_every_exchange(armed: Armed, coordinator: ClusterCoord
     np.testing.assert_allclose(program(mesh), wanted)
 
 
+def summed(block: Any) -> Any:
+    """Of large arrays, in two exchanges; between two others, in which the workers say how far they are."""
+    return spmd.psum(block, "x")
+
+
+@pytest.mark.parametrize(("nth", "when"), [(1, "before"), (2, "after"), (3, "before"), (4, "after")])
+def test_a_worker_dies_while_functions_wait(armed: Armed, coordinator: ClusterCoordinator, nth: int, when: str) -> None:
+    """What it was called with is lost, which is said; nothing hangs, and the next call is right."""
+    mesh = spmd.create_mesh({"x": 2}, coordinator=coordinator)
+    array = np.arange(20_000.0)
+
+    def total() -> Any:
+        rows = spmd.distribute(np.stack([array, 2 * array]), Layout(["x", None], mesh))
+        return spmd.local_map(summed, None, [None, None])(rows).full(TIMEOUT)
+
+    np.testing.assert_array_equal(total(), [3 * array])
+    fault = f"worker/worker.exchange.{when}=kill@{nth}"
+    armed.arm(fault)
+    lost = 0
+    for _ in range(4):
+        try:
+            np.testing.assert_array_equal(total(), [3 * array])
+        except spmd.TensorLostError:
+            lost += 1
+    assert lost == 1
+    armed.until_struck(fault, calls=False)
+    np.testing.assert_array_equal(total(), [3 * array])
+
+
 def test_arrays_of_a_worker_that_died_meanwhile(armed: Armed, coordinator: ClusterCoordinator) -> None:
     """They are lost also where nothing ran; others, on workers that live, are not."""
     mesh = spmd.create_mesh({"x": 2}, coordinator=coordinator)
