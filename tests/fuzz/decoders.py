@@ -45,6 +45,7 @@ from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import (
     CheckpointError,
     ConfigurationError,
+    MemberUnavailableError,
     MisuseError,
     NotPermittedError,
     ProtocolError,
@@ -82,6 +83,7 @@ from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_error, rebuild_failure
+from pscluster.worker.programs.local import rounds
 from pscluster.worker.programs.program import ArrayType, parse
 from pscluster.worker.programs.program import encode as encode_program
 from pscluster.worker.servers import ServerList
@@ -902,10 +904,31 @@ def _program_examples() -> list[bytes]:
         ["compute", [4], "add", [0, 1], [["in", 0], ["in", 1]], {"dtype": "float32"}],
         ["compute", [5], "maximum.reduce", [4], [["in", 0]], {"axis": ["tuple", 0], "keepdims": False}],
         ["compute", [6], "getitem", [3], [["in", 0], ["tuple", ["slice", 0, None, 2], ["..."], ["shape", 0]]], {}],
+        ["call", [7], 0, [4, 3], [], True],
+        ["call", [], 1, [7], [["x", "unsharded"], []], False],
         ["fetch", 4, True],
     ]
-    arrays = [rows, rows, rows, columns, rows, terms, columns]
+    arrays = [rows, rows, rows, columns, rows, terms, columns, rows]
     return [encode_program(mesh, arrays, 1, code, [2, 3, 6]).encode(), encode_program(mesh, [], 0, [], []).encode()]
+
+
+def _round(data: bytes) -> None:
+    """Where another task says that its calls of a function are."""
+    mesh = Mesh({"x": 2})
+    with contextlib.suppress(MisuseError, MemberUnavailableError):
+        rounds.decide(mesh, rounds.decode(data, [0, 1], mesh))
+
+
+def _round_examples() -> list[bytes]:
+    arrays = rounds.ArrayShape("float32", (2, 3)), rounds.ArrayShape("int8", ())
+    waiting = rounds.Waiting("psum", ("x",), arrays, 0, "train.py:3")
+    statuses: list[rounds.Status] = [
+        waiting,
+        waiting,
+        rounds.Ended(arrays, (3, 1 << 63)),
+        rounds.Failed("ValueError: no"),
+    ]
+    return [rounds.encode(dict(enumerate(statuses[at : at + 2]))) for at in range(3)]
 
 
 def all_decoders(folder: Path) -> list[Decoder]:
@@ -927,6 +950,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("frames", _frames_examples(), _frames),
         Decoder("packets", _packets_examples(), _packets),
         Decoder("program", _program_examples(), _program, (ProtocolError, MisuseError)),
+        Decoder("round", _round_examples(), _round),
         Decoder("session", frames, servers.session),
         Decoder("push", _push_examples(), servers.push),
         Decoder("pull", pulls, servers.pull),

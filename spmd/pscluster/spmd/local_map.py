@@ -39,7 +39,7 @@ class LocalMap:
         self._fn, self._in_layouts, self._out_layouts, self._out_types = fn, in_layouts, out_layouts, out_types
         self._check, self._vjp = check, vjp
         self._name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        self._typed: Function[..., Any] = Function(functools.partial(self._recorded))
+        self._typed: Function[..., Any] = Function(self._recorded)
         self._lock = threading.Lock()
         self._untyped: dict[Any, tuple[Traced, list[Layout]]] = {}
 

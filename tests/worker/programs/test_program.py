@@ -115,6 +115,12 @@ def changed(path: tuple[Any, ...], value: Any) -> str:
         (("code", 1), ["create", 2, "full", []], "is \\[\\], not a list of 2"),
         (("code", 1), ["create", 2, "full", ["1", 0]], "full takes numbers"),
         (("code", 1), ["load", 2, -1], "a payload is -1"),
+        (("code", 1), ["call", [], 0, [0], [], True], "has outputs, or layouts in place of them"),
+        (("code", 1), ["call", [2], 0, [0], [["x"]], True], "has outputs, or layouts in place of them"),
+        (("code", 1), ["call", [2], 0, [0], [], 1], "checks replicas or not"),
+        (("code", 1), ["call", [2], -1, [0], [], True], "a function is -1"),
+        (("code", 1), ["call", [2], 0, [1], [], True], "has terms, which have to be combined first"),
+        (("code", 1), ["call", [], 0, [0], [["z"]], True], "can't be sharded over 'z'"),
     ],
 )
 def test_a_malformed_program_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:

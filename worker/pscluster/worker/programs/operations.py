@@ -71,7 +71,10 @@ def _divide_by(total: Array, count: int, dtype: str) -> Array:
 def _add_at(shape: tuple[int, ...], index: Any, values: Array) -> Array:
     """Return zeros of this shape with values added at an index: those at the same element are summed."""
     out = np.zeros(shape, values.dtype)
-    np.add.at(out, index, values)
+    if any(isinstance(item, np.ndarray) for item in index):
+        np.add.at(out, index, values)
+    else:  # no element twice
+        out[index] = values
     return out
 
 

@@ -108,7 +108,11 @@ class LocalCalls:
 
 
 def _failed(error: BaseException) -> Failed:
-    return Failed(f"{type(error).__name__}: {error}"[:MAX_WHY])
+    try:
+        text = str(error)
+    except Exception:  # it is the user's
+        text = "without a text"
+    return Failed(f"{type(error).__name__}: {text}"[:MAX_WHY])
 
 
 class _Alone:
