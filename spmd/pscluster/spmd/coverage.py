@@ -39,7 +39,7 @@ def coverage() -> dict[str, dict[str, bool]]:
     }
 
 
-_INTERNAL = frozenset(("add_along_axis", "add_at", "divide_by", "getitem", "relayout"))
+_INTERNAL = frozenset(("add_along_axis", "add_at", "divide_by", "getitem", "relayout", "taken"))
 
 _REDUCTIONS = {"add": "sum", "fmax": "nanmax", "fmin": "nanmin", "maximum": "max", "minimum": "min", "multiply": "prod"}
 

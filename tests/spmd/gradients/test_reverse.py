@@ -170,7 +170,7 @@ def test_gradients_of_gradients(array: Any) -> None:
 
     def total(a: Any) -> Any:
         picked = np.take_along_axis(a[rows][:, 1:], np.array([[0, 0], [1, 2], [3, 3]]), axis=1)
-        return np.sum(picked**3) + np.sum(np.exp(a).sum(axis=1) ** 2)
+        return np.sum(picked**3) + np.sum(np.maximum(a * a, 0.3 * a)) + np.sum(np.exp(a).sum(axis=1) ** 2)
 
     def slope(a: Any) -> Any:
         _, gradient = spmd.value_and_grad(total)(a)

@@ -84,7 +84,7 @@ def test_a_gradient_is_that_of_differences(case: Case, mesh: spmd.Mesh) -> None:
 
 def test_every_rule_is_compared(mesh: spmd.Mesh) -> None:
     """Each occurs in a case; those that only gradients have occur in gradients of gradients."""
-    names = {"add_along_axis", "add_at"}
+    names = {"add_along_axis", "add_at", "taken"}
     for case in CASES:
         tensors = [spmd.ones(shape, layout=Layout.replicated(mesh, len(shape))) for shape in case.shapes[0]]
         names.update(step.name for step in spmd.explain(case.call, *tensors).steps)

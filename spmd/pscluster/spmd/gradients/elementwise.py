@@ -10,7 +10,10 @@ import math
 from typing import Any
 
 from pscluster.spmd.functions.applying import is_scalar, xp
-from pscluster.spmd.gradients.rules import Application, by_argument
+from pscluster.spmd.functions.elementwise import elementwise
+from pscluster.spmd.gradients.rules import Application, by_argument, rule, summed_to
+from pscluster.spmd.gradients.tape import Node
+from pscluster.worker.programs.operations import OPERATIONS
 
 by_argument("negative", lambda at: -at.g)
 by_argument("positive", lambda at: at.g)
@@ -101,12 +104,18 @@ for _name in ("power", "float_power"):
 
 
 def _taken(g: Any, out: Any, own: Any, other: Any) -> Any:
-    """Return the gradient where an operand is the result, and half of it where both are."""
-    return xp.where(own == out, xp.where(other == out, 0.5 * g, g), 0)
+    """Return the gradient where an operand is the result, half of it where both are, and 0 elsewhere."""
+    return elementwise("taken", OPERATIONS["taken"], [g, out, own, other])
 
 
 for _name in ("maximum", "minimum", "fmax", "fmin"):
     by_argument(_name, lambda at: _taken(at.g, at.out, at.a, at.b), lambda at: _taken(at.g, at.out, at.b, at.a))
+
+
+@rule("taken")
+def _of_taken(node: Node, position: int, g: Any) -> Any:
+    """For gradients of gradients: it is linear in the first operand, and constant between jumps in the others."""
+    return summed_to(_taken(g, *node.values[1:]), node.operands[0].shape) if not position else None
 
 
 def _within(at: Application) -> Any:

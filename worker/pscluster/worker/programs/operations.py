@@ -87,6 +87,15 @@ def _add_along_axis(shape: tuple[int, ...], indices: Array, axis: int, values: A
     return out
 
 
+def _taken(g: Array, out: Array, own: Any, other: Any) -> Any:
+    """Return the gradient of the larger, or smaller, of two operands with respect to one of them, given that of it.
+
+    Where both are equal each gets half.
+    """
+    half = g.dtype.type(0.5)
+    return np.where(own == out, np.where(other == out, half * g, g), g.dtype.type(0))
+
+
 def _named(name: str) -> Any:
     """Return a function of NumPy by its name, or None if this version has none."""
     found: Any = np
@@ -103,6 +112,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "add_along_axis": _add_along_axis,
         "add_at": _add_at,
         "getitem": _getitem,
+        "taken": _taken,
         "astype": _astype,
         "divide_by": _divide_by,
     }
