@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from tests.conftest import SEARCH
 from tests.core.layouts.support import all_layouts
+from tests.spmd import cases
 from tests.spmd.cases import Case, array_of
 from tests.spmd.gradients.cases import CASES
 
 from pscluster import spmd
+from pscluster.core.errors import MisuseError
 from pscluster.spmd import Layout
 from pscluster.spmd.gradients.rules import RULES
 from pscluster.spmd.gradients.tape import CONSTANT
@@ -34,8 +37,9 @@ def mesh() -> spmd.Mesh:
 def weighted(results: Any) -> Any:
     """A number that depends on each element of results in another way."""
     several = results if isinstance(results, list) else [results]
+    floats = [result for result in several if getattr(result, "dtype", np.dtype(bool)).kind == "f"]
     total: Any = 0.0
-    for nth, result in enumerate(several, 1):
+    for nth, result in enumerate(floats, 1):
         total = total + np.sum(result * (np.random.default_rng(nth).random(result.shape) + 0.5))
     return total
 
@@ -91,3 +95,33 @@ def test_every_rule_is_compared(mesh: spmd.Mesh) -> None:
     names.update({"relayout"})
     assert RULES.keys() - names == set()
     assert CONSTANT - names - {"angle", "imag", "signbit"} == set()
+
+
+def test_other_functions_have_the_right_gradient_or_are_refused(mesh: spmd.Mesh) -> None:
+    """Also those that are made of others: none has a wrong gradient."""
+    source = random.Random(7)
+    in_float64 = [
+        case
+        for case in cases.CASES
+        if case.dtype == "float64" and not case.name.endswith(("float32", "astype_function"))
+    ]
+    tried, refused = min(len(in_float64), round(40 * SEARCH)), 0
+    for case in source.sample(in_float64, tried):
+        shapes = source.choice(list(case.shapes))
+        arrays = [array_of(shape, case.dtype, seed + 5) for seed, shape in enumerate(shapes)]
+        layouts = [source.choice(all_layouts(mesh, array.ndim)) for array in arrays]
+
+        def loss(*given: Any, case: Case = case) -> Any:
+            return weighted(case.call(*given)) + np.sum(given[0] * 0)
+
+        try:
+            _, gradients = spmd.value_and_grad(loss, range(len(arrays)))(*map(spmd.distribute, arrays, layouts))
+        except (spmd.UnsupportedFunctionError, MisuseError):
+            refused += 1
+            continue
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            wanted = numerical(loss, arrays)
+        for gradient, expected in zip(gradients, wanted, strict=True):
+            np.testing.assert_allclose(gradient.full(), expected, rtol=1e-5, atol=1e-6, err_msg=f"{case.name} {shapes}")
+    assert refused < tried / 3
