@@ -212,6 +212,25 @@ def test_gradients(grid: spmd.Mesh) -> None:
             spmd.value_and_grad(lambda a, w, other=other: np.sum(other(a, w)[0]))(a, w)
 
 
+def as_a_client() -> Any:
+    """What several clients make of a gradient, of functions on blocks, and of calls that do not fit."""
+    mesh = spmd.create_distributed_mesh({"x": 3, "y": 2}, devices_per_task=3)
+    a, w = spmd.distribute(A, Layout(["x", None], mesh)), spmd.distribute(W, Layout([None, "y"], mesh))
+    _, gradient = spmd.value_and_grad(lambda w, a: np.sum(np.tanh(a @ w)))(w, a)
+    doubled = spmd.local_map(lambda block: spmd.psum(block, "y"), None, ["x", None])(a)
+    with pytest.raises(MisuseError, match=r"device 0 .* waits .* for device 4 .*, whose call has returned"):
+        spmd.local_map(lambda block: spmd.axis_index("x") == 2 or spmd.psum(1, "x"), None, [])(a)
+    return gradient.full(), doubled.full()
+
+
+def test_in_several_clients(workers: ClusterCoordinator) -> None:
+    """As in one."""
+    for value in workers.schedule_together(as_a_client):
+        gradient, doubled = value.fetch()
+        np.testing.assert_allclose(gradient, A.T @ (1 - np.tanh(A @ W) ** 2))
+        np.testing.assert_array_equal(doubled, 2 * A)
+
+
 def test_where_pickles_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function goes by name; one that has none is refused with the reason, and then all goes on."""
     monkeypatch.setenv("PSCLUSTER_ALLOW_PICKLE", "0")
