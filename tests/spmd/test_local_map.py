@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -56,6 +56,21 @@ def test_nested_arguments_and_results(grid: spmd.Mesh) -> None:
         assert float(made["rest"][0]) == pytest.approx(np.sum(A @ W + np.arange(4)))
         assert made["rest"][1][0].full().tolist() == [0, 1, 2, 3, 4, 5]
         assert made["rest"][1][0].dtype == np.int8
+
+
+class Pair(NamedTuple):
+    """Two arrays."""
+
+    first: Any
+    second: Any
+
+
+def test_named_tuples() -> None:
+    """The function gets them as they are."""
+    mesh = spmd.create_mesh({"x": 2})
+    a = spmd.distribute(A, Layout(["x", None], mesh))
+    mapped = spmd.local_map(lambda pair: pair.first - pair.second, None, ["x", None])
+    np.testing.assert_array_equal(mapped(Pair(a, a)).full(), 0 * A)
 
 
 def test_in_programs(grid: spmd.Mesh) -> None:
@@ -203,10 +218,14 @@ def test_gradients(grid: spmd.Mesh) -> None:
     np.testing.assert_allclose(of_a.full(), 4 * out @ W.T)
     np.testing.assert_allclose(of_w.full(), 4 * A.T @ out)
     assert (of_a.layout, of_w.layout) == (a.layout, w.layout)
-    for wrong, message in (
+    wrong_ones: list[tuple[Any, str]] = [
         (None, "Either give local_map a vjp"),
+        (lambda *_: None, "has returned None, for 2 arguments"),
+        (lambda *_: (None,) * 3, "has returned 3 gradients, for 2 arguments"),
+        (lambda *_: ([None, None], None), "has returned 3 gradients, for 2 arrays"),
         (lambda *_: (3, None), "as the gradient of an array of shape"),
-    ):
+    ]
+    for wrong, message in wrong_ones:
         other = spmd.local_map(product, None, (["x", None], ["x", "y"]), out_types=types, vjp=wrong)
         with pytest.raises((spmd.UnsupportedFunctionError, MisuseError), match=message):
             spmd.value_and_grad(lambda a, w, other=other: np.sum(other(a, w)[0]))(a, w)

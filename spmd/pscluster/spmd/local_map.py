@@ -109,6 +109,8 @@ class LocalMap:
                     for key, item in value.items()
                 }
             items = [self._numbered(item, inner[at], f"{path}[{at}]", mesh, tensors) for at, item in enumerate(value)]
+            if hasattr(value, "_fields"):
+                return type(value)(*items)
             return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, np.ndarray):
             value = distribute(value, Layout.replicated(mesh, value.ndim))

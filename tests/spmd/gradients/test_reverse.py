@@ -249,6 +249,8 @@ def test_arguments_that_are_refused(array: Any, mesh: spmd.Mesh) -> None:
         gradient({"w": [array, 2.0]}, 1)
     with pytest.raises(MisuseError, match="argument 2 is asked for, but the function is called with 1 positional"):
         spmd.value_and_grad(np.sum, 2)(array)
+    with pytest.raises(MisuseError, match="names one of 2 positional arguments twice"):
+        spmd.value_and_grad(np.multiply, (0, -2))(array, array)
     wrong_ones: list[Any] = [(), (0, 0), True, "a", 1.0]
     for wrong in wrong_ones:
         with pytest.raises(MisuseError, match="argnums is the number of a positional argument"):

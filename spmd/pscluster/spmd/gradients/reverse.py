@@ -51,6 +51,8 @@ def value_and_grad(
             result: tuple[Any, Any] = call_once(differentiated, args, kwargs)
             return result
         chosen = [_position(number, len(args)) for number in numbers]
+        if len(set(chosen)) < len(chosen):
+            raise MisuseError(f"argnums {tuple(numbers)} names one of {len(args)} positional arguments twice")
         arguments, sources = list(args), list[DTensor]()
         mesh = next((leaf.mesh for leaf in leaves_of((args, kwargs)) if isinstance(leaf, DTensor)), None)
         for number in chosen:
@@ -179,7 +181,15 @@ def _of_local(node: Node, of_results: Sequence[DTensor | None]) -> list[DTensor 
     made = vjp(rebuilt(returned, lambda result: by_result[id(result)]), returned, *arguments)
     if len(arguments) == 1 and not (isinstance(made, tuple) and len(made) == 1):
         made = (made,)
+    if not isinstance(made, list | tuple) or len(made) != len(arguments):
+        count = f"{len(made)} gradients" if isinstance(made, list | tuple) else type_of(made)
+        raise MisuseError(f"the vjp of {node.function} has returned {count}, for {len(arguments)} arguments")
     leaves = [leaf for given, argument in zip(made, arguments, strict=True) for leaf in _like(given, argument)]
+    if len(leaves) != len(node.operands):
+        raise MisuseError(
+            f"the vjp of {node.function} has returned {len(leaves)} gradients, for {len(node.operands)} arrays: they "
+            "are nested as the arguments are"
+        )
     for g, operand in zip(leaves, node.operands, strict=True):
         if g is not None and (not isinstance(g, DTensor) or g.shape != operand.shape):
             raise MisuseError(
