@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.layouts.support import all_layouts
 from tests.spmd.conftest import MakeMesh
 
 from pscluster import spmd
@@ -86,6 +88,57 @@ def test_training_is_that_of_one_process(specs: Any, make_mesh: MakeMesh) -> Non
     assert step.traces == 1
 
 
+TOKENS = RANDOM.integers(0, 7, (5, 4))
+BLOCK: dict[str, Any] = {
+    "embedding": RANDOM.normal(size=(7, 6)),
+    "scale": RANDOM.random(6) + 0.5,
+    "qkv": RANDOM.normal(size=(6, 18)) / 3,
+    "out": RANDOM.normal(size=(6, 6)) / 3,
+}
+
+
+def normalized(x: Any, scale: Any) -> Any:
+    """Over the last axis."""
+    return (x - np.mean(x, axis=-1, keepdims=True)) / np.sqrt(np.var(x, axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def attention(parameters: Any, tokens: Any) -> Any:
+    """How well a block of a transformer, with two causal heads and tied embeddings, predicts the tokens themselves."""
+    x = parameters["embedding"][tokens]
+    parts = np.split(normalized(x, parameters["scale"]) @ parameters["qkv"], 3, axis=-1)
+    q, k, v = (np.transpose(np.reshape(part, (5, 4, 2, 3)), (0, 2, 1, 3)) for part in parts)
+    scores = np.where(np.tril(np.ones((4, 4))) > 0, np.einsum("bhtd,bhsd->bhts", q, k), -1e9)
+    weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+    heads = weights / np.sum(weights, axis=-1, keepdims=True) @ v
+    x = x + np.reshape(np.transpose(heads, (0, 2, 1, 3)), (5, 4, 6)) @ parameters["out"]
+    logits = x @ np.transpose(parameters["embedding"])
+    found = np.take_along_axis(logits, tokens[..., None], axis=-1)
+    return np.mean(np.log(np.sum(np.exp(logits), axis=-1)) - found[..., 0])
+
+
+def test_a_transformer_in_any_layout(mesh: spmd.Mesh) -> None:
+    """Gradients do not depend on layouts, and are those of differences along a direction."""
+    source, step = random.Random(2), 1e-6
+    direction = {name: RANDOM.normal(size=array.shape) for name, array in BLOCK.items()}
+    ends = [
+        attention({name: array + sign * step * direction[name] for name, array in BLOCK.items()}, TOKENS)
+        for sign in (1, -1)
+    ]
+    first: dict[str, Any] = {}
+    for _ in range(4):
+        layouts = {name: source.choice(all_layouts(mesh, array.ndim)) for name, array in BLOCK.items()}
+        parameters = {name: spmd.distribute(array, layouts[name]) for name, array in BLOCK.items()}
+        tokens = spmd.distribute(TOKENS, source.choice(all_layouts(mesh, 2)))
+        _, gradients = spmd.value_and_grad(attention)(parameters, tokens)
+        found = {name: gradient.full() for name, gradient in gradients.items()}
+        first = first or found
+        for name, gradient in gradients.items():
+            spmd.check_layout(gradient, layouts[name])
+            np.testing.assert_allclose(found[name], first[name], rtol=1e-9, atol=1e-12)
+    slope = sum(np.sum(first[name] * direction[name]) for name in BLOCK)
+    assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6)
+
+
 @pytest.fixture
 def mesh() -> spmd.Mesh:
     """Six devices of this process."""
@@ -120,6 +173,20 @@ def test_arguments_that_are_chosen(array: Any) -> None:
     assert gradient["none"] is None
     assert not gradient["other"].full().any()
     spmd.check_layout(gradient["other"], array.layout)
+
+
+def test_arguments_that_are_sums_of_terms(array: Any) -> None:
+    """Which are combined first; eagerly, and where they are made in the program."""
+
+    def total(a: Any) -> Any:
+        return np.sum(a**3)
+
+    def differentiated(a: Any) -> Any:
+        return spmd.value_and_grad(total)(np.sum(a, axis=0))[1]
+
+    for gradient in (differentiated(array), spmd.function(differentiated)(array)):
+        np.testing.assert_allclose(gradient.full(), 3 * X.sum(axis=0) ** 2)
+        spmd.check_layout(gradient, Layout(["y"], array.mesh))
 
 
 def test_others_beside_the_value(array: Any) -> None:
