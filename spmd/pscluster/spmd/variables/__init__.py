@@ -1,0 +1,1 @@
+"""Variables of global arrays, and the layouts of a model's weights, by rules."""
