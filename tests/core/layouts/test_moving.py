@@ -9,7 +9,7 @@ from tests.core.layouts.support import all_layouts
 
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.core.layouts.moving import Moving, combine_through, moving
+from pscluster.core.layouts.moving import Moving, combine_through, gathering, moving, owners_of
 
 
 def grid(tasks: int) -> Mesh:
@@ -104,3 +104,17 @@ def test_large_sums_are_combined_on_one_device_each() -> None:
     assert combine_through(Layout(["x", None], mesh), ("x",), (8, 9)) is None
     assert combine_through(Layout([None], mesh), ("x",), (2,)) is None
     assert combine_through(Layout([], mesh), ("x",), ()) is None
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_each_block_is_gathered_once(nth: int) -> None:
+    """On one of the devices that have it, of all of which some array is gathered; nothing else moves."""
+    mesh, shape = grid(2), (7, 5)
+    for source, target in itertools.product(all_layouts(mesh, 2), repeat=2):
+        plan, owners = gathering(source, target, shape, (), nth), owners_of(target, nth)
+        assert [target.shard_of(owner) for owner in owners] == list(range(len(owners)))
+        assert {device for device, pieces in enumerate(plan.pieces) if pieces} <= set(owners)
+        assert sum(piece.box.size for pieces in plan.pieces for piece in pieces) == 35
+        assert plan.elements <= moving(source, target, shape).elements
+    everyone = Layout.replicated(mesh, 1)
+    assert {owners_of(everyone, number) for number in range(6)} == {(device,) for device in range(6)}

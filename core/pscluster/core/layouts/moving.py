@@ -107,6 +107,24 @@ def moving(source: Layout, target: Layout, shape: tuple[int, ...], partial: tupl
     return Moving(mesh, pieces)
 
 
+@functools.lru_cache(maxsize=1024)
+def gathering(source: Layout, target: Layout, shape: tuple[int, ...], partial: tuple[str, ...], nth: int) -> Moving:
+    """Plan how each block of the target layout gets to one device only: of those that have it there, the n-th.
+
+    Blocks of one array are spread over the devices, and so are whole arrays of different numbers.
+    """
+    plan, owners = moving(source, target, shape, partial), set(owners_of(target, nth))
+    return Moving(plan.mesh, tuple(pieces if device in owners else () for device, pieces in enumerate(plan.pieces)))
+
+
+def owners_of(layout: Layout, nth: int) -> tuple[int, ...]:
+    """Return for each block one of the devices that have it: another one for each array, by its number."""
+    holders: list[list[int]] = [[] for _ in layout.owners]
+    for device in range(layout.mesh.size):
+        holders[layout.shard_of(device)].append(device)
+    return tuple(of_block[(nth + shard) % len(of_block)] for shard, of_block in enumerate(holders))
+
+
 def _holders(source: Layout, partial: Sequence[str]) -> list[list[list[int]]]:
     """Return, by block and by term, the devices that have it."""
     mesh = source.mesh

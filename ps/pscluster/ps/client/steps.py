@@ -134,6 +134,18 @@ class ReplicaSteps:
             segments = [values] if update.ids is None else [self._copy(view(update.ids)), values]
             self._items[update.server].append(Kept(update.item, padded(segments), values, update.dtype))
 
+    def add_blocks(self, updates: Sequence[ShardUpdate], variables: Sequence[tuple[int, str]]) -> None:
+        """Keep updates of whole shards, each of which no other replica has; their values must not change any more.
+
+        `variables` are all that the replicas update so, by number and name: the same for each of them.
+        """
+        self.note_other()
+        self._updated.update(variables)
+        self._contributed += [variable for variable, _ in variables]
+        for update in updates if not self.dry else ():
+            update.item.offset = 0  # it is the only piece
+            self._items[update.server].append(Kept(update.item, padded([update.values]), update.values, update.dtype))
+
     def _copy(self, values: memoryview) -> memoryview:
         """Return a copy, since the caller may change its arrays; in memory of the last step, which is there already."""
         spare = self._spare.get(len(values))

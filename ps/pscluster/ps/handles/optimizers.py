@@ -65,7 +65,7 @@ class Common(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Preprocessing:
+class Preprocessing:
     """What to do with gradients before they are sent."""
 
     clipvalue: float | None = None
@@ -87,7 +87,7 @@ class _Preprocessing:
     @property
     def changes(self) -> bool:
         """Whether gradients are scaled or clipped."""
-        return self != _Preprocessing(nonfinite=self.nonfinite)
+        return self != Preprocessing(nonfinite=self.nonfinite)
 
     def apply(self, gradients: list[Array]) -> list[Array]:
         """Return the gradients (or summed rows of sparse ones), scaled and clipped."""
@@ -128,7 +128,7 @@ class Optimizer(Handle):
     name: str
     _spec: ps_pb2.OptimizerSpec
     _client: PsClient
-    _preprocessing: _Preprocessing
+    _preprocessing: Preprocessing
     _forms: Sequence[Any] = ()
     _nonfinite: Variable | None  # counts calls with NaN or infinity
 
@@ -150,8 +150,8 @@ class Optimizer(Handle):
                 raise TypeError(f"{type(self).__name__} has no argument {key!r}; all optimizers have {known}")
         use_ema = checks.flag("use_ema", common.get("use_ema", False))
         momentum = checks.real("ema_momentum", common.get("ema_momentum", 0.99), above=0, below=1)
-        options = {item.name: common[item.name] for item in fields(_Preprocessing) if item.name in common}  # type: ignore[literal-required]
-        preprocessing = _Preprocessing(**options)
+        options = {item.name: common[item.name] for item in fields(Preprocessing) if item.name in common}  # type: ignore[literal-required]
+        preprocessing = Preprocessing(**options)
         creator = current_creator(f"optimizer {type(self).__name__}")
         numbers, flags = rule.to_spec()
         custom = type(rule) is not rules.RULES.get(rule.name)
@@ -162,7 +162,7 @@ class Optimizer(Handle):
             flags=flags,
             schedule="" if schedule is None else json.dumps(schedule.to_spec()),
             ema_momentum=momentum if use_ema else 0.0,
-            options="" if preprocessing == _Preprocessing() else json.dumps(asdict(preprocessing)),
+            options="" if preprocessing == Preprocessing() else json.dumps(asdict(preprocessing)),
         )
         with creator.reserving("variable", common.get("name"), rule.name) as spec.name:
             spec, client = creator.create_optimizer(spec, self._forms)
@@ -182,7 +182,7 @@ class Optimizer(Handle):
     def _bind(self, spec: ps_pb2.OptimizerSpec, client: PsClient) -> None:
         self.name, self._spec, self._client = spec.name, spec, client
         client.optimizers[spec.id] = spec.name
-        self._preprocessing = _Preprocessing(**json.loads(spec.options)) if spec.options else _Preprocessing()
+        self._preprocessing = Preprocessing(**json.loads(spec.options)) if spec.options else Preprocessing()
         self._nonfinite = None
 
     @property
@@ -190,6 +190,16 @@ class Optimizer(Handle):
         return self.name
 
     # What it is
+
+    @property
+    def id(self) -> int:
+        """Its number on the servers; for internal use."""
+        return self._spec.id
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What it does with gradients before they are sent; for internal use."""
+        return self._preprocessing
 
     @property
     def iterations(self) -> int:

@@ -128,7 +128,7 @@ class ShardRequests:
         selection = self._selection(... if at is None else at)
         if array.ndim:
             array = self._shaped(array, selection.result_shape, "value").reshape(selection.counts)
-        nth = self._next_update()
+        nth = self.next_update()
         updates = []
         for selected in selection.shards:
             rows = ALL if at is None else _slices_of(selected.local)
@@ -139,7 +139,7 @@ class ShardRequests:
 
     def _dense_updates(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[ShardUpdate]:
         """Return the updates of everything by an array of its shape and type."""
-        nth = self._next_update()
+        nth = self.next_update()
         return [
             self._shard_update(kind, shard, nth, ALL, array[whole_index(block)], optimizer)
             for shard, block in enumerate(self.partition.blocks)
@@ -157,7 +157,7 @@ class ShardRequests:
         if kind in _SUMMED and self.dtype.itemsize > 2:
             ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
             rows = sums.reshape(len(ids), *row_shape)
-        nth = self._next_update()
+        nth = self.next_update()
         updates = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
             if len(positions) or optimizer:
@@ -179,7 +179,7 @@ class ShardRequests:
         values = converted(slices.values, self.dtype, self.name, "values of the rows")
         rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows").reshape(ids.size, *row_shape)
         points = [coordinates.reshape(-1) for coordinates in (*np.indices(ids.shape)[:-1], ids)]
-        nth = self._next_update()
+        nth = self.next_update()
         updates = []
         for shard, positions, local_rows in _shards_of_points(self.partition, points):
             columns: Any = (positions, *self.partition.block(shard).slices[axis + 1 :])
@@ -229,7 +229,8 @@ class ShardRequests:
         row_numbers = None if ids is None else np.ascontiguousarray(ids)
         return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.dtype, self.asynchronous)
 
-    def _next_update(self) -> int:
+    def next_update(self) -> int:
+        """Return the number of the next update in the function that runs."""
         function = current_function()
         return function.nth_update(self.id) if function is not None and function.function else 1
 

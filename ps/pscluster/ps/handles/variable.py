@@ -227,6 +227,10 @@ class Variable(ShardRequests, Arithmetic, Handle):
         self.client.read(self._box_reads(selection, out))
         return out.reshape(selection.result_shape)[()]
 
+    def box_reads(self, index: Any, out: Array) -> list[ShardRead]:
+        """Return the reads of a box into an array of its shape; for internal use."""
+        return self._box_reads(self._selection(index), out)
+
     def _read_mask(self, mask: npt.NDArray[np.bool_]) -> Array:
         if mask.shape != self.shape[: mask.ndim]:
             raise IndexError(f"variable {self.name!r} has shape {self.shape}, but the mask has shape {mask.shape}")
@@ -404,9 +408,9 @@ class JoinedVariable(ShardedVariable):
     def _shard_update(self, kind: ps_pb2.UpdateKind, shard: int, nth: int, *args: Any, **kwargs: Any) -> ShardUpdate:
         del nth
         member = self._members[shard]
-        return member._shard_update(kind, 0, member._next_update(), *args, **kwargs)
+        return member._shard_update(kind, 0, member.next_update(), *args, **kwargs)
 
-    def _next_update(self) -> int:
+    def next_update(self) -> int:
         return 0  # see `_shard_update`
 
 

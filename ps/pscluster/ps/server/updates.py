@@ -43,6 +43,9 @@ FROZEN_SECONDS = 1.0
 
 _BY_OPTIMIZER = ps_pb2.APPLY_GRADIENT, ps_pb2.APPLY_CHANGE
 
+_BY_BLOCK = ps_pb2.ASSIGN, ps_pb2.ADD, ps_pb2.SUB
+"""Besides gradients, what one replica of a synchronous step may do with a whole shard."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -143,8 +146,11 @@ def changes_of(
 def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: Shard, name: str) -> None:
     """Raise ProtocolError for pieces of gradients that are none, or do not lie within the shard's."""
     size, itemsize = shard.array.nbytes, shard.array.itemsize
-    if item.kind not in _BY_OPTIMIZER or not item.rows.all:
+    if not item.rows.all:
         fits = False
+    elif item.kind not in _BY_OPTIMIZER:  # one replica has all of the shard
+        whole = item.kind in _BY_BLOCK and not (item.offset or item.gradients or item.scalar)
+        fits = whole and request.HasField("contribution") and item.value_bytes == size
     elif item.kind == ps_pb2.APPLY_CHANGE and not item.HasField("offset"):
         fits = item.value_bytes == size
     elif item.kind == ps_pb2.APPLY_GRADIENT and item.gradients:

@@ -132,9 +132,29 @@ def test_several_gradients_in_pieces(store: Store) -> None:
     assert [item.nth for item in combined.items] == [1, 2]
 
 
+def test_one_replica_may_have_all_of_a_shard(store: Store) -> None:
+    """Of an update of any kind, one after another by their numbers; two replicas can't assign the same."""
+
+    def whole(replica: int, kind: ps_pb2.UpdateKind, number: int) -> Contribution:
+        sent = contribution(store, replica, [(W, None, [replica, 2, number], None)], kind)
+        sent.request.items[0].offset, sent.request.items[0].nth = 0, number
+        return sent
+
+    sent = [whole(1, ps_pb2.ADD, 2), whole(0, ps_pb2.ASSIGN, 1)]
+    for part in sent:
+        check_contribution(part.changes)
+    combined = combine(sent)
+    assert [(item.kind, values_of(combined, at)) for at, item in enumerate(combined.items)] == [
+        (ps_pb2.ASSIGN, [0, 2, 1]),
+        (ps_pb2.ADD, [1, 2, 2]),
+    ]
+    with pytest.raises(ProtocolError, match="pieces of an update of 'w', shard 0, do not make"):
+        combine([whole(0, ps_pb2.ASSIGN, 1), whole(1, ps_pb2.ASSIGN, 1)])
+
+
 @pytest.mark.parametrize("parts", [[(0, [1, 2])], [(1, [2, 3])], [(0, [1, 2]), (1, [2, 3])], [(0, [1]), (2, [3])]])
 def test_pieces_that_make_no_gradient_are_refused(store: Store, parts: list[tuple[int, list[float]]]) -> None:
-    with pytest.raises(ProtocolError, match="pieces of a gradient of 'w', shard 0, do not make its 12 bytes"):
+    with pytest.raises(ProtocolError, match="pieces of an update of 'w', shard 0, do not make its 12 bytes"):
         combine([pieces_of(store, rank, part) for rank, part in enumerate(parts)])
 
 
@@ -147,7 +167,9 @@ def test_pieces_that_make_no_gradient_are_refused(store: Store, parts: list[tupl
         {"offset": 4, "value_bytes": 0},
         {"offset": (1 << 64) - 4, "value_bytes": 8},
         {"offset": 0, "rows": ps_pb2.Rows(ids=1)},
-        {"offset": 0, "kind": ps_pb2.ADD},
+        {"offset": 0, "kind": ps_pb2.MUL},
+        {"offset": 4, "kind": ps_pb2.ASSIGN, "value_bytes": 8},
+        {"offset": 0, "kind": ps_pb2.ADD, "scalar": True, "value_bytes": 4},
     ],
 )
 def test_what_is_no_piece_is_refused_when_it_comes(store: Store, fields: dict[str, Any]) -> None:

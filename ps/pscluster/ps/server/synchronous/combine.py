@@ -3,7 +3,8 @@
 Gradients of a shard are summed in the order of the replicas, or averaged by their weights, and become one gradient,
 which the rule then sees as if one process had computed it. Rows of sparse gradients are joined, and summed by id where
 they are applied. A gradient that the replicas have reduced among themselves comes in pieces, which are put together;
-so does a change that several steps have made, and what its rounding has left is added to it.
+so does a change that several steps have made, and what its rounding has left is added to it. An update of any kind may
+be a single piece, all of a shard, which only one replica has.
 Other updates (additions, minima and the like) are applied one after another, in the order of the replicas. So the
 result does not depend on which contribution came first.
 """
@@ -56,7 +57,7 @@ def check_contribution(changes: Sequence[Change]) -> None:
     """Raise MisuseError for an update that can't be combined with those of other replicas."""
     for change in changes:
         name = change.held.spec.name
-        if change.item.kind == ps_pb2.ASSIGN:
+        if change.item.kind == ps_pb2.ASSIGN and not change.item.HasField("offset"):
             raise MisuseError(
                 f"variable {name!r} is assigned in a synchronous step, by every replica: which value counts? Assign it "
                 "in the script, between two runs, or add to it"
@@ -214,7 +215,7 @@ def _put_together(result: Combined, pieces: list[tuple[Change, Payload]]) -> Non
             result.buffers += [*segments, memoryview(bytes(padding(size)))]
             return
     raise ProtocolError(
-        f"the pieces of a gradient of {first.held.spec.name!r}, shard {first.item.shard}, do not make its {size} bytes"
+        f"the pieces of an update of {first.held.spec.name!r}, shard {first.item.shard}, do not make its {size} bytes"
     )
 
 
