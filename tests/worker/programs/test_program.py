@@ -64,9 +64,9 @@ def test_a_program_is_read() -> None:
     )
 
 
-def changed(path: tuple[Any, ...], value: Any) -> str:
+def changed(path: tuple[Any, ...], value: Any, whole: str = "") -> str:
     """The program with one thing replaced."""
-    data = json.loads(text())
+    data = json.loads(whole or text())
     inner = data
     for step in path[:-1]:
         inner = inner[step]
@@ -127,6 +127,34 @@ def test_a_malformed_program_is_refused(path: tuple[Any, ...], value: Any, messa
     """The error says which instruction, and what is wrong with it."""
     with pytest.raises(ProtocolError, match=message):
         parse(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("variables",), 3, "variables is 3, not a list"),
+        (("variables", 0, 3), ["y"], "a variable has no terms"),
+        (("variables", 0, 2), ["z", None], "can't be sharded over 'z'"),
+        (("optimizers",), -1, "optimizers is -1"),
+        (("optimizers",), 0, "instruction 1: an optimizer is 0; it is a whole number below 0"),
+        (("code", 0), ["read", 0, 1], "instruction 0: a variable is 1; it is a whole number below 1"),
+        (("variables", 0, 0), [4, 6], r"a variable has one shape and type: float32\[6, 4\] is not float32\[4, 6\]"),
+        (("variables", 0, 1), "float64", "is not float64"),
+        (("code", 1, 1), "mul", "can't be updated by 'mul'; there are assign, add, sub, gradient"),
+        (("code", 1, 1), "add", "a gradient, and nothing else, has an optimizer"),
+        (("code", 1, 4), None, "a gradient, and nothing else"),
+        (("code", 1, 2), 1, "register 1 is read before it is written"),
+        (("code", 1, 3), 1, "a variable is 1"),
+        (("code", 2), ["read", 1, 0], "instruction 2: variable 0 is read after it is updated"),
+    ],
+)
+def test_malformed_uses_of_variables_are_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    """Shapes, kinds, and the order of reads and updates."""
+    code = [["read", 0, 0], ["update", "gradient", 0, 0, 0], ["fetch", 0, False]]
+    whole = encode(GRID, [A, A], 0, code, [], [A], 1)
+    assert [update.kind for update in parse(whole).updates] == ["gradient"]
+    with pytest.raises(ProtocolError, match=message):
+        parse(changed(path, value, whole))
 
 
 @pytest.mark.parametrize("rubbish", ["", "[", "null", "[]", "{}", '"' * 5, "[" * 100_000, "1" * 5000, b"{}", None])

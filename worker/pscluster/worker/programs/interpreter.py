@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
+from pscluster.core.geometry import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.programs.exchange import Exchange, exchange_of
 from pscluster.worker.programs.local.blocks import LocalFunction, called, type_as_arrays
 from pscluster.worker.programs.makers import MAKERS
-from pscluster.worker.programs.moves import move_together
+from pscluster.worker.programs.moves import gather_together, move_together
 from pscluster.worker.programs.operations import OPERATIONS
 from pscluster.worker.programs.program import (
     ArrayType,
@@ -38,9 +39,12 @@ from pscluster.worker.programs.program import (
     Move,
     Placeholder,
     Program,
+    Read,
+    Update,
     parse,
 )
 from pscluster.worker.programs.store import Blocks, BlockStore
+from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
 Array = npt.NDArray[Any]
 
@@ -55,8 +59,13 @@ def run_program(
     outputs: Sequence[int],
     forgotten: Sequence[int],
     payloads: Sequence[Payload],
-) -> list[list[Array]]:
+    variables: Sequence[Any] = (),
+    optimizers: Sequence[Any] = (),
+) -> list[list[Array]] | None:
     """Run a program as a member of a gang, and return what it fetches; scheduled by the coordinator.
+
+    Return None if it was to run again only for its results, after its updates were committed, and can't: arrays that it
+    needs went with the worker that died.
 
     Args:
         text: the program.
@@ -64,8 +73,9 @@ def run_program(
         inputs, outputs: the numbers in the store of its first registers, and of its outputs.
         forgotten: numbers of arrays that are no longer needed.
         payloads: what it loads here.
+        variables, optimizers: handles of those that it names.
     """
-    return run_local(text, (), store, inputs, outputs, forgotten, payloads)
+    return run_local(text, (), store, inputs, outputs, forgotten, payloads, variables, optimizers)
 
 
 def run_local(
@@ -76,13 +86,18 @@ def run_local(
     outputs: Sequence[int],
     forgotten: Sequence[int],
     payloads: Sequence[Payload],
-) -> list[list[Array]]:
+    variables: Sequence[Any] = (),
+    optimizers: Sequence[Any] = (),
+) -> list[list[Array]] | None:
     """Run a program that calls plain functions, as `run_program` does."""
     program = parse(text)
     function = current_function()
     assert function is not None  # it was scheduled
+    if program.inputs and function.steps is not None and function.steps.dry:
+        return None  # all members know it
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
-    return run(program, store, exchange, inputs, outputs, forgotten, payloads, functions)
+    on_servers = OnServers(program, variables, optimizers)
+    return run(program, store, exchange, inputs, outputs, forgotten, payloads, functions, on_servers)
 
 
 def run(
@@ -94,8 +109,9 @@ def run(
     forgotten: Sequence[int],
     payloads: Sequence[Payload],
     functions: Sequence[LocalFunction] = (),
+    variables: Variables | None = None,
 ) -> list[list[Array]]:
-    """Do what `run_program` does, with any way to the other tasks.
+    """Do what `run_program` does, with any way to the other tasks, and any variables.
 
     Raises:
         ProtocolError: numbers, payloads, functions or results do not fit the program.
@@ -110,14 +126,18 @@ def run(
             f"was given {', '.join(map(str, given))}"
         )
     store.drop(forgotten)
+    variables = variables or NoVariables()
     running = _Running(program, exchange, payloads, functions)
     for register, number in enumerate(inputs):
         running.registers[register] = store.get(number, program.arrays[register])
+    running.read(variables)
     with np.errstate(all="ignore"):  # warnings would be shown on the worker
         for group, over in zip(program.groups, program.last_use, strict=True):
             running.execute(group)
             for register in over:
                 running.registers.pop(register, None)
+    if updates := program.updates:
+        variables.write(updates, running.writes)
     results = [*(running.registers[register] for register in program.outputs), *running.untyped]
     for blocks, number in zip(results, outputs, strict=True):
         store.put(number, blocks)
@@ -137,12 +157,14 @@ class _Running:
         self.registers: dict[int, Blocks] = {}
         self.fetched: list[list[Array]] = []
         self.untyped: list[Blocks] = []
+        self.writes: list[Write] = []
+        self._read: dict[int, Blocks] = {}  # by the register that will have it
         self._program, self._exchange, self._payloads, self._functions = program, exchange, payloads, functions
         self._devices = program.mesh.devices_of(exchange.task)
         self._moves = 0
 
     def execute(self, group: Sequence[Instruction]) -> None:
-        """Execute one instruction, or moves that are made together."""
+        """Execute one instruction, or moves or updates that are made together."""
         match group:
             case [Load() as load]:
                 self._load(load)
@@ -154,8 +176,36 @@ class _Running:
                 self._call(call)
             case [Fetch() as fetch]:
                 self._fetch(fetch)
+            case [Read() as read]:
+                self.registers[read.output] = self._read.pop(read.output)
+            case [Update(), *_]:
+                self._update([item for item in group if isinstance(item, Update)])
             case _:
                 self._move([item for item in group if isinstance(item, Move)])
+
+    def read(self, variables: Variables) -> None:
+        """Read this task's blocks of all variables that the program will read: at once."""
+        wanted: dict[tuple[int, Block], None] = {}
+        reads = [item for item in self._program.code if isinstance(item, Read)]
+        for item in reads:
+            of = self._program.arrays[item.output]
+            wanted.update(((item.variable, of.layout.block(of.shape, device)), None) for device in self._devices)
+        blocks = dict(zip(wanted, variables.read(list(wanted)), strict=True))
+        for item in reads:
+            of = self._program.arrays[item.output]
+            by_device = {device: blocks[item.variable, of.layout.block(of.shape, device)] for device in self._devices}
+            self._read[item.output] = Blocks(of, by_device)
+
+    def _update(self, updates: Sequence[Update]) -> None:
+        """Combine terms of the blocks that this task sends, and keep them until the program ends."""
+        sources = [self.registers[update.input] for update in updates]
+        numbers = [update.variable for update in updates]
+        targets = [self._program.variables[number] for number in numbers]
+        what = self._named(sources)
+        gathered = gather_together(sources, targets, numbers, self._devices, self._exchange, what)
+        for update, of, blocks in zip(updates, targets, gathered, strict=True):
+            of_layout = of.layout.partition(of.shape).blocks
+            self.writes += [Write(update, of_layout[shard], values) for shard, values in blocks.items() if values.size]
 
     def _load(self, load: Load) -> None:
         of, blocks = self._program.arrays[load.output], {}
@@ -218,12 +268,14 @@ class _Running:
     def _move(self, moves: Sequence[Move]) -> None:
         sources = [self.registers[move.input] for move in moves]
         targets = [self._program.arrays[move.output] for move in moves]
-        what = f"move {self._moves + 1} of a program, of {sources[0].type}"
-        if len(moves) > 1:
-            what += f", and {len(moves) - 1} more"
-        self._moves += len(moves)
-        moved = move_together(sources, targets, self._devices, self._exchange, what)
+        moved = move_together(sources, targets, self._devices, self._exchange, self._named(sources))
         self.registers.update(zip((move.output for move in moves), moved, strict=True))
+
+    def _named(self, sources: Sequence[Blocks]) -> str:
+        """Return what errors call the next moves, of these arrays."""
+        what = f"move {self._moves + 1} of a program, of {sources[0].type}"
+        self._moves += len(sources)
+        return what + (f", and {len(sources) - 1} more" if len(sources) > 1 else "")
 
     def _fetch(self, fetch: Fetch) -> None:
         blocks = self.registers[fetch.input]

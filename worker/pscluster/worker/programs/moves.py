@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.geometry import Block
-from pscluster.core.layouts.moving import Moving, Piece, moving
+from pscluster.core.layouts.moving import Moving, Piece, gathering, moving, owners_of
 from pscluster.core.transport.frames import view
 from pscluster.worker.programs.exchange import Exchange
 from pscluster.worker.programs.operations import COMBINES
@@ -40,7 +40,44 @@ def move_together(
 
     All tasks call it, also those that have nothing to send. `what` is shown in errors.
     """
-    moves = [_Move(source, target, devices) for source, target in zip(sources, targets, strict=True)]
+    moves = [
+        _Move(source, target, devices, moving(source.type.layout, target.layout, target.shape, source.type.partial))
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    _exchange(moves, exchange, what)
+    return [move.blocks() for move in moves]
+
+
+def gather_together(
+    sources: Sequence[Blocks],
+    targets: Sequence[ArrayType],
+    numbers: Sequence[int],
+    devices: Sequence[int],
+    exchange: Exchange,
+    what: str,
+) -> list[dict[int, Array]]:
+    """Return those blocks of each array in its layout of `targets` that this task has to pass on, by number.
+
+    Of the devices that have a block there, one passes it on; which one depends on the array's number, so that all have
+    their share. Otherwise as `move_together`.
+    """
+    moves = [
+        _Move(
+            source,
+            target,
+            devices,
+            gathering(source.type.layout, target.layout, target.shape, source.type.partial, nth),
+        )
+        for source, target, nth in zip(sources, targets, numbers, strict=True)
+    ]
+    _exchange(moves, exchange, what)
+    return [
+        move.blocks_of(owners_of(target.layout, nth)) for move, target, nth in zip(moves, targets, numbers, strict=True)
+    ]
+
+
+def _exchange(moves: Sequence[_Move], exchange: Exchange, what: str) -> None:
+    """Send other tasks the pieces that they need, and receive those that this one needs."""
     if any(move.plan.transfers for move in moves):
         outgoing: dict[int, list[Array]] = {}
         awaited: dict[int, list[_Sent]] = {}  # by task
@@ -56,7 +93,6 @@ def move_together(
             {of: view(_memory_for(moves, sent)) for of, sent in awaited.items()},
             what,
         )
-    return [move.blocks() for move in moves]
 
 
 def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Array:
@@ -78,9 +114,8 @@ def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Array:
 class _Move:
     """One array that moves."""
 
-    def __init__(self, source: Blocks, target: ArrayType, devices: Sequence[int]) -> None:
-        self.source, self._target, self._devices = source, target, devices
-        self.plan: Moving = moving(source.type.layout, target.layout, target.shape, source.type.partial)
+    def __init__(self, source: Blocks, target: ArrayType, devices: Sequence[int], plan: Moving) -> None:
+        self.source, self._target, self._devices, self.plan = source, target, devices, plan
         self.itemsize = target.dtype.itemsize
         self.received: dict[tuple[int, Block], Array] = {}  # by the device that has it
         self._begun: dict[int, Array] = {}  # blocks that pieces are received in, by their numbers in the layout
@@ -109,6 +144,14 @@ class _Move:
             if (shard := layout.shard_of(device)) not in made:
                 made[shard] = self._assembled(device, self._begun.get(shard))
         return Blocks(self._target, {device: made[layout.shard_of(device)] for device in self._devices})
+
+    def blocks_of(self, owners: Sequence[int]) -> dict[int, Array]:
+        """Return those blocks whose owner is one of this task's devices."""
+        return {
+            shard: self._assembled(owner, self._begun.get(shard))
+            for shard, owner in enumerate(owners)
+            if owner in self._devices
+        }
 
     def _assembled(self, device: int, out: Array | None) -> Array:
         """Return a device's block, made of pieces that are here; in `out`, if some have been received in it."""

@@ -127,7 +127,28 @@ class Fetch:
     every_device: bool
 
 
-Instruction = Load | Create | Move | Compute | Call | Fetch
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Reads a variable: each device its block."""
+
+    output: int
+    variable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Updates a variable at the end of the program, by an array in any layout, which may have terms."""
+
+    kind: str
+    input: int
+    variable: int
+    optimizer: int | None  # of a gradient
+
+
+Instruction = Load | Create | Move | Compute | Call | Fetch | Read | Update
+
+UPDATES = ("assign", "add", "sub", "gradient")
+"""Kinds of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +160,10 @@ class Program:
     inputs: int
     code: tuple[Instruction, ...]
     outputs: tuple[int, ...]
-    groups: tuple[tuple[Instruction, ...], ...]  # the code; moves that are made together are one group
+    groups: tuple[tuple[Instruction, ...], ...]  # the code; what is moved, or updated, together is one group
     last_use: tuple[tuple[int, ...], ...]  # for each group: registers that no later one needs
+    variables: tuple[ArrayType, ...] = ()
+    optimizers: int = 0
     _local_shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     def local_shape(self, register: int, device: int) -> tuple[int, ...]:
@@ -150,6 +173,11 @@ class Program:
             of = self.arrays[register]
             known = self._local_shapes[register, device] = of.layout.local_shape(of.shape, device)
         return known
+
+    @property
+    def updates(self) -> list[Update]:
+        """What it does to variables, in order."""
+        return [item for item in self.code if isinstance(item, Update)]
 
     @property
     def payloads(self) -> int:
@@ -168,16 +196,24 @@ class Program:
 
 
 def encode(
-    mesh: Mesh, arrays: Sequence[ArrayType], inputs: int, code: Sequence[Sequence[Any]], outputs: Sequence[int]
+    mesh: Mesh,
+    arrays: Sequence[ArrayType],
+    inputs: int,
+    code: Sequence[Sequence[Any]],
+    outputs: Sequence[int],
+    variables: Sequence[ArrayType] = (),
+    optimizers: int = 0,
 ) -> str:
     """Return the text of a program."""
-    whole = {
+    whole: dict[str, Any] = {
         "mesh": [mesh.dims, [str(device) for device in mesh.devices], mesh.name],
         "arrays": [array.encoded() for array in arrays],
         "inputs": inputs,
         "code": code,
         "outputs": outputs,
     }
+    if variables:
+        whole |= {"variables": [variable.encoded() for variable in variables], "optimizers": optimizers}
     return json.dumps(whole, separators=(",", ":"))
 
 
@@ -203,8 +239,9 @@ class _Reader:
 
     def __init__(self, data: Any) -> None:
         self._place = "a program"
-        if not isinstance(data, dict) or data.keys() != {"mesh", "arrays", "inputs", "code", "outputs"}:
-            self._refuse("it has a mesh, arrays, inputs, code and outputs, and nothing else")
+        parts = {"mesh", "arrays", "inputs", "code", "outputs"}
+        if not isinstance(data, dict) or data.keys() - {"variables", "optimizers"} != parts:
+            self._refuse("it has a mesh, arrays, inputs, code and outputs, perhaps variables, and nothing else")
         self._data = data
 
     def _refuse(self, why: str) -> NoReturn:
@@ -231,6 +268,11 @@ class _Reader:
         pairs = [tuple(self._list(pair, "a dimension", 2)) for pair in self._list(dims, "the dimensions")]
         self._mesh = Mesh(pairs, self._list(devices, "the devices"), name=self._text(name, "the mesh's name"))
         self._arrays = [self._array(item) for item in self._list(self._data["arrays"], "arrays")]
+        self._variables = [self._array(item) for item in self._list(self._data.get("variables", []), "variables")]
+        if any(variable.partial for variable in self._variables):
+            self._refuse("a variable has no terms")
+        self._optimizers = self._whole(self._data.get("optimizers", 0), "optimizers", 1 << 20)
+        self._updated: set[int] = set()
         inputs = self._whole(self._data["inputs"], "inputs", len(self._arrays) + 1)
         self._written = [register < inputs for register in range(len(self._arrays))]
         code = []
@@ -243,7 +285,15 @@ class _Reader:
             self._refuse("an output occurs twice")
         groups = _groups(code)
         return Program(
-            self._mesh, tuple(self._arrays), inputs, tuple(code), outputs, groups, _last_uses(groups, outputs)
+            self._mesh,
+            tuple(self._arrays),
+            inputs,
+            tuple(code),
+            outputs,
+            groups,
+            _last_uses(groups, outputs),
+            tuple(self._variables),
+            self._optimizers,
         )
 
     def _array(self, item: Any) -> ArrayType:
@@ -280,6 +330,8 @@ class _Reader:
             "compute": self._compute,
             "call": self._call,
             "fetch": self._fetch,
+            "read": self._read_variable,
+            "update": self._update,
         }
         name, *rest = self._list(item, "it") or [None]
         if not isinstance(name, str) or name not in kinds:
@@ -337,6 +389,30 @@ class _Reader:
             self._refuse(f"{every!r:.100} is not true or false")
         return Fetch(self._whole_type(self._read(source)), every)
 
+    def _read_variable(self, output: Any, variable: Any) -> Read:
+        number = self._whole(variable, "a variable", len(self._variables))
+        if number in self._updated:
+            self._refuse(f"variable {number} is read after it is updated")
+        register = self._whole_type(self._write(output))
+        self._check_same(self._arrays[register], self._variables[number])
+        return Read(register, number)
+
+    def _update(self, kind: Any, source: Any, variable: Any, optimizer: Any) -> Update:
+        if self._text(kind, "a kind of update") not in UPDATES:
+            self._refuse(f"a variable can't be updated by {kind!r:.100}; there are {', '.join(UPDATES)}")
+        register, number = self._read(source), self._whole(variable, "a variable", len(self._variables))
+        self._check_same(self._arrays[register], self._variables[number])
+        if (optimizer is None) == (kind == "gradient"):
+            self._refuse("a gradient, and nothing else, has an optimizer")
+        if optimizer is not None:
+            self._whole(optimizer, "an optimizer", self._optimizers)
+        self._updated.add(number)
+        return Update(kind, register, number, optimizer)
+
+    def _check_same(self, array: ArrayType, variable: ArrayType) -> None:
+        if (array.shape, array.dtype) != (variable.shape, variable.dtype):
+            self._refuse(f"a variable has one shape and type: {array} is not {variable}")
+
     def _whole_type(self, register: int) -> int:
         """Return a register. Refuse it if its array is partial."""
         if self._arrays[register].partial:
@@ -373,11 +449,12 @@ class Placeholder:
 
 
 def _groups(code: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], ...]:
-    """Return the code, with moves that follow each other, and need nothing of each other, in one group."""
+    """Return the code, with moves that follow each other, and need nothing of each other, in one group; and updates."""
     groups: list[list[Instruction]] = []
     moved: set[int] = set()  # by the last group
     for item in code:
-        if isinstance(item, Move) and moved and item.input not in moved:
+        follows = isinstance(item, Move) and bool(moved) and item.input not in moved
+        if follows or (isinstance(item, Update) and groups and isinstance(groups[-1][0], Update)):
             groups[-1].append(item)
         else:
             groups.append([item])
@@ -395,7 +472,7 @@ def _last_uses(groups: Sequence[Sequence[Instruction]], outputs: Sequence[int]) 
                 last.update(dict.fromkeys((*item.inputs, *item.outputs), nth))
             case Move():
                 last.update(dict.fromkeys((item.input, item.output), nth))
-            case Fetch():
+            case Fetch() | Update():
                 last[item.input] = nth
             case _:
                 last[item.output] = nth
