@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.waiting import TIMEOUT, until
 from pscluster import spmd
 from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy
 from pscluster.core.errors import WaitTimeoutError
-from pscluster.spmd import Layout
+from pscluster.spmd import DVariable, Layout
 
 A = np.random.default_rng(1).random((5, 6))
 B = np.random.default_rng(2).random((6, 3))
@@ -44,6 +44,14 @@ def coordinator(armed: Armed) -> Iterator[ClusterCoordinator]:
     """Their coordinator."""
     with ParameterServerStrategy(armed.cluster, connect_timeout=TIMEOUT) as strategy:
         yield ClusterCoordinator(strategy, max_attempts=10)
+
+
+@pytest.fixture(scope="module")
+def durable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
+    """Two workers, and two servers with a log, that are restarted when they die."""
+    folder = tmp_path_factory.mktemp("durable")
+    with armed_cluster(folder, 2, 2, revive=True, durability="log", state_dir=folder / "state") as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -96,6 +104,78 @@ def test_a_worker_dies_while_functions_wait(armed: Armed, coordinator: ClusterCo
     assert lost == 1
     armed.until_struck(fault, calls=False)
     np.testing.assert_array_equal(total(), [3 * array])
+
+
+def trained(mesh: spmd.Mesh, name: str, steps: int = 4, fail: Callable[[], None] = lambda: None) -> Any:
+    """A variable after some steps, each of which depends on its value, with terms that are combined."""
+    v = DVariable(A, Layout(["x", None], mesh), f"{name}/v")
+    w = DVariable(A[0], Layout([None], mesh), f"{name}/w")
+    adam = spmd.optimizers.Adam(0.1, mesh=mesh, name=f"{name}/adam")
+
+    @spmd.function
+    def step(v: Any, w: Any, number: Any) -> Any:
+        b = number * B
+        product = np.matmul(v, b)
+        gradient = np.matmul(product, b.T)
+        adam.apply_gradients([(gradient, v), (gradient.sum(axis=0) + w, w)])
+        return product.sum()
+
+    fail()
+    done = lost = 0
+    while done < steps:
+        try:
+            float(step(v, w, np.float64(done)))
+        except spmd.TensorLostError:  # its argument, or its result
+            lost += 1
+        assert adam.iterations in (done, done + 1)
+        done = adam.iterations
+    assert lost <= 1
+    return v.full(TIMEOUT), w.full(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("worker/worker.exchange.before=kill@2", "worker/worker.exchange.after=kill@2"),
+        *("worker/client.step.staged=kill@2", "worker/client.step.staged=kill@3"),
+        *("ps/ps.step.before=kill@2", "ps/ps.step.after=kill@2", "worker/worker.result.before=kill@4"),
+    ],
+)
+def test_variables_survive_workers(durable: Armed, fault: str) -> None:
+    """They have the values of a run in which nobody dies, bit for bit: each step is applied as a whole, and once."""
+    with ParameterServerStrategy(durable.cluster, connect_timeout=TIMEOUT) as strategy:
+        mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(strategy, max_attempts=10))
+        wanted = trained(mesh, "undisturbed")
+        found = trained(mesh, "disturbed", fail=lambda: durable.arm(fault))
+        durable.until_struck(fault, calls=False)
+        for array, of_undisturbed in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(array, of_undisturbed)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_worker_dies_after_its_updates_were_applied(durable: Armed, returns: bool) -> None:
+    """They are applied once, though what the program needs to run again is lost; if it had results, that is said."""
+    fault = "worker/worker.result.before=kill@1"
+    with ParameterServerStrategy(durable.cluster, connect_timeout=TIMEOUT) as strategy:
+        mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(strategy, max_attempts=10))
+        v = DVariable(A, Layout(["x", None], mesh), "v")
+        a: Any = spmd.distribute(A, Layout(["x", None], mesh))
+
+        @spmd.function
+        def add(v: DVariable, a: Any) -> Any:
+            v.assign_add(a)
+            return a.sum() if returns else None
+
+        spmd.barrier(mesh)
+        durable.arm(fault)
+        result = add(v, a)
+        if returns:
+            with pytest.raises(spmd.TensorLostError, match="after the updates of a program were applied"):
+                float(result)
+        durable.until_struck(fault, calls=False)
+        np.testing.assert_array_equal(v.full(TIMEOUT), A + A)
+        with pytest.raises(spmd.TensorLostError, match=r"float64\[5, 6\]"):
+            (a + 1).full(TIMEOUT)
 
 
 def test_arrays_of_a_worker_that_died_meanwhile(armed: Armed, coordinator: ClusterCoordinator) -> None:

@@ -47,7 +47,10 @@ from pscluster.spmd.placing import relayout_like as relayout_like
 from pscluster.spmd.placing import unpack as unpack
 from pscluster.spmd.tensor import DTensor as DTensor
 from pscluster.spmd.tensor import Shard as Shard
+from pscluster.spmd.training import metrics as metrics
+from pscluster.spmd.training import optimizers as optimizers
 from pscluster.spmd.variables.layout_map import LayoutMap as LayoutMap
+from pscluster.spmd.variables.variable import DVariable as DVariable
 from pscluster.worker.programs.local.collectives import all_gather as all_gather
 from pscluster.worker.programs.local.collectives import axis_index as axis_index
 from pscluster.worker.programs.local.collectives import axis_size as axis_size

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import MisuseError, TensorLostError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
+from pscluster.spmd.variables.held import HeldHere
+from pscluster.v1 import worker_pb2
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run, run_local, run_program
 from pscluster.worker.programs.program import parse
@@ -19,7 +22,9 @@ from pscluster.worker.programs.store import BlockStore
 
 if TYPE_CHECKING:
     from pscluster.coordinator import ClusterCoordinator, RemoteValue
-    from pscluster.spmd.session import Fetched
+    from pscluster.spmd.session import Fetched, Running
+
+_LAST = worker_pb2.SynchronousSteps.LAST
 
 
 def definition_of(name: str, program: Sendable) -> Callable[..., Any]:
@@ -67,6 +72,7 @@ class InProcess:
                     program.forgotten,
                     program.payloads[0],
                     program.functions,
+                    HeldHere(program.variables, program.optimizers),
                 )
             except Exception as error:
                 return Ended([], error)
@@ -94,6 +100,59 @@ class _OnWorkers:
         return [value.fetch(0) for value in self._values]
 
 
+class _Step:
+    """A program that updates variables: a step of the job's synchronous run, which a thread of its own waits for.
+
+    Only one call takes steps at a time. So one that is started waits for the one before, and so does any program that
+    is started after it: see `Workers.start`.
+    """
+
+    def __init__(self) -> None:
+        self.scheduled, self._ended = threading.Event(), threading.Event()
+        self._fetched: Fetched = []
+        self._error: BaseException | None = None
+
+    def start(
+        self, coordinator: ClusterCoordinator, call: Callable[..., Sequence[RemoteValue]], program: Sendable
+    ) -> None:
+        """Take the step: `call` schedules it."""
+        args = coordinator, call, program
+        threading.Thread(target=self._take, args=args, name="global-step", daemon=True).start()
+
+    def _take(
+        self, coordinator: ClusterCoordinator, call: Callable[..., Sequence[RemoteValue]], program: Sendable
+    ) -> None:
+        try:
+            with coordinator.synchronous_run.steps(1, _LAST) as (message, committed):
+                values = call(steps=message)
+                self.scheduled.set()
+                for value in values:
+                    value.wait()
+                returned = [value.fetch() for value in values]
+                committed(min(end for end, _ in returned))
+            if any(fetched is None for _, fetched in returned) and program.has_results:
+                raise TensorLostError(
+                    "a worker died after the updates of a program were applied, and before its results were there: "
+                    "only these are lost"
+                )
+            self._fetched = [fetched or [] for _, fetched in returned]
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.scheduled.set()
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is committed, or has failed."""
+        return self._ended.wait(timeout)
+
+    def result(self) -> Fetched:
+        """Return what all workers have fetched, or raise its error."""
+        if self._error is not None:
+            raise self._error
+        return self._fetched
+
+
 class Workers:
     """Workers of a coordinator's cluster: each program runs on all of the mesh, together, as a gang."""
 
@@ -101,23 +160,40 @@ class Workers:
         self._coordinator = weakref.ref(coordinator)
         self._workers = [index for _, index in mesh.tasks]
         self._store = BlockStore()  # stands for each worker's own
+        self._step: _Step | None = None  # the last one
+
+    @property
+    def coordinator(self) -> ClusterCoordinator:
+        """The coordinator. MisuseError if it is gone."""
+        if (coordinator := self._coordinator()) is None:
+            raise MisuseError("the coordinator that this mesh was created with is gone: create a mesh with another one")
+        return coordinator
 
     def is_of(self, coordinator: ClusterCoordinator) -> bool:
         """Return whether they are workers of this coordinator."""
         return self._coordinator() is coordinator
 
-    def start(self, program: Sendable) -> _OnWorkers:
+    def start(self, program: Sendable) -> Running:
         """Schedule a program. Raises CancelledError while the error of a scheduled function has not been raised."""
         from pscluster.coordinator import PerReplica  # what needs no workers should not import it
 
-        if (coordinator := self._coordinator()) is None:
-            raise MisuseError("the coordinator that this mesh was created with is gone: create a mesh with another one")
+        coordinator = self.coordinator
         payloads: list[Any] = [list(payload) for payload in program.payloads]
-        rest = (self._store, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
+        rest: tuple[Any, ...] = (self._store, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
+        if program.variables:
+            rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
         # Under a definition, workers are sent the text once, and then its digest.
         fn, args = (run_program, (program.text, *rest)) if program.definition is None else (program.definition, rest)
         if program.definition is None and program.functions:
             fn, args = definition_of("local_map", program), rest
         homes, size = coordinator.members(self._workers)
+        if self._step is not None:
+            self._step.scheduled.wait()  # programs run in order
+            self._step = None
         # The session raises its errors: they concern no other function.
-        return _OnWorkers(coordinator.schedule_gang(fn, args, None, homes, size, None, 0, None, isolated=True))
+        call = functools.partial(coordinator.schedule_gang, fn, args, None, homes, size, None, 0, None, isolated=True)
+        if not program.updates:
+            return _OnWorkers(call())
+        self._step = _Step()
+        self._step.start(coordinator, call, program)
+        return self._step

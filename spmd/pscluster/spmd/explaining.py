@@ -62,7 +62,7 @@ def explain(fn: Callable[..., Any] | Function[..., Any], *args: Any, **kwargs: A
     tensors, _, arguments = arguments_of(args, kwargs)
     plain = fn.plain if isinstance(fn, Function) else fn
     traced = traced_call(plain, tensors, arguments)
-    return Explanation(traced.steps, tensors[0].mesh.size)
+    return Explanation(traced.steps, traced.program.mesh.size)
 
 
 def visualize(layout: Layout, shape: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from pscluster.spmd.placing import distribute
 from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.tensor import DTensor
 from pscluster.spmd.tracing import Step, is_tracing, rebuilt, tracing
+from pscluster.spmd.variables.variable import DVariable
 from pscluster.worker.programs.program import ArrayType
 
 Params = ParamSpec("Params")
@@ -96,6 +97,9 @@ def function(fn: Callable[Params, Returned]) -> Function[Params, Returned]:
     call. Numbers and texts among the arguments, and global arrays that it captures, are taken as they are then, and
     another number is another kind: pass as an array what changes from call to call.
 
+    Variables are read when it runs, and updated when it ends, all of them or none; it can't read one that it has
+    updated before.
+
     It takes and returns global arrays in lists, tuples and dicts; at least one argument has to be one. NumPy arrays
     among the arguments go to all devices. Inside, arrays have no values yet: `numpy()`, `if array > 0` and the like
     raise MisuseError. Inside another traced function it is a plain function.
@@ -113,7 +117,7 @@ def _run(traced: Traced, tensors: list[DTensor], definition: Callable[..., Any] 
     """Run what was traced with these arrays, without waiting. With a definition, workers keep the program."""
     refs = [tensor.settled for tensor in tensors]
     inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
-    made = session_of(tensors[0].mesh).call(traced.program, definition, inputs, traced.types)
+    made = session_of(traced.program.mesh).call(traced.program, definition, inputs, traced.types)
     made += [refs[of] if isinstance(of, int) else of for of in traced.given]
     results = [DTensor(ref) for ref in made]
     return rebuilt(traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf)
@@ -131,6 +135,9 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
     def leaf(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             value = distribute(value, Layout.replicated(meshes[0], value.ndim))
+        if isinstance(value, DVariable):
+            kinds.append(value.stored)  # itself: its value is read, and it may be updated, by each call
+            return value
         if isinstance(value, DTensor):
             tensors.append(value)
             kinds.append((value.shape, value.dtype.name, value.layout))
@@ -149,14 +156,21 @@ def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[DT
     return tensors, key, slots
 
 
+def _mesh_of(tensors: list[DTensor], arguments: tuple[Any, Any]) -> Mesh:
+    variables: list[DTensor] = []
+    rebuilt(arguments, lambda leaf: variables.append(leaf) if isinstance(leaf, DVariable) else None)
+    return (tensors or variables)[0].mesh
+
+
 def traced_call(fn: Callable[..., Any], tensors: list[DTensor], arguments: tuple[Any, Any]) -> Traced:
     """Call a function to see what it does."""
-    with tracing(tensors[0].mesh) as trace:
+    with tracing(_mesh_of(tensors, arguments)) as trace:
         refs = [trace.argument(ArrayType(tensor.shape, tensor.dtype, tensor.layout)) for tensor in tensors]
         inside = [DTensor(ref) for ref in refs]
         args, kwargs = rebuilt(arguments, lambda leaf: inside[leaf.number] if isinstance(leaf, _Slot) else leaf)
         returned = fn(*args, **kwargs)
         found: list[DTensor] = []
+        returned = rebuilt(returned, lambda leaf: leaf.value() if isinstance(leaf, DVariable) else leaf)
         rebuilt(returned, lambda leaf: found.append(leaf) if isinstance(leaf, DTensor) else None)
         results = {tensor.settled.number: tensor.settled for tensor in found}
     positions = {ref.number: position for position, ref in enumerate(refs)}

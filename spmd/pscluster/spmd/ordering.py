@@ -20,7 +20,7 @@ def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int
             return read, written
         case ("move", read, written):
             return [read], [written]
-        case ("fetch", read, _):
+        case ("fetch", read, _) | ("update", read, _, _, _):
             return [read], []
         case (_, written, *_):
             return [], [written]
@@ -30,14 +30,15 @@ def reads_and_writes(instruction: Recorded) -> tuple[Sequence[int], Sequence[int
 def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -> list[Recorded]:
     """Return the instructions in an order in which exchanges come as late as others allow, and together.
 
-    Fetches come last, in their order, which is that of what they return. What an instruction reads still comes before
-    it, if it does in `code`.
+    Updates of variables come last, and then fetches, in their order, which is that of what they return. What an
+    instruction reads still comes before it, if it does in `code`.
     """
-    fetches = [instruction for instruction in code if instruction[0] == "fetch"]
-    code = [instruction for instruction in code if instruction[0] != "fetch"]
+    last = [[instruction for instruction in code if instruction[0] == name] for name in ("update", "fetch")]
+    updates, fetches = last
+    code = [instruction for instruction in code if instruction[0] not in ("update", "fetch")]
     exchanges = {nth for nth, instruction in enumerate(code) if is_exchange(instruction)}
     if len(exchanges) < 2:
-        return code + fetches
+        return code + updates + fetches
     missing = {written for instruction in code for written in reads_and_writes(instruction)[1]}
     left, result = list(range(len(code))), list[Recorded]()
     while left:
@@ -55,4 +56,4 @@ def ordered(code: Sequence[Recorded], is_exchange: Callable[[Recorded], bool]) -
             result.append(code[nth])
             missing.difference_update(reads_and_writes(code[nth])[1])
         left = waiting
-    return result + fetches
+    return result + updates + fetches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -37,6 +37,24 @@ class Ref:
         self.session.dropped.append(self.number)
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A variable, as programs name it: what holds it, and its shape, type and layout."""
+
+    handle: Any
+    type: ArrayType
+
+
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """What is done to a variable: by an array, which may have terms."""
+
+    kind: str  # see `worker.programs.program`
+    source: Ref
+    variable: Stored
+    optimizer: Any = None  # of a gradient
+
+
 @dataclass(frozen=True, slots=True)
 class Sendable:
     """A program, and what goes with it."""
@@ -50,6 +68,15 @@ class Sendable:
     functions: tuple[LocalFunction, ...] = ()  # that it calls
     definition: Callable[..., Any] | None = None  # the program as a function, which workers are sent once
     sent_here: Sequence[int] = ()  # places among the outputs of those that it fetches, in the order of its fetches
+    variables: tuple[Stored, ...] = ()
+    optimizers: tuple[Any, ...] = ()
+    updates: bool = False
+    fetches: bool = False
+
+    @property
+    def has_results(self) -> bool:
+        """Whether it makes or fetches arrays."""
+        return self.fetches or bool(self.outputs)
 
 
 class Recording:
@@ -67,6 +94,9 @@ class Recording:
         self._made: dict[int, weakref.ref[Ref]] = {}
         self._payloads: list[tuple[Mapping[int, Array], ArrayType]] = []
         self._functions: list[LocalFunction] = []
+        self._variables: dict[Stored, int] = {}
+        self._optimizers: dict[int, tuple[int, Any]] = {}  # by id
+        self._updated: set[Stored] = set()
 
     def __len__(self) -> int:
         return len(self._code)
@@ -134,6 +164,24 @@ class Recording:
         """Record that blocks are wanted here."""
         self._code.append(("fetch", self._read(source), every_device))
 
+    def read(self, output: Ref, variable: Stored) -> None:
+        """Record that a variable is read."""
+        self._code.append(("read", self._write(output), self._variables.setdefault(variable, len(self._variables))))
+
+    def update(self, updating: Updating) -> None:
+        """Record that a variable is updated."""
+        source, variable, optimizer = self._read(updating.source), updating.variable, updating.optimizer
+        number = None
+        if optimizer is not None:
+            number, _ = self._optimizers.setdefault(id(optimizer), (len(self._optimizers), optimizer))
+        self._updated.add(variable)
+        at = self._variables.setdefault(variable, len(self._variables))
+        self._code.append(("update", source, updating.kind, at, number))
+
+    def updates(self, variable: Stored) -> bool:
+        """Return whether it has updated a variable, so that it can't read it any more."""
+        return variable in self._updated
+
     def finish(self, dropped: Collection[int]) -> tuple[Sendable, list[int]]:
         """Return the program, and which arrays must be forgotten later: it uses them.
 
@@ -157,15 +205,30 @@ class Recording:
                     code.append([name, numbers[0], function, numbers[1], *others])
                 case "move":
                     code.append([name, register[rest[1]], register[rest[0]]])
+                case "update":
+                    code.append([name, rest[1], register[rest[0]], *rest[2:]])
                 case _:
                     code.append([name, register[rest[0]], *rest[1:]])
         text = encode(
-            self.mesh, [self._types[number] for number in order], len(inputs), code, [register[n] for n in outputs]
+            self.mesh,
+            [self._types[number] for number in order],
+            len(inputs),
+            code,
+            [register[n] for n in outputs],
+            [variable.type for variable in self._variables],
+            len(self._optimizers),
         )
         later = [number for number in gone if number in self._inputs]
         forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
         payloads, functions = self._payloads_by_task(), tuple(self._functions)
-        return Sendable(self.mesh, text, inputs, outputs, forgotten, payloads, functions), later
+        program = Sendable(self.mesh, text, inputs, outputs, forgotten, payloads, functions)
+        if self._variables:
+            optimizers = tuple(optimizer for _, optimizer in self._optimizers.values())
+            variables = tuple(self._variables)
+            fetches = any(name == "fetch" for name, *_ in self._code)
+            updates = bool(self._updated)
+            program = replace(program, variables=variables, optimizers=optimizers, updates=updates, fetches=fetches)
+        return program, later
 
     def _is_exchange(self, instruction: Recorded) -> bool:
         """Return whether an instruction makes tasks send each other something."""

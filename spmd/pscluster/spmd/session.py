@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,12 @@ import numpy.typing as npt
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.recording import Recording, Ref, Sendable
+from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 MAX_INSTRUCTIONS = 512
 """That are recorded before a program is sent although others still run."""
@@ -132,6 +133,35 @@ class Session:
             self._recording.move(ref, source)
         self._send_soon()
         return ref
+
+    def read(self, variable: Stored) -> Ref:
+        """Return the value that a variable has when the program runs."""
+        self._before_read(variable)
+        with self._lock:
+            ref = self._ref(variable.type)
+            self._recording.read(ref, variable)
+        self._send_soon()
+        return ref
+
+    def value_of(self, variable: Stored, make: Callable[[Ref], T]) -> T:
+        """Return what is made of the value of a variable."""
+        return make(self.read(variable))
+
+    def update(self, updates: Sequence[Updating]) -> None:
+        """Update variables, all at once. Their values must not have been relaid out for it."""
+        with self._lock:
+            for updating in updates:
+                self._check(updating.source)
+            for updating in updates:
+                self._recording.update(updating)
+        self._send_soon()
+
+    def _before_read(self, variable: Stored) -> None:
+        """Send what is recorded if it updates the variable: a program reads before it updates."""
+        with self._lock:
+            updates = self._recording.updates(variable)
+        if updates:
+            self.flush()
 
     def compute(
         self,

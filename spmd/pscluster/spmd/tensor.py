@@ -101,6 +101,11 @@ class DTensor(ArrayMethods, StaysHere):
             self._ref = self._settled = settled
         return settled
 
+    @property
+    def with_terms(self) -> Ref:
+        """The array on the devices, which may have terms; for internal use."""
+        return self._ref if self._settled is None else self._settled
+
     def in_layout(self, layout: Layout) -> Ref:
         """Return the array on the devices in this layout; for internal use."""
         if layout == self.layout:

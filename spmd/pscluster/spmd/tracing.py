@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.core.layouts.moving import moving
-from pscluster.spmd.recording import Array, Ref, Sendable
-from pscluster.spmd.session import Running, Session
+from pscluster.core.layouts.moving import gathering, moving
+from pscluster.spmd.recording import Array, Ref, Sendable, Stored, Updating
+from pscluster.spmd.session import Running, Session, T
 from pscluster.worker.programs.local.blocks import LocalFunction
 from pscluster.worker.programs.program import ArrayType
 
@@ -49,6 +49,8 @@ class Trace(Session):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, _NoExecutor())
         self.steps: list[Step] = []
+        self._values: dict[Stored, Ref] = {}  # of variables that it reads
+        self._made: dict[Stored, Any] = {}  # of these
 
     def argument(self, of: ArrayType) -> Ref:
         """Return what stands for an array that the function is called with."""
@@ -81,6 +83,38 @@ class Trace(Session):
         name = "combine" if source.type.partial else "relayout"
         self.steps.append(Step(name, (source.type,), (of,), 0, elements * of.dtype.itemsize))
         return super().move(source, of)
+
+    def read(self, variable: Stored) -> Ref:
+        """Record that a variable is read, once."""
+        self._before_read(variable)
+        if variable not in self._values:
+            self.steps.append(Step("read", (), (variable.type,), 0, 0))
+            self._values[variable] = super().read(variable)
+        return self._values[variable]
+
+    def value_of(self, variable: Stored, make: Callable[[Ref], T]) -> T:
+        """Return the same object each time: a gradient with respect to a variable finds all that is made of it."""
+        ref = self.read(variable)
+        if variable not in self._made:
+            self._made[variable] = make(ref)
+        made: T = self._made[variable]
+        return made
+
+    def update(self, updates: Sequence[Updating]) -> None:
+        """Record that variables are updated."""
+        for updating in updates:
+            source, of = updating.source.type, updating.variable.type
+            plan = gathering(source.layout, of.layout, of.shape, source.partial, 0)
+            name = "apply" if updating.kind == "gradient" else updating.kind
+            self.steps.append(Step(name, (source,), (of,), 0, plan.elements * of.dtype.itemsize))
+        super().update(updates)
+
+    def _before_read(self, variable: Stored) -> None:
+        if self._recording.updates(variable):
+            raise MisuseError(
+                f"a traced function reads a variable, {variable.type}, after it has updated it: read it before, or "
+                "call another function"
+            )
 
     def compute(
         self,

@@ -20,6 +20,7 @@ from pscluster.spmd.gradients.tape import Node, Tape, record_relayout, recording
 from pscluster.spmd.placing import distribute
 from pscluster.spmd.tensor import DTensor
 from pscluster.spmd.tracing import is_tracing, leaves_of, rebuilt
+from pscluster.spmd.variables.variable import DVariable
 
 
 def value_and_grad(
@@ -100,7 +101,9 @@ def _sources(argument: Any, name: str, mesh: Any, sources: list[DTensor]) -> Any
                     f"{path} is {value.dtype}, and gradients are of real floating-point numbers: convert it with "
                     "astype(), or choose other arguments by argnums"
                 )
-            sources.append(source := DTensor(value.settled))
+            # A variable may be used in the function as it is, too.
+            source = value.value() if isinstance(value, DVariable) else DTensor(value.settled)
+            sources.append(source)
             record_relayout(value, source)  # for the gradient of a gradient
             return source
         if value is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,14 +18,15 @@ from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout, Spec
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.placing import distribute
+from pscluster.spmd.tensor import DTensor
 from pscluster.spmd.variables.report import Placed, Report
-from pscluster.spmd.variables.weights import Weight, shape_and_type_of, weights_of, with_weights
+from pscluster.spmd.variables.scope import in_scope
+from pscluster.spmd.variables.variable import DVariable
+from pscluster.spmd.variables.weights import Weight, shape_and_type_of, value_of, weights_of, with_weights
 
 Tree = TypeVar("Tree")
 
 LayoutLike = Layout | Sequence[Spec]
-
-_current: ContextVar[LayoutMap | None] = ContextVar("pscluster-layout-map", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,10 @@ class LayoutMap(MutableMapping[str, LayoutLike]):
         """
         return self.placed(tree, lambda weight, layout: distribute(weight.value, layout))
 
+    def variables(self, tree: Tree) -> Tree:
+        """Return a model's weights as variables, named by their paths; otherwise as `apply` does."""
+        return self.placed(tree, lambda weight, layout: DVariable(_initial(weight, layout), layout, weight.path))
+
     def placed(self, tree: Tree, make: Callable[[Weight, Layout], Any]) -> Tree:
         """Do what `apply` does, with anything that is made of weights and their layouts; for internal use."""
         if shapes := [weight for weight in weights_of(tree) if weight.is_shape]:
@@ -194,16 +198,8 @@ class LayoutMap(MutableMapping[str, LayoutLike]):
     @contextlib.contextmanager
     def scope(self) -> Iterator[LayoutMap]:
         """Give variables that are made in the block, without a layout, that of their name."""
-        token = _current.set(self)
-        try:
+        with in_scope(self):
             yield self
-        finally:
-            _current.reset(token)
-
-
-def current_layout_map() -> LayoutMap | None:
-    """Return the map whose scope this is in."""
-    return _current.get()
 
 
 def _unique(weights: Sequence[Weight]) -> Sequence[Weight]:
@@ -216,3 +212,8 @@ def _unique(weights: Sequence[Weight]) -> Sequence[Weight]:
             raise MisuseError(f"two weights have the path {weight.path!r}: rename one of them")
         paths.add(weight.path)
     return weights
+
+
+def _initial(weight: Weight, layout: Layout) -> Any:
+    value = weight.value
+    return value.relayout(layout) if isinstance(value, DTensor) else value_of(weight)

@@ -1,0 +1,58 @@
+"""Variables of global arrays in other jobs: what a checkpoint has of them, and strategies that can't have any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscluster import spmd
+from pscluster.coordinator import (
+    CheckpointManager,
+    ClusterCoordinator,
+    LocalCluster,
+    ParameterServerStrategy,
+    SynchronousStrategy,
+)
+from pscluster.core.errors import MisuseError
+from pscluster.spmd import DVariable, Layout, optimizers
+
+W = np.random.default_rng(1).normal(size=(7, 4))
+
+
+@pytest.mark.parametrize("options", [{"backup": 1}, {"staleness": 1}])
+def test_strategies_that_can_not_have_any(cluster: LocalCluster, options: Any) -> None:
+    """Not all workers take part in their steps."""
+    with SynchronousStrategy(cluster, **options) as synchronous:
+        mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(synchronous))
+        with pytest.raises(MisuseError, match="make the strategy without backup= and staleness="):
+            DVariable(W, Layout.replicated(mesh, 2))
+
+
+def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Of another mesh, with other blocks: values, slots and steps; the run goes on as if nothing had happened."""
+
+    def trained(specs: Any, dims: Any, restore: bool) -> Any:
+        with ParameterServerStrategy(cluster) as strategy:
+            mesh = spmd.create_mesh(dims, coordinator=ClusterCoordinator(strategy), devices_per_task=3)
+            v = DVariable(np.zeros((7, 4)) if restore else W, Layout(specs, mesh), "v")
+            adam = optimizers.Adam(0.1, mesh=mesh, name="adam")
+            manager = CheckpointManager(str(tmp_path), strategy=strategy)
+            if restore:
+                manager.restore_or_initialize()
+            for _ in range(2):
+                adam.apply_gradients([(v * 2, v)])
+            if not restore:
+                spmd.barrier(mesh)
+                manager.save().result()
+                for _ in range(2):
+                    adam.apply_gradients([(v * 2, v)])
+            return v.full(), adam.iterations
+
+    values, steps = trained(["x", "y"], {"x": 3, "y": 2}, restore=False)
+    for specs, dims in ((["x", None], {"x": 6}), ([None, "y"], {"x": 3, "y": 2}), ([None, None], {"x": 6})):
+        again, steps_again = trained(specs, dims, restore=True)
+        np.testing.assert_array_equal(again, values)
+        assert steps_again == steps == 4
