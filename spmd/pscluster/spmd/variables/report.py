@@ -71,4 +71,4 @@ class Report:
             rows.append((placed.path, shape, placed.rule or "(none)", f"({specs})", *counts))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *self.problems])
+        return "\n".join([*lines, *self.problems[: len(self.mismatched) + bool(self.unused)]])
