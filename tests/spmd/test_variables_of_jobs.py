@@ -56,3 +56,19 @@ def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path
         again, steps_again = trained(specs, dims, restore=True)
         np.testing.assert_array_equal(again, values)
         assert steps_again == steps == 4
+
+
+def test_functions_on_workers_make_none(cluster: LocalCluster) -> None:
+    """Their arrays end with them."""
+
+    def make() -> str:
+        mesh = spmd.create_distributed_mesh({"x": 2})
+        try:
+            DVariable(np.ones(2), Layout.replicated(mesh, 1), "v")
+        except MisuseError as error:
+            return str(error)
+        return ""
+
+    with ParameterServerStrategy(cluster) as strategy:
+        for value in ClusterCoordinator(strategy).schedule_together(make):
+            assert value.fetch().endswith("whose arrays end with it: make it in the script")
