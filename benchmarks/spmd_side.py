@@ -92,9 +92,7 @@ class Bench:
     def train(self, n: int, at_once: int) -> float:
         """Seconds for this many steps, of which some are one program. The batches are on the devices."""
         data = self._once("data", lambda: [tuple(map(self._sharded, batch)) for batch in models.batches()])
-        initial = [
-            [self._replicated(value), *map(self._sharded, moments)] for value, *moments in models.initial_state()
-        ]
+        initial = [[self._replicated(value) for value in values] for values in models.initial_state()]
 
         def work() -> None:
             state = initial

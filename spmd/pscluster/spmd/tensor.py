@@ -27,7 +27,10 @@ SHOWN_ELEMENTS = 1000
 """The most elements that are fetched to be printed, as NumPy shows them in full."""
 
 _THROUGH_BYTES = 64 << 10
-"""Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`."""
+"""Terms of larger arrays are combined on one device each before they are sent to all: see `combine_through`.
+
+Not if there are only two: then each device needs as many bytes if it is sent the other's, and one exchange less.
+"""
 
 UFUNCS: dict[str, Callable[..., Any]] = {}
 """What is called for a method of a ufunc, such as "__call__": with the ufunc and its arguments."""
@@ -269,7 +272,8 @@ def moved(ref: Ref, layout: Layout) -> Ref:
     if of.layout == layout and not of.partial:
         return ref
     session = session_of(layout.mesh)
-    if of.partial and of.nbytes > _THROUGH_BYTES:
+    terms = math.prod(layout.mesh[dim] for dim in of.partial)
+    if terms > 2 and of.nbytes > _THROUGH_BYTES:
         through = combine_through(layout, of.partial, of.shape)
         if through is not None:
             ref = session.move(ref, ArrayType(of.shape, of.dtype, through))

@@ -302,4 +302,10 @@ def _checked(compute: Compute, made: Any, types: Sequence[ArrayType], shapes: Se
     wanted = [(shape, of.dtype) for shape, of in zip(shapes, types, strict=True)]
     if found != wanted:
         raise ProtocolError(f"{compute.function} has returned {found}, where the program expects {wanted}")
-    return [array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays]
+    return list(map(_stored, arrays))
+
+
+def _stored(array: Array) -> Array:
+    """Return an array as a block: contiguous, or a view of the whole of another one, such as its transpose."""
+    whole = isinstance(array.base, np.ndarray) and array.nbytes == array.base.nbytes
+    return array if whole or array.flags.c_contiguous else np.ascontiguousarray(array)
