@@ -84,6 +84,19 @@ def test_a_step_waits_for_others_once(make_mesh: MakeMesh) -> None:
     assert [len(group) for group in groups] == ([4] if len(mesh.tasks) > 1 else [1] * 4)
 
 
+def test_large_arrays_move_one_by_one(make_mesh: MakeMesh) -> None:
+    """A message does not grow without limit."""
+    mesh = make_mesh({"x": 6})
+    layout = Layout(["x", None], mesh)
+    arrays: list[Any] = [spmd.full((n << 17, 3), n, "uint8", layout=layout) for n in (5, 1, 2, 13)]
+    traced = spmd.function(lambda arrays: [array.relayout([None, "x"]) for array in arrays])
+    for found, array in zip(traced(arrays), arrays, strict=True):
+        np.testing.assert_array_equal(found.full(), array.full())
+    (known,) = traced._traces.values()
+    groups = [group for group in parse(known.program.text).groups if isinstance(group[0], Move)]
+    assert [len(group) for group in groups] == [3, 1]
+
+
 def rest_of(result: Any) -> list[Any]:
     """The arrays of a step's result."""
     loss, moved = result

@@ -41,6 +41,10 @@ from pscluster.worker.programs.makers import MAKERS
 from pscluster.worker.programs.operations import COMBINES, OPERATIONS
 
 MAX_TEXT = 16 << 20  # characters of a program
+
+TOGETHER_BYTES = 4 << 20
+"""Of arrays that move together: larger ones gain nothing, and would be held in memory, and copied, at once."""
+
 _MAX_AXES = 64  # as in NumPy
 
 
@@ -283,7 +287,7 @@ class _Reader:
         outputs = tuple(self._read(register) for register in self._list(self._data["outputs"], "outputs"))
         if len(set(outputs)) < len(outputs):
             self._refuse("an output occurs twice")
-        groups = _groups(code)
+        groups = _groups(code, self._arrays)
         return Program(
             self._mesh,
             tuple(self._arrays),
@@ -448,19 +452,22 @@ class Placeholder:
     number: int
 
 
-def _groups(code: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], ...]:
+def _groups(code: Sequence[Instruction], arrays: Sequence[ArrayType]) -> tuple[tuple[Instruction, ...], ...]:
     """Return the code, with moves that follow each other, and need nothing of each other, in one group; and updates."""
     groups: list[list[Instruction]] = []
     moved: set[int] = set()  # by the last group
+    room = 0
     for item in code:
-        follows = isinstance(item, Move) and bool(moved) and item.input not in moved
+        nbytes = arrays[item.output].nbytes if isinstance(item, Move) else 0
+        follows = isinstance(item, Move) and bool(moved) and item.input not in moved and nbytes <= room
         if follows or (isinstance(item, Update) and groups and isinstance(groups[-1][0], Update)):
             groups[-1].append(item)
         else:
             groups.append([item])
-            moved = set()
+            moved, room = set(), TOGETHER_BYTES
         if isinstance(item, Move):
             moved.add(item.output)
+            room -= nbytes
     return tuple(map(tuple, groups))
 
 
