@@ -141,3 +141,14 @@ def test_what_is_refused() -> None:
     for call, message in wrong:
         for error in called(2, lambda _, call=call: call()).values():  # type: ignore[misc]
             assert message in str(error)
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [1016, 1017, 10], [5000, 2, 3000]])
+def test_bytes_of_any_length_are_gathered(lengths: list[int]) -> None:
+    """Also those that do not fit into what is sent first."""
+    sent = [bytes([task + 1]) * length for task, length in enumerate(lengths)]
+
+    def on_task(links: MemoryLinks) -> list[bytes]:
+        return transfer.gather_bytes(InMemory(links), 3, sent[links.rank], "a test")
+
+    assert on_each(3, on_task) == [sent] * 3

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.worker.programs.exchange import Exchange
 from pscluster.worker.programs.local.rounds import MAX_WHY, Ended, Failed, Status, Waiting, decide, decode, encode
-from pscluster.worker.programs.local.transfer import carry_out, told_by_all
+from pscluster.worker.programs.local.transfer import carry_out, gather_bytes
 
 Array = npt.NDArray[Any]
 
@@ -95,10 +95,9 @@ class LocalCalls:
         self._rounds += 1
         what = f"round {self._rounds} of {self._what}"
         try:
-            words = told_by_all(self._exchange, len(self.mesh.tasks), encode(own), what)
             self._statuses = {}
-            for task, word in enumerate(words):
-                self._statuses |= decode(word, self.mesh.devices_of(task), self.mesh)
+            for task, data in enumerate(gather_bytes(self._exchange, len(self.mesh.tasks), encode(own), what)):
+                self._statuses |= decode(data, self.mesh.devices_of(task), self.mesh)
             groups = decide(self.mesh, self._statuses)
             waiting = {device: status for device, status in self._statuses.items() if isinstance(status, Waiting)}
             return carry_out(self.mesh, self._exchange, groups, waiting, arrays, what)
