@@ -178,8 +178,8 @@ class Workers:
         from pscluster.coordinator import PerReplica  # what needs no workers should not import it
 
         coordinator = self.coordinator
-        payloads: list[Any] = [list(payload) for payload in program.payloads]
-        rest: tuple[Any, ...] = (self._store, program.inputs, program.outputs, program.forgotten, PerReplica(payloads))
+        numbers = program.inputs, program.outputs, program.forgotten
+        rest: tuple[Any, ...] = self._store, PerReplica([(*numbers, list(payload)) for payload in program.payloads])
         if program.variables:
             rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
         # Under a definition, workers are sent the text once, and then its digest.

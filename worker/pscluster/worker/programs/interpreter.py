@@ -51,14 +51,15 @@ Array = npt.NDArray[Any]
 Payload = Mapping[int, Array]
 """Blocks of one array, by their number in its layout: those that a task needs."""
 
+Arrays = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Payload]]
+"""What one run of a program is given: the numbers in the store of its first registers, and of its outputs; numbers of
+arrays that are no longer needed; and what it loads."""
+
 
 def run_program(
     text: str,
     store: BlockStore,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    forgotten: Sequence[int],
-    payloads: Sequence[Payload],
+    arrays: Arrays,
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
 ) -> list[list[Array]] | None:
@@ -70,22 +71,17 @@ def run_program(
     Args:
         text: the program.
         store: this worker's.
-        inputs, outputs: the numbers in the store of its first registers, and of its outputs.
-        forgotten: numbers of arrays that are no longer needed.
-        payloads: what it loads here.
+        arrays: this worker's.
         variables, optimizers: handles of those that it names.
     """
-    return run_local(text, (), store, inputs, outputs, forgotten, payloads, variables, optimizers)
+    return run_local(text, (), store, arrays, variables, optimizers)
 
 
 def run_local(
     text: str,
     functions: Sequence[LocalFunction],
     store: BlockStore,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    forgotten: Sequence[int],
-    payloads: Sequence[Payload],
+    arrays: Arrays,
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
 ) -> list[list[Array]] | None:
@@ -97,7 +93,7 @@ def run_local(
         return None  # all members know it
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
     on_servers = OnServers(program, variables, optimizers)
-    return run(program, store, exchange, inputs, outputs, forgotten, payloads, functions, on_servers)
+    return run(program, store, exchange, *arrays, functions, on_servers)
 
 
 def run(
