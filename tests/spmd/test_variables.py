@@ -131,6 +131,18 @@ def test_programs_update_variables(line: spmd.Mesh) -> None:
     assert a.full().tolist() == [0, 2, 4, 6, 8, 10]
 
 
+def test_plain_functions_get_their_blocks(line: spmd.Mesh) -> None:
+    """A variable is an array to `local_map`, whether the types of results are known or not."""
+    v = variable(np.arange(7.0), ["x"], line)
+    doubled = spmd.local_map(lambda block: 2 * block, None, ["x"])
+    assert doubled(v).full().tolist() == (2 * np.arange(7.0)).tolist()
+    inside = spmd.function(
+        lambda v: spmd.local_map(lambda block: 3 * block, None, ["x"], out_types=((7,), "float64"))(v)
+    )
+    for factor in (1, 2):
+        assert inside(v.assign(np.arange(7.0) * factor)).full().tolist() == (3 * factor * np.arange(7.0)).tolist()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "why"),
     [

@@ -63,7 +63,7 @@ class LocalMap:
         traced, layouts = known
         refs = [tensor.settled for tensor in tensors]
         inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
-        session = session_of(tensors[0].mesh)
+        session = session_of(traced.program.mesh)
         made = [DTensor(ref) for ref in session.call_untyped(traced.program, traced.definition, inputs, layouts)]
         return _rebuilt_layouts(self._out_layouts, iter(made))
 

@@ -64,6 +64,12 @@ def test_a_program_is_read() -> None:
     )
 
 
+def text_with_variables() -> str:
+    """A program that reads a variable, and applies a gradient."""
+    code = [["read", 0, 0], ["update", "gradient", 0, 0, 0], ["fetch", 0, False]]
+    return encode(GRID, [A, A], 0, code, [], [A], 1)
+
+
 def changed(path: tuple[Any, ...], value: Any, whole: str = "") -> str:
     """The program with one thing replaced."""
     data = json.loads(whole or text())
@@ -150,8 +156,7 @@ def test_a_malformed_program_is_refused(path: tuple[Any, ...], value: Any, messa
 )
 def test_malformed_uses_of_variables_are_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
     """Shapes, kinds, and the order of reads and updates."""
-    code = [["read", 0, 0], ["update", "gradient", 0, 0, 0], ["fetch", 0, False]]
-    whole = encode(GRID, [A, A], 0, code, [], [A], 1)
+    whole = text_with_variables()
     assert [update.kind for update in parse(whole).updates] == ["gradient"]
     with pytest.raises(ProtocolError, match=message):
         parse(changed(path, value, whole))
@@ -176,8 +181,8 @@ def test_mutations_are_refused_or_make_sense() -> None:
     generator = random.Random(1)
     values: list[Any] = [None, True, -1, 0, 1, 2, 1 << 40, 1.5, "", "x", "add", [], [0], ["in", 0], [[]], {}, {"a": 1}]
     made_sense = 0
-    for _ in range(2000):
-        data = copy.deepcopy(json.loads(text()))
+    for nth in range(2000):
+        data = copy.deepcopy(json.loads(text() if nth % 2 else text_with_variables()))
         inner: Any = data
         while True:
             keys = list(inner) if isinstance(inner, dict) else range(len(inner))
