@@ -164,18 +164,6 @@ def test_nestings_and_state_dicts() -> None:
     assert rules.report(flat).unmatched == ("scale",)
 
 
-def test_weights_of_torch() -> None:
-    """A module's own `state_dict`, or the module."""
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 2))
-    kernels = LayoutMap(MESH)
-    kernels[r"0\.weight"] = KERNEL
-    for state in (kernels.apply(module.state_dict()), kernels.apply(module)):
-        assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert state["0.weight"].layout == KERNEL
-        np.testing.assert_array_equal(state["1.weight"].full(), module[1].weight.detach().numpy())
-
-
 class Weight:
     """Has what Keras' variables have."""
 
