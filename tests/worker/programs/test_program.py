@@ -162,6 +162,14 @@ def test_malformed_uses_of_variables_are_refused(path: tuple[Any, ...], value: A
         parse(changed(path, value, whole))
 
 
+def test_updates_go_together() -> None:
+    """Those that follow each other, unless they are large."""
+    large = typed(np.zeros((2000, 3000)), [None, None], GRID)
+    code = [["update", "add", 0, 0, None], ["update", "add", 1, 1, None]]
+    for of, groups in ((A, 1), (large, 2)):
+        assert len(parse(encode(GRID, [of, of], 2, code, [], [of, of])).groups) == groups
+
+
 @pytest.mark.parametrize("rubbish", ["", "[", "null", "[]", "{}", '"' * 5, "[" * 100_000, "1" * 5000, b"{}", None])
 def test_rubbish_is_refused(rubbish: Any) -> None:
     """What is not JSON, or no program."""

@@ -458,16 +458,21 @@ def _groups(code: Sequence[Instruction], arrays: Sequence[ArrayType]) -> tuple[t
     moved: set[int] = set()  # by the last group
     room = 0
     for item in code:
-        nbytes = arrays[item.output].nbytes if isinstance(item, Move) else 0
-        follows = isinstance(item, Move) and bool(moved) and item.input not in moved and nbytes <= room
-        if follows or (isinstance(item, Update) and groups and isinstance(groups[-1][0], Update)):
+        nbytes, follows = 0, False
+        if isinstance(item, Move):
+            nbytes = arrays[item.output].nbytes
+            follows = bool(moved) and item.input not in moved
+        elif isinstance(item, Update):
+            nbytes = arrays[item.input].nbytes
+            follows = bool(groups) and isinstance(groups[-1][0], Update)
+        if follows and nbytes <= room:
             groups[-1].append(item)
         else:
             groups.append([item])
             moved, room = set(), TOGETHER_BYTES
         if isinstance(item, Move):
             moved.add(item.output)
-            room -= nbytes
+        room -= nbytes
     return tuple(map(tuple, groups))
 
 
