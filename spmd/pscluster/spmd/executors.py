@@ -71,6 +71,7 @@ class InProcess:
                     program.outputs,
                     program.forgotten,
                     program.payloads[0],
+                    program.sent,
                     program.functions,
                     HeldHere(program.variables, program.optimizers),
                 )
@@ -179,7 +180,10 @@ class Workers:
 
         coordinator = self.coordinator
         numbers = program.inputs, program.outputs, program.forgotten
-        rest: tuple[Any, ...] = self._store, PerReplica([(*numbers, list(payload)) for payload in program.payloads])
+        rest: tuple[Any, ...] = (
+            self._store,
+            PerReplica([(*numbers, list(payload), list(program.sent)) for payload in program.payloads]),
+        )
         if program.variables:
             rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
         # Under a definition, workers are sent the text once, and then its digest.

@@ -25,12 +25,14 @@ Array = npt.NDArray[Any]
 class Ref:
     """An array on the devices, by its number. Once nothing refers to it, the devices are told to forget it."""
 
-    __slots__ = ("__weakref__", "number", "program", "sent_here", "session", "type")
+    __slots__ = ("__weakref__", "blocks", "number", "program", "sent_here", "session", "type")
 
     def __init__(self, session: Session, number: int, of: ArrayType, program: int) -> None:
         self.session, self.number, self.type, self.program = session, number, of, program
         self.sent_here: tuple[Running, int] | None = None
         """The program that makes it and sends its value here, and the number of that fetch; None: it does not."""
+        self.blocks: Mapping[int, Array] | None = None
+        """Its blocks, by number in its layout, if they come from here and go with the first program that needs them."""
 
     def __del__(self) -> None:
         # Perhaps in the middle of something, on any thread: nothing here may take a lock.
@@ -72,6 +74,7 @@ class Sendable:
     optimizers: tuple[Any, ...] = ()
     updates: bool = False
     fetches: bool = False
+    sent: Sequence[int] = ()  # places among the inputs of those that are sent with it: as payloads, after its own
 
     @property
     def has_results(self) -> bool:
@@ -220,7 +223,7 @@ class Recording:
         )
         later = [number for number in gone if number in self._inputs]
         forgotten = [number for number in gone if number not in self._inputs and number not in self._made]
-        payloads, functions = self._payloads_by_task(), tuple(self._functions)
+        payloads, functions = payloads_by_task(self.mesh, self._tasks, self._payloads), tuple(self._functions)
         program = Sendable(self.mesh, text, inputs, outputs, forgotten, payloads, functions)
         if self._variables:
             optimizers = tuple(optimizer for _, optimizer in self._optimizers.values())
@@ -237,19 +240,6 @@ class Recording:
         source, of = (self._types[number] for number in instruction[1:])
         return bool(moving(source.layout, of.layout, of.shape, source.partial).transfers)
 
-    def _payloads_by_task(self) -> list[list[Mapping[int, Array]]]:
-        by_task: list[list[Mapping[int, Array]]] = []
-        for task in self._tasks:
-            devices = self.mesh.devices_of(task)
-            wanted = [{of.layout.shard_of(device) for device in devices} for _, of in self._payloads]
-            by_task.append(
-                [
-                    {shard: blocks[shard] for shard in sorted(shards)}
-                    for (blocks, _), shards in zip(self._payloads, wanted, strict=True)
-                ]
-            )
-        return by_task
-
     def _read(self, ref: Ref) -> int:
         if ref.number not in self._made:
             self._inputs[ref.number] = ref
@@ -260,3 +250,17 @@ class Recording:
         self._made[ref.number] = weakref.ref(ref)
         self._types[ref.number] = ref.type
         return ref.number
+
+
+def payloads_by_task(
+    mesh: Mesh, tasks: Sequence[int], payloads: Sequence[tuple[Mapping[int, Array], ArrayType]]
+) -> list[list[Mapping[int, Array]]]:
+    """Return, for each of these tasks, the blocks of each array that its devices have."""
+    by_task: list[list[Mapping[int, Array]]] = []
+    for task in tasks:
+        devices = mesh.devices_of(task)
+        wanted = [sorted({of.layout.shard_of(device) for device in devices}) for _, of in payloads]
+        by_task.append(
+            [{shard: blocks[shard] for shard in shards} for (blocks, _), shards in zip(payloads, wanted, strict=True)]
+        )
+    return by_task

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from pscluster.core.errors import TensorLostError, WaitTimeoutError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating
+from pscluster.spmd.recording import Recording, Ref, Sendable, Stored, Updating, payloads_by_task
 from pscluster.worker.programs.local.blocks import type_of_arrays
 from pscluster.worker.programs.program import ArrayType
 
@@ -110,11 +110,13 @@ class Session:
     # Operations
 
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
-        """Return an array made of blocks, by their numbers in its layout. The blocks must not change any more."""
-        with self._lock:
-            ref = self._ref(of)
-            self._recording.load(ref, blocks)
-        self._send_soon()
+        """Return an array made of blocks, by their numbers in its layout. The blocks must not change any more.
+
+        They are sent with the first program that needs the array. So if a worker dies while that runs, they are sent
+        again.
+        """
+        ref = Ref(self, next(_numbers), of, 0)
+        ref.blocks = blocks
         return ref
 
     def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
@@ -128,7 +130,7 @@ class Session:
     def move(self, source: Ref, of: ArrayType) -> Ref:
         """Return the array in another layout."""
         with self._lock:
-            self._check(source)
+            self._use(source)
             ref = self._ref(of)
             self._recording.move(ref, source)
         self._send_soon()
@@ -151,7 +153,7 @@ class Session:
         """Update variables, all at once. Their values must not have been relaid out for it."""
         with self._lock:
             for updating in updates:
-                self._check(updating.source)
+                self._use(updating.source)
             for updating in updates:
                 self._recording.update(updating)
         self._send_soon()
@@ -175,7 +177,7 @@ class Session:
         """Return the results of a function that is called on each device's blocks, which is as much `work`."""
         with self._lock:
             for source in inputs:
-                self._check(source)
+                self._use(source)
             refs = [self._ref(of) for of in types]
             self._recording.compute(refs, function, inputs, args, kwargs, work)
         self._send_soon()
@@ -230,6 +232,7 @@ class Session:
             with self._lock:
                 for source in inputs:
                     self._check(source)
+                sent = {place: source.blocks for place, source in enumerate(inputs) if source.blocks is not None}
                 # What is recorded next comes after it.
                 number = self._recording.number
                 self._recording = self._new_recording()
@@ -237,8 +240,21 @@ class Session:
                 dropped = {self.dropped.popleft() for _ in range(len(self.dropped))}
                 self.dropped.extend(dropped.intersection(numbers))
             forgotten = sorted(dropped.difference(numbers))
-            started = replace(program, inputs=numbers, outputs=outputs, forgotten=forgotten, definition=definition)
-            return number, self._start(number, started)
+            arrays = [(blocks, inputs[place].type) for place, blocks in sent.items()]
+            more = payloads_by_task(self.mesh, self.tasks, arrays)
+            started = replace(
+                program,
+                inputs=numbers,
+                outputs=outputs,
+                forgotten=forgotten,
+                payloads=[[*program.payloads[task], *also] for task, also in zip(self.tasks, more, strict=True)],
+                definition=definition,
+                sent=list(sent),
+            )
+            running = self._start(number, started)
+            for place in sent:
+                inputs[place].blocks = None
+            return number, running
 
     def blocks(self, source: Ref, timeout: float | None = None) -> list[Array]:
         """Return the block of each of `devices`."""
@@ -267,7 +283,7 @@ class Session:
             self._reap()
             self._raise_first()
             with self._lock:
-                self._check(source)
+                self._use(source)
                 self._recording.fetch(source, every_device=every_device)
             running = self._send()
         self._wait(timeout)
@@ -312,6 +328,13 @@ class Session:
 
     def _new_recording(self) -> Recording:
         return Recording(self.mesh, next(self._programs), self.tasks)
+
+    def _use(self, ref: Ref) -> None:
+        """Record that an array's blocks are sent, if they are still here. TensorLostError if it was never made."""
+        self._check(ref)
+        if ref.blocks is not None:
+            self._recording.load(ref, ref.blocks)
+            ref.blocks, ref.program = None, self._recording.number
 
     def _check(self, ref: Ref) -> None:
         """Raise TensorLostError if an array was never made."""

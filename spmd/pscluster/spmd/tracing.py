@@ -70,7 +70,9 @@ class Trace(Session):
     def load(self, of: ArrayType, blocks: Mapping[int, Array]) -> Ref:
         """Record an array that goes with every call."""
         self.steps.append(Step("distribute", (), (of,), 0, 0))
-        return super().load(of, blocks)
+        ref = self._ref(of)
+        self._recording.load(ref, blocks)
+        return ref
 
     def create(self, of: ArrayType, maker: str, numbers: Sequence[float]) -> Ref:
         """Record an array that is made in place."""
@@ -161,6 +163,9 @@ class Trace(Session):
 
     def _send_soon(self) -> None:
         """Do nothing: what is recorded is sent with each call."""
+
+    def _use(self, ref: Ref) -> None:
+        self._check(ref)
 
     def _check(self, ref: Ref) -> None:
         if ref.session is not self:  # it is captured

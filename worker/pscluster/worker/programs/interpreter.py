@@ -51,9 +51,8 @@ Array = npt.NDArray[Any]
 Payload = Mapping[int, Array]
 """Blocks of one array, by their number in its layout: those that a task needs."""
 
-Arrays = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Payload]]
-"""What one run of a program is given: the numbers in the store of its first registers, and of its outputs; numbers of
-arrays that are no longer needed; and what it loads."""
+Arrays = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Payload], Sequence[int]]
+"""What one run of a program is given: see `run`."""
 
 
 def run_program(
@@ -93,7 +92,9 @@ def run_local(
         return None  # all members know it
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
     on_servers = OnServers(program, variables, optimizers)
-    return run(program, store, exchange, *arrays, functions, on_servers)
+    inputs, outputs, forgotten, payloads, sent = arrays
+    rest = inputs, outputs, forgotten, payloads, sent, functions, on_servers
+    return run(program, store, exchange, *rest)
 
 
 def run(
@@ -104,10 +105,22 @@ def run(
     outputs: Sequence[int],
     forgotten: Sequence[int],
     payloads: Sequence[Payload],
+    sent: Sequence[int] = (),
     functions: Sequence[LocalFunction] = (),
     variables: Variables | None = None,
 ) -> list[list[Array]]:
     """Do what `run_program` does, with any way to the other tasks, and any variables.
+
+    Args:
+        program: what to do.
+        store: this task's.
+        exchange: the way to the others.
+        inputs, outputs: the numbers in the store of its first registers, and of its outputs.
+        forgotten: numbers of arrays that are no longer needed.
+        payloads: what it loads; and after that, blocks of inputs that are not in the store yet.
+        sent: the registers of those.
+        functions: those that it calls.
+        variables: those that it names.
 
     Raises:
         ProtocolError: numbers, payloads, functions or results do not fit the program.
@@ -115,7 +128,7 @@ def run(
         MemberUnavailableError: another task is gone.
     """
     takes = program.inputs, len(program.outputs) + program.untyped, program.payloads, program.functions
-    given = len(inputs), len(outputs), len(payloads), len(functions)
+    given = len(inputs), len(outputs), len(payloads) - len(sent), len(functions)
     if takes[:2] != given[:2] or takes[2] > given[2] or takes[3] > given[3]:
         raise ProtocolError(
             f"a program takes {takes[0]} inputs, {takes[1]} outputs, {takes[2]} payloads and {takes[3]} functions, and "
@@ -124,6 +137,10 @@ def run(
     store.drop(forgotten)
     variables = variables or NoVariables()
     running = _Running(program, exchange, payloads, functions)
+    for register, payload in zip(sent, payloads[len(payloads) - len(sent) :], strict=True):
+        if register not in range(len(inputs)):
+            raise ProtocolError(f"blocks were sent of input {register} of a program, but it has {len(inputs)}")
+        store.put(inputs[register], running.loaded(register, payload))
     for register, number in enumerate(inputs):
         running.registers[register] = store.get(number, program.arrays[register])
     running.read(variables)
@@ -163,7 +180,7 @@ class _Running:
         """Execute one instruction, or moves or updates that are made together."""
         match group:
             case [Load() as load]:
-                self._load(load)
+                self.registers[load.output] = self.loaded(load.output, self._payloads[load.payload])
             case [Create() as create]:
                 self._create(create)
             case [Compute() as compute]:
@@ -203,19 +220,19 @@ class _Running:
             of_layout = of.layout.partition(of.shape).blocks
             self.writes += [Write(update, of_layout[shard], values) for shard, values in blocks.items() if values.size]
 
-    def _load(self, load: Load) -> None:
-        of, blocks = self._program.arrays[load.output], {}
-        payload = self._payloads[load.payload]
+    def loaded(self, register: int, payload: Payload) -> Blocks:
+        """Return an array made of blocks that were sent here. Raise ProtocolError if they are not those it has here."""
+        of, blocks = self._program.arrays[register], {}
         for device in self._devices:
             block = payload.get(of.layout.shard_of(device)) if isinstance(payload, Mapping) else None
-            shape = self._program.local_shape(load.output, device)
+            shape = self._program.local_shape(register, device)
             if not isinstance(block, np.ndarray) or (block.shape, block.dtype) != (shape, of.dtype):
                 raise ProtocolError(
                     f"device {device} of a mesh needs a block of shape {shape} and type {of.dtype}, but was sent "
                     f"{'none' if block is None else getattr(block, 'shape', type(block).__name__)}"
                 )
             blocks[device] = block
-        self.registers[load.output] = Blocks(of, blocks)
+        return Blocks(of, blocks)
 
     def _create(self, create: Create) -> None:
         of, made = self._program.arrays[create.output], dict[int, Array]()
