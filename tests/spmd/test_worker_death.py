@@ -151,7 +151,7 @@ def test_variables_survive_workers(durable: Armed, fault: str) -> None:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_worker_dies_after_its_updates_were_applied(durable: Armed, returns: bool) -> None:
-    """They are applied once, though what the program needs to run again is lost; if it had results, that is said."""
+    """They are applied once, though what it needs to run again is lost; its results are, which is said on use."""
     fault = "worker/worker.result.before=kill@1"
     with ParameterServerStrategy(durable.cluster, connect_timeout=TIMEOUT) as strategy:
         mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(strategy, max_attempts=10))
@@ -166,11 +166,11 @@ def test_a_worker_dies_after_its_updates_were_applied(durable: Armed, returns: b
         spmd.barrier(mesh)
         durable.arm(fault)
         result = add(v, a)
+        np.testing.assert_array_equal(v.full(TIMEOUT), A + A)
+        durable.until_struck(fault, calls=False)
         if returns:
             with pytest.raises(spmd.TensorLostError, match="after the updates of a program were applied"):
                 float(result)
-        durable.until_struck(fault, calls=False)
-        np.testing.assert_array_equal(v.full(TIMEOUT), A + A)
         with pytest.raises(spmd.TensorLostError, match=r"float64\[5, 6\]"):
             (a + 1).full(TIMEOUT)
 

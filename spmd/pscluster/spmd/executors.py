@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pscluster.core.errors import MisuseError, TensorLostError
+from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import partial_of
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.spmd.recording import Sendable
+from pscluster.spmd.session import ResultsLostError
 from pscluster.spmd.variables.held import HeldHere
 from pscluster.v1 import worker_pb2
 from pscluster.worker.programs.exchange import OneProcess
@@ -132,7 +133,7 @@ class _Step:
                 returned = [value.fetch() for value in values]
                 committed(min(end for end, _ in returned))
             if any(fetched is None for _, fetched in returned) and program.has_results:
-                raise TensorLostError(
+                raise ResultsLostError(
                     "a worker died after the updates of a program were applied, and before its results were there: "
                     "only these are lost"
                 )

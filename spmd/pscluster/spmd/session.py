@@ -63,6 +63,10 @@ Fetched = list[list[list[Array]]]
 """By task: what each fetch of a program has returned."""
 
 
+class ResultsLostError(TensorLostError):
+    """A program's results are lost, and nothing else. It is raised where they are used, if they are."""
+
+
 class Running(Protocol):
     """A program that was sent."""
 
@@ -391,7 +395,7 @@ class Session:
                 except BaseException as error:
                     self._failed[number] = error
                     # Those that follow were cancelled, or lack what this one would have made.
-                    if self._unraised is None and number > self._excused:
+                    if self._unraised is None and number > self._excused and not isinstance(error, ResultsLostError):
                         self._unraised = error
 
     def _raise_first(self) -> None:
