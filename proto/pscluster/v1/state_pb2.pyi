@@ -73,7 +73,7 @@ class SavedLosses(_message.Message):
     def __init__(self, store_id: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[SavedLoss, _Mapping]]] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("server", "job", "store_id", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "job_id", "coordinator_number", "logged", "job_name", "num_servers", "metadata", "term", "boot_ids")
+    __slots__ = ("server", "job", "store_id", "generation", "saved_at", "variables", "optimizers", "shards", "closed", "finished_starts", "finished_stops", "clients", "job_id", "coordinator_number", "logged", "log_generation", "job_name", "num_servers", "metadata", "term", "boot_ids")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class Manifest(_message.Message):
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
+    LOG_GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -109,12 +110,13 @@ class Manifest(_message.Message):
     job_id: int
     coordinator_number: int
     logged: bool
+    log_generation: int
     job_name: str
     num_servers: int
     metadata: SavedShard
     term: int
     boot_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[_ps_pb2.SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., job_name: _Optional[str] = ..., num_servers: _Optional[int] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[_ps_pb2.SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., log_generation: _Optional[int] = ..., job_name: _Optional[str] = ..., num_servers: _Optional[int] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogRecord(_message.Message):
     __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "coordinator_number", "pad", "payload")

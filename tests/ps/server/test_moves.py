@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import hypothesis.strategies as st
 import numpy as np
@@ -25,6 +25,12 @@ Request = ps_pb2.MoveRequest
 PAGE = 4
 
 
+class Asked(Protocol):
+    """A server that the coordinator of a move can ask."""
+
+    def ask(self, action: Request.Action, payload: bytes = b"", **fields: Any) -> tuple[ps_pb2.MoveReply, bytes]: ...
+
+
 class Side:
     """A server, as the coordinator of a move asks it."""
 
@@ -42,14 +48,14 @@ class Side:
         return reply, b"".join(buffers)
 
 
-def spec_of(store: Store, placement: int, *owners: int) -> ps_pb2.VariableSpec:
+def spec_of(store: Store, placement: int, *owners: int, variable: int = VARIABLE) -> ps_pb2.VariableSpec:
     spec = ps_pb2.VariableSpec()
-    spec.CopyFrom(store.directory.variables[VARIABLE].spec)
+    spec.CopyFrom(store.directory.variables[variable].spec)
     spec.placement, spec.owners[:] = placement, owners
     return spec
 
 
-def copy(source: Side, target: Side, reply: ps_pb2.MoveReply, round_number: int) -> None:
+def copy(source: Asked, target: Asked, reply: ps_pb2.MoveReply, round_number: int) -> None:
     """Copy the pages that a reply names."""
     pages = np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8))).tolist()
     target.ask(Request.STAGE, state=ps_pb2.ShardState(arrays=reply.state.arrays))

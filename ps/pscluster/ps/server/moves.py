@@ -10,6 +10,9 @@ meanwhile may be torn, but is noted as changed, and is read again.
 
 FROZEN: updates are refused, to be tried again; reads are answered. So nothing of the state that was taken changes.
 
+STAGED: what comes is written to a file at once, to which nothing refers yet, so little is left to be saved when the
+shard is frozen (`ps.storage.arrivals`). There is no room: the move is refused before anything is copied.
+
 ARRIVING: neither updates nor reads are answered, since the source may still answer reads. What was committed is saved
 before that is acknowledged: with it, the server that restarts has the shard. If it can't be saved, the shard is removed
 again. The generation that failed may yet turn out whole, so the coordinator then gives the variable a later placement;
@@ -26,7 +29,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +43,7 @@ from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
+from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import node_pb2, ps_pb2
@@ -59,7 +63,13 @@ class _Staged:
     arrays: dict[str, Array] = field(default_factory=dict)
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
     round: int = 0  # of the last pages that have come
+    file: ShardFile | None = None  # with the same, if the server saves what it has
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drop(self) -> None:
+        """Remove what was written, unless it was saved."""
+        if self.file is not None:
+            self.file.discard()
 
 
 class Moves:
@@ -99,7 +109,9 @@ class Moves:
     def forget(self, store: Store) -> None:
         """End what was under way for another coordinator, or another job."""
         with self._lock:
-            self._staged.clear()
+            staged, self._staged = self._staged, {}
+        for each in staged.values():
+            each.drop()
         for held in store.held()[0]:
             for shard in held.shards.values():
                 _let_go(shard)
@@ -192,13 +204,18 @@ class Moves:
         name, shape = (request.variable, request.shard), held.partition.block(request.shard).shape
         with self._lock:
             self._check_wanted(store, request)
+            others = [each for move, each in self._staged.items() if move != request.id]
             staged = self._staged.get(request.id, _Staged(name, shape))
             self._staged = {request.id: staged}  # a coordinator makes one move at a time
+        for other in others:
+            other.drop()
         if staged.name != name:
             raise ProtocolError("a move of two shards")
-        for array in request.state.arrays:
-            if array not in staged.arrays:
-                staged.arrays[array] = _blank(store, held, shape, array)
+        with staged.lock:
+            if new := [array for array in request.state.arrays if array not in staged.arrays]:
+                staged.arrays.update({array: _blank(store, held, shape, array) for array in new})
+                staged.drop()  # with new arrays, all pages of all arrays come again
+                staged.file = self._manager.shard_file(*name, staged.arrays)
         staged.state.MergeFrom(ps_pb2.ShardState(keys=request.state.keys))
         return ps_pb2.MoveReply(), []
 
@@ -216,6 +233,8 @@ class Moves:
                 size = pages_bytes(pages, [array])
                 put_into(array, pages, payload[at : at + size])
                 at += size
+            if staged.file is not None:
+                _save(staged.file, dict(zip(request.arrays, arrays, strict=True)), pages, payload)
         return ps_pb2.MoveReply(), []
 
     def _commit(self, store: Store, request: ps_pb2.MoveRequest, _payload: memoryview) -> _Answer:
@@ -259,7 +278,7 @@ class Moves:
             if before is None:
                 raise StaleError(f"variable {spec.name!r} was deleted, or its shards have moved, meanwhile")
             reach("ps.adopt.before")
-            self._manager.save()
+            self._manager.save_shard(store, variable, index, shard, staged.file)
         except PsClusterError:
             if before is not None:
                 store.uninstall(before)
@@ -284,7 +303,9 @@ class Moves:
     def _note_over(self, move: int) -> None:
         with self._lock:
             self._over.append(move)
-            self._staged.pop(move, None)
+            staged = self._staged.pop(move, None)
+        if staged is not None:
+            staged.drop()
 
     def _staged_as(self, store: Store, request: ps_pb2.MoveRequest) -> _Staged:
         with self._lock:
@@ -385,6 +406,22 @@ def pages_bytes(pages: Pages, arrays: Sequence[Any]) -> int:
     if pages[-1] == size // PAGE_ELEMENTS:  # the last one is not full
         elements -= PAGE_ELEMENTS - size % PAGE_ELEMENTS
     return int(elements * sum(array.itemsize for array in arrays))
+
+
+def _save(file: ShardFile, arrays: Mapping[str, Any], pages: Pages, data: memoryview) -> None:
+    """Write these pages of arrays to a file, those that follow each other at once."""
+    runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
+    at = 0
+    try:
+        for name, array in arrays.items():
+            for run in runs:
+                start, stop = int(run[0]) * PAGE_ELEMENTS, min((int(run[-1]) + 1) * PAGE_ELEMENTS, array.size)
+                size = (stop - start) * array.itemsize
+                file.put(name, start * array.itemsize, data[at : at + size])
+                at += size
+        file.flush()
+    except OSError as error:
+        raise PsClusterError(f"a shard can't be saved: {error.strerror or error}") from None
 
 
 def _split(array: Any, pages: Pages) -> tuple[Any, Pages, Any]:

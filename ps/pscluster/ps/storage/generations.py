@@ -76,6 +76,10 @@ class StateDirectory:
         """Return the path of the log segment that begins with this generation."""
         return self.path / f"log-{generation:06d}.bin"
 
+    def array_file(self, generation: int) -> Path:
+        """Return the path of the arrays that are first saved in this generation."""
+        return self._file(generation, "safetensors")
+
     def _files(self) -> Iterator[tuple[Path, str, int, str]]:
         """Yield each file's path, kind, generation and ending."""
         for path in self.path.iterdir():
@@ -100,9 +104,10 @@ class StateDirectory:
         for name in (_LOSSES, f"{_LOSSES}.new", _SPARE):
             (self.path / name).unlink(missing_ok=True)
 
-    def remove_unused(self, needed: Iterable[state_pb2.Manifest], logs_from: int) -> None:
-        """Remove all files but those of these generations, and of log segments from generation `logs_from` on."""
-        in_use = {self._file(manifest.generation, "manifest").name for manifest in needed}
+    def remove_unused(self, needed: Iterable[state_pb2.Manifest], logs_from: int, others: Iterable[str] = ()) -> None:
+        """Remove all but the files of these generations, log segments from generation `logs_from` on, and `others`."""
+        in_use = set(others)
+        in_use |= {self._file(manifest.generation, "manifest").name for manifest in needed}
         in_use |= {array.file for manifest in needed for shard in manifest.shards for array in shard.arrays}
         for path, kind, generation, ending in list(self._files()):
             if path.name in in_use or (kind == "log" and generation >= logs_from):
@@ -125,7 +130,7 @@ class StateDirectory:
         self, generation: int, arrays: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]
     ) -> int:
         """Write a generation's arrays, as `tensor_files.stream` does; return the bytes. On errors, none are left."""
-        path, size = self._file(generation, "safetensors"), 0
+        path, size = self.array_file(generation), 0
         with self._new_file(path) as descriptor:
 
             def put(chunk: bytes) -> None:

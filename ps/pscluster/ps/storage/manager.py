@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
@@ -25,11 +25,12 @@ from pscluster.core.fault_points import reach
 from pscluster.core.metrics.registry import Histogram
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Shard, Snapshot
+from pscluster.ps.server.shard import Array, Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.server.updates import Change
 from pscluster.ps.storage import replay
+from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
 from pscluster.ps.storage.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.log import Dropped, Log, lost_in, records
 from pscluster.ps.storage.options import Durability, DurabilityOptions
@@ -75,6 +76,19 @@ class _Job:
     losses_written: int = 0  # `Losses.news` when the losses were last written
 
 
+@dataclass(eq=False, slots=True)
+class _Extension:
+    """What the last generation is to be extended by: a shard that has arrived, or nothing, if others have left."""
+
+    store: Store
+    name: tuple[int, int] = 0, 0  # variable and shard
+    shard: Shard | None = None
+    file: ShardFile | None = None
+    ended: bool = False
+    saved: bool = False  # False, without an error: a whole generation is needed
+    error: str = ""
+
+
 class StateManager:
     """Persists the state of one server. Thread-safe. ConfigurationError if the directory can't be used."""
 
@@ -89,6 +103,8 @@ class StateManager:
         self._owed = 0  # the change that must be saved before an update is logged
         self._segment_before = 0  # the last segment of the log at the start
         self._clear = False
+        self._extensions: list[_Extension] = []  # in the order in which they are to be saved
+        self._arriving: list[ShardFile] = []
         self._closing = self._ended = False
         self.saves = Histogram()
         """Seconds of each generation that was saved."""
@@ -144,7 +160,7 @@ class StateManager:
         paths, dropped = [self._directory.log_file(segment) for segment in segments], Dropped()
         try:
             # Even if the present choice is another one: updates acknowledged under the previous choice count, too.
-            in_log = records(paths, manifest.generation, cut=True, dropped=dropped) if manifest.logged else ()
+            in_log = records(paths, log_begins(manifest), cut=True, dropped=dropped) if manifest.logged else ()
             logged, coordinator_number = replay.replayed(store, manifest, in_log, newest=not damaged)
         except DamagedError as error:
             if self.options.kind is Durability.LOG:
@@ -153,7 +169,7 @@ class StateManager:
                     "--durability snapshot"
                 ) from None
             logger.error("%s: the updates after the last snapshot are lost", error)
-            dropped = lost_in(paths, manifest.generation)
+            dropped = lost_in(paths, log_begins(manifest))
             store, logged = replay.restored(manifest, self._directory.read_all(manifest)), 0
             coordinator_number = manifest.coordinator_number
             self._plan.changed()  # the next generation does not need the log
@@ -360,10 +376,109 @@ class StateManager:
         record.optimizers.extend(map(replay.saved_optimizer, {used.spec.id: used for used in known}.values()))
         return record, total + record.ByteSize()
 
+    # Shards that move: see `arrivals`
+
     def note_placement(self) -> None:
-        """Have a generation saved in the background, since shards have left."""
-        if self._directory is not None:
-            self._request_save()
+        """Have it saved in the background that shards have left."""
+        with self._changed:
+            if self._job is not None and self._directory is not None:
+                self._extensions.append(_Extension(self._job.store))
+                self._changed.notify_all()
+
+    def shard_file(self, variable: int, index: int, arrays: Mapping[str, Array]) -> ShardFile | None:
+        """Begin the file of a shard that comes from another server; None without durability.
+
+        PsClusterError if there is no room.
+        """
+        if self._directory is None:
+            return None
+        with self._changed:
+            self._arriving = [file for file in self._arriving if file.open]
+            self._generation += 1
+            path = self._directory.array_file(self._generation)
+            tensors = replay.entries_of(variable, index, arrays)
+            try:
+                file = ShardFile(path, tensors, fsync=self._directory.fsync)
+            except OSError as error:
+                raise PsClusterError(f"a shard can't be saved: {self._words_of(error)}") from None
+            self._arriving.append(file)
+        return file
+
+    def save_shard(self, store: Store, variable: int, index: int, shard: Shard, file: ShardFile | None) -> None:
+        """Return once a shard that has arrived, and does not change yet, is saved. PsClusterError if it can't be."""
+        extension = _Extension(store, (variable, index), shard, file)
+        with self._changed:
+            if file is not None:
+                self._extensions.append(extension)
+                self._changed.notify_all()
+                while not extension.ended:
+                    if self._ended:
+                        raise UnavailableError("the server has stopped")
+                    self._changed.wait()
+        if extension.error:
+            raise PsClusterError(f"the state could not be saved: {extension.error}")
+        if not extension.saved:
+            self.save()
+
+    def _extend(self, extension: _Extension) -> None:
+        """Save a manifest that extends the last generation, if that is possible."""
+        directory, job, begin = self._directory, self._job, time.monotonic()
+        assert directory is not None
+        shard, file, arrived = extension.shard, extension.file, {}
+        if job is None or job.store is not extension.store or job.saved is None:
+            return
+        saved, identity = job.saved, job.identity
+        if (saved.coordinator_number, saved.logged) != (identity.coordinator_number, self._log is not None):
+            return
+        if shard is not None and file is not None:
+            with shard.lock:
+                arrays = shard.arrays()
+            if not file.tensors.keys() >= arrays.keys():
+                return
+            arrived[extension.name] = shard, file.finish(arrays)
+        manifest = extended(saved, job.store, arrived)
+        if manifest is None:
+            return
+        with self._changed:
+            if self._job is not job:
+                return  # the files are cleared next
+            self._generation += 1
+            manifest.generation = self._generation
+        try:
+            directory.commit(manifest)
+            reach("ps.manifest.after")
+        except BaseException:
+            directory.give_up(manifest.generation)
+            raise
+        # A shard that has come from another server is in no earlier generation, from which its log would not go on.
+        job.before = None if arrived else saved
+        job.saved, job.sizes = manifest, _sizes(manifest)
+        self._remove_unused(job)
+        extension.saved = True
+        if arrived:
+            self.saves.add(time.monotonic() - begin)
+            self.saved_bytes += sum(array.bytes for _, arrays in arrived.values() for array in arrays)
+
+    def _extend_all(self) -> None:
+        with self._changed:
+            extensions, self._extensions = self._extensions, []
+        for extension in extensions:
+            try:
+                self._extend(extension)
+            except Exception as failure:
+                extension.error = self._words_of(failure)
+                self.failures += 1
+                logger.error("a shard that has moved could not be saved: %s", extension.error)
+            if extension.shard is None and not extension.saved:
+                self._request_save()
+            with self._changed:
+                extension.ended = True
+                self._changed.notify_all()
+
+    def _words_of(self, failure: Exception) -> str:
+        if isinstance(failure, OSError):
+            return f"{failure.strerror or failure} in {self.options.directory}"
+        return str(failure) or repr(failure)
 
     def write_losses(self) -> None:
         """Have the losses written in the background if new ones were found."""
@@ -386,9 +501,14 @@ class StateManager:
         assert self._directory is not None
         while True:
             with self._changed:
-                while not (self._clear or self._closing or self._lost_more()) and (wait := self._seconds_left()) != 0:
+                while not self._asked() and (wait := self._seconds_left()) != 0:
                     self._changed.wait(wait)
                 clear, self._clear = self._clear, False
+            if not clear:
+                self._extend_all()
+            with self._changed:
+                clear = clear or self._clear
+                self._clear = False
                 last, wait = self._closing, self._seconds_left()
                 job = self._job if wait == 0 or (last and wait is not None) else None
                 if job is not None:
@@ -402,10 +522,8 @@ class StateManager:
                     self._save(job)
                 error = ""
             except Exception as failure:
-                error = str(failure) or repr(failure)
+                error = self._words_of(failure)
                 self.failures += 1
-                if isinstance(failure, OSError):
-                    error = f"{failure.strerror or failure} in {self.options.directory}"
                 if error != self._plan.failed:
                     unexpected = not isinstance(failure, OSError | PsClusterError)
                     logger.error("the state could not be saved: %s", error, exc_info=failure if unexpected else None)
@@ -421,6 +539,10 @@ class StateManager:
                     self._ended = True
                     self._changed.notify_all()
                 return
+
+    def _asked(self) -> bool:
+        """Return whether there is something to do, whatever the time. Needs the lock."""
+        return self._clear or self._closing or self._lost_more() or bool(self._extensions)
 
     def _seconds_left(self) -> float | None:
         """Return the seconds until a generation is due; None: not until something happens."""
@@ -445,10 +567,11 @@ class StateManager:
     def _save(self, job: _Job) -> None:
         directory, broken, begin = self._directory, False, time.monotonic()
         assert directory is not None
-        self._generation += 1
-        generation = self._generation
+        with self._changed:
+            self._generation += 1
+            generation = self._generation
         if self._log is not None:
-            saved = job.saved.generation if job.saved is not None else 0
+            saved = log_begins(job.saved) if job.saved is not None else 0
             broken = self._log.begin_segment(generation, self._segment_before, saved)
             self._log_staged(self._log, job)
         contents, identity = job.store.held(), job.identity
@@ -498,7 +621,8 @@ class StateManager:
         assert self._directory is not None
         needed = [manifest for manifest in (job.saved, job.before) if manifest is not None]
         try:
-            self._directory.remove_unused(needed, min(manifest.generation for manifest in needed))
+            arriving = [file.path.name for file in list(self._arriving) if file.open]
+            self._directory.remove_unused(needed, min(map(log_begins, needed)), arriving)
         except OSError as error:
             logger.warning("files that are no longer needed could not be removed: %s", error)
 

@@ -69,9 +69,14 @@ def _declare(store: Store, saved: state_pb2.SavedOptimizer) -> None:
 
 def arrays_to_save(variable: int, shard_index: int, shard: Shard) -> list[ps_pb2.SavedTensor]:
     """Return the entries of a shard's arrays, as they are named in a file. Needs the shard's lock."""
+    return entries_of(variable, shard_index, shard.arrays())
+
+
+def entries_of(variable: int, shard_index: int, arrays: Mapping[str, Array]) -> list[ps_pb2.SavedTensor]:
+    """Return the entries of these arrays of a shard, by their names, as they are named in a file."""
     return [
         tensor_to_write(f"{variable}/{shard_index}/{name}", array.dtype, array.shape, name)
-        for name, array in shard.arrays().items()
+        for name, array in arrays.items()
     ]
 
 

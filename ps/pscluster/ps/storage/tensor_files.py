@@ -115,6 +115,16 @@ def _header(tensors: Sequence[ps_pb2.SavedTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def lay_out(tensors: Sequence[ps_pb2.SavedTensor]) -> bytes:
+    """Set the offsets of a file's tensors; return what the file begins with."""
+    header = _header(tensors)
+    at = len(header)
+    for tensor in tensors:
+        tensor.offset = at
+        at += tensor.bytes
+    return header
+
+
 def stream(
     put: Callable[[bytes], object], tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]
 ) -> WrittenFile:

@@ -96,6 +96,12 @@ class Runs(Generic[T]):
         with self.changed:
             return any(run.torn for run in self._by_id.values())
 
+    @property
+    def known(self) -> bool:
+        """Whether there has been any synchronous run. Takes the lock."""
+        with self.changed:
+            return bool(self._by_id)
+
     def drop(self, over: Callable[[T], bool]) -> None:
         """Drop what is staged of runs that are over: no step of them will be committed."""
         for run_id, run in self._by_id.items():

@@ -1,0 +1,211 @@
+"""A shard that comes from another server is saved by itself, mostly before it is frozen; what others had stays."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.ps.server.test_moves import PAGE, copy, spec_of
+from tests.ps.storage.support import (
+    IDENTITY,
+    JOB,
+    Client,
+    Trouble,
+    declare,
+    declare_rule,
+    dense,
+    facts,
+    found_in,
+    killed,
+    manager_of,
+    names,
+    rows,
+)
+from tests.waiting import until
+
+from pscluster.core.errors import PsClusterError, StaleError
+from pscluster.ps.server import moves as moves_module
+from pscluster.ps.server import shard as shard_module
+from pscluster.ps.server.directory import HeldVariable
+from pscluster.ps.server.moves import Moves
+from pscluster.ps.server.store import Store
+from pscluster.ps.storage import arrivals
+from pscluster.ps.storage.manager import StateManager
+from pscluster.ps.storage.options import Durability, DurabilityOptions
+from pscluster.v1 import ps_pb2
+
+Request = ps_pb2.MoveRequest
+OWN, MOVING, RULE = 2, 1, 1000
+"""A variable of the target, one of the source, and an optimizer of both."""
+
+both = pytest.mark.parametrize("kind", [Durability.SNAPSHOT, Durability.LOG], ids=lambda kind: str(kind.value))
+
+
+class Side:
+    """A server of a move, with what it saves."""
+
+    def __init__(self, index: int, manager: StateManager) -> None:
+        self.manager, self.moves, self.store = manager, Moves(manager), Store(index, JOB)
+        manager.restore()
+        manager.begin(self.store, IDENTITY)
+        self.client = Client(manager, self.store, 9 + index)
+        declare_rule(self.store, RULE, "adagrad", learning_rate=0.1)
+
+    def ask(self, action: Request.Action, payload: bytes = b"", **fields: Any) -> tuple[ps_pb2.MoveReply, bytes]:
+        request = Request(job=JOB, id=5, action=action, variable=MOVING, shard=0, **fields)
+        reply, buffers = self.moves.handle(self.store, request, memoryview(payload))
+        return reply, b"".join(buffers)
+
+
+@pytest.fixture
+def sides(tmp_path: Path, kind: Durability, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Side]]:
+    """Two servers: the first has the variable that moves, and the second one another variable, both updated."""
+    for module in (moves_module, shard_module):
+        monkeypatch.setattr(module, "PAGE_ELEMENTS", PAGE)
+    with manager_of(tmp_path / "s", kind) as manager:
+        source, target = Side(0, StateManager(DurabilityOptions())), Side(1, manager)
+        declare(source.store, MOVING, np.arange(30, dtype=np.float32).reshape(6, 5))
+        declare(target.store, OWN, np.zeros(40, np.float32))
+        held = source.store.directory.variables[MOVING]
+        target.store.directory.variables[MOVING] = HeldVariable(held.spec, held.dtype, held.partition, {})
+        manager.save()
+        gradient(source, 1.0)
+        target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))
+        yield source, target
+
+
+def gradient(side: Side, amount: float) -> None:
+    """Update all of the variable that moves, by the optimizer."""
+    side.client.update(dense(ps_pb2.APPLY_GRADIENT, np.full((6, 5), amount, np.float32), MOVING, optimizer=RULE))
+
+
+def freeze(source: Side, target: Side) -> ps_pb2.ShardState:
+    """Copy the shard while it changes, and freeze it; return its state."""
+    copy(source, target, source.ask(Request.TRACK)[0], 0)
+    source.client.update(rows(ps_pb2.ADD, [1, 4], np.ones((2, 5), np.float32), MOVING))
+    copy(source, target, source.ask(Request.CHANGED, round=1)[0], 1)
+    source.client.update(rows(ps_pb2.ADD, [5], np.ones((1, 5), np.float32), MOVING))
+    reply = source.ask(Request.FREEZE, round=2)[0]
+    copy(source, target, reply, 2)
+    return reply.state
+
+
+def of_variable(held: Store, variable: int) -> dict[Any, Any]:
+    """Return what a store has of a variable's first shard."""
+    return {key: value for key, value in facts(held).items() if isinstance(key, tuple) and key[:2] == (variable, 0)}
+
+
+def values(held: Store) -> dict[Any, Any]:
+    """Return all but what is remembered: a replay forgets no request that was answered."""
+    return {key: value for key, value in facts(held, ledger=False).items() if key[-1] != "keys"}
+
+
+def last_segment(folder: Path) -> str:
+    """Return the name of the log's last segment; "" if there is no log."""
+    return max((name for name in names(folder) if name.startswith("log-")), default="")
+
+
+@both
+def test_it_is_found_after_a_death(sides: tuple[Side, Side], tmp_path: Path, kind: Durability) -> None:
+    """From the commit on and not before, with all that has happened to it since, and with the other variables."""
+    (source, target), folder, logs = sides, tmp_path / "s", kind is Durability.LOG
+    state = freeze(source, target)
+    assert not of_variable(found_in(killed(folder), kind), MOVING)
+    target.manager.save()
+    target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))
+    files, before = names(folder), last_segment(folder)
+    spec = spec_of_moving(source, 1, 1)
+    assert target.ask(Request.COMMIT, state=state, spec=spec)[0].committed
+    assert of_variable(target.store, MOVING) == of_variable(source.store, MOVING)
+    assert last_segment(folder) == before, "the log goes on"
+    assert {name for name in names(folder) if name.endswith("safetensors")} <= files, "nothing else was written"
+    found = found_in(killed(folder), kind)
+    assert of_variable(found, MOVING) == of_variable(source.store, MOVING)
+    assert not logs or of_variable(found, OWN) == of_variable(target.store, OWN)
+    target.ask(Request.SERVE, spec=spec)
+    for amount in (2.0, 3.0):
+        gradient(target, amount)
+        target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))
+        found, expected = found_in(killed(folder), kind), values(target.store)
+        assert not logs or values(found) == expected
+        target.manager.save()
+        assert values(found_in(killed(folder), kind)) == expected
+    gradient(target, 4.0)
+    target.ask(Request.PLACE, spec=spec_of_moving(source, 2, 0))
+    until(lambda: not of_variable(found_in(killed(folder), kind), MOVING), "its departure is noted")
+    found = found_in(killed(folder), kind)
+    assert not logs or values(found) == values(target.store)
+
+
+def spec_of_moving(side: Side, placement: int, owner: int) -> ps_pb2.VariableSpec:
+    return spec_of(side.store, placement, owner, variable=MOVING)
+
+
+@both
+def test_no_room(sides: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability) -> None:
+    """It is refused before anything is copied; or, at the end, not taken. No file is left, and the next move works."""
+    (source, target), folder = sides, tmp_path / "s"
+    del kind
+    first, files = source.ask(Request.TRACK)[0], names(folder)
+    room = Trouble(monkeypatch, "posix_fallocate", "state-", errno.ENOSPC)
+    room.armed = True
+    with pytest.raises(PsClusterError, match=f"a shard can't be saved: No space left on device in {folder}"):
+        copy(source, target, first, 0)
+    assert names(folder) == files
+    room.armed = False
+    copy(source, target, first, 0)
+    disk = Trouble(monkeypatch, "pwritev", "manifest", errno.EIO)
+    disk.armed = True
+    with pytest.raises(PsClusterError, match=f"could not be saved: Input/output error in {folder}"):
+        target.ask(Request.COMMIT, state=first.state, spec=spec_of_moving(source, 1, 1))
+    disk.armed = False
+    assert not of_variable(target.store, MOVING)
+    target.ask(Request.WITHDRAW, spec=spec_of_moving(source, 1, 1))
+    target.manager.save()
+    assert not of_variable(found_in(killed(folder)), MOVING)
+
+
+@pytest.mark.parametrize("kind", [Durability.LOG])
+@pytest.mark.parametrize("why", ["another variable", "synchronous steps", "many files", "another coordinator"])
+def test_when_all_is_saved(
+    sides: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability, why: str
+) -> None:
+    """Where the last generation can't be extended, a whole one is saved."""
+    (source, target), folder = sides, tmp_path / "s"
+    del kind
+    state = freeze(source, target)
+    if why == "another variable":
+        declare(target.store, 3, np.ones(3, np.float32))
+    elif why == "synchronous steps":
+        with target.store.runs.changed:
+            target.store.runs.idle(4)
+    elif why == "many files":
+        monkeypatch.setattr(arrivals, "MAX_FILES", 1)
+    else:
+        target.store.job = JOB + 1
+        target.store.job, target.manager._job.saved.job = JOB, JOB + 1  # type: ignore[union-attr]  # as if before
+    before = last_segment(folder)
+    target.ask(Request.COMMIT, state=state, spec=spec_of_moving(source, 1, 1))
+    assert last_segment(folder) > before
+    assert values(found_in(killed(folder))) == values(target.store)
+
+
+@both
+def test_a_move_that_is_given_up(sides: tuple[Side, Side], tmp_path: Path, kind: Durability) -> None:
+    """Its file is removed, and pages that come late are not written anywhere."""
+    (source, target), folder = sides, tmp_path / "s"
+    del kind
+    files = names(folder)
+    first = source.ask(Request.TRACK)[0]
+    copy(source, target, first, 0)
+    (file,) = (staged.file for staged in target.moves._staged.values())
+    assert file is not None
+    assert names(folder) - files == {file.path.name}
+    target.ask(Request.WITHDRAW, spec=spec_of_moving(source, 1, 1))
+    assert names(folder) == files
+    with pytest.raises(StaleError, match="this move is over"):
+        file.put("value", 0, memoryview(b"late"))
