@@ -301,11 +301,12 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             ValueError: an argument is wrong.
-            MisuseError: without an address, the cluster is not a `LocalCluster`; or it is a `SynchronousStrategy`.
+            MisuseError: without an address, the cluster is not a `LocalCluster`.
             BusyError: the server has a job.
-            UnavailableError: it does not answer within `timeout` seconds. In all these cases nothing has changed.
+            UnavailableError: it does not answer within `timeout` seconds.
+            WaitTimeoutError: a call of `run` does not end within a minute, in a `SynchronousStrategy`. In all these
+                cases nothing has changed.
         """
-        self._check_movable()
         timeout = checks.real("timeout", timeout, kind="number of seconds", at_least=0)
         context, resolver = self.context, self.cluster_resolver
         index, cluster = self._client.num_servers, resolver if isinstance(resolver, LocalCluster) else None
@@ -320,7 +321,7 @@ class ParameterServerStrategy(Strategy):
         try:
             peer = PeerAddress("ps", index, address, context.options.tls, context.options.token)
             peer.check_plain(insecure=context.options.insecure)
-            add_server(context, peer, timeout)
+            add_server(context, peer, timeout, hold=self.is_synchronous)
         except BaseException:
             if cluster is not None:
                 cluster.stop_server(index)
@@ -336,19 +337,16 @@ class ParameterServerStrategy(Strategy):
             What was moved.
 
         Raises:
-            MisuseError: it is the only server, or it is a `SynchronousStrategy`.
+            MisuseError: it is the only server.
             UnavailableError: an evaluation beside the training uses it: try again when that has ended.
             PsClusterError: a shard could not be moved. The server is still in the job.
+            WaitTimeoutError: a call of `run` does not end within a minute, in a `SynchronousStrategy`. The same.
         """
-        self._check_movable()
-        moved, last = remove_server(self.context), self._client.num_servers
+        moved = remove_server(self.context, hold=self.is_synchronous)
+        last = self._client.num_servers
         if isinstance(self.cluster_resolver, LocalCluster) and self.cluster_resolver.has_server(last):
             self.cluster_resolver.stop_server(last)
         return moved
-
-    def _check_movable(self) -> None:
-        if self.is_synchronous:
-            raise MisuseError("the servers of replicas that step together stay the same: use a ParameterServerStrategy")
 
     def _own_shard(self, shard: Variable | Shard) -> Shard:
         """Return the shard that is meant. TypeError or MisuseError if it is none of this strategy's."""

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from pscluster.coordinator.job.context import HasJob
+from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.moves.balance import PlacedShard, Relocation, balanced
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
@@ -79,6 +79,19 @@ class _Course:
         if placement == self.spec.placement + 1:
             spec.owners[self.shard.index] = self.target
         return spec
+
+
+@contextlib.contextmanager
+def held(context: JobContext) -> Iterator[None]:
+    """Let no function run within the block, which begins when all servers have applied all synchronous steps.
+
+    WaitTimeoutError if a function runs too long.
+    """
+    with contextlib.ExitStack() as cut:
+        if (dispatcher := context.dispatcher) is not None:
+            cut.enter_context(dispatcher.waits.barrier(HOLD_SECONDS))
+            context.settle_steps()
+        yield
 
 
 class ShardMover:
@@ -167,7 +180,7 @@ class ShardMover:
                     if move.step is Step.FREEZE:
                         cut.enter_context(self._context.placing)
                         if self._hold:
-                            self._hold_job(cut)
+                            cut.enter_context(held(self._context))
                     self._announce(course)
                     committed = self._take(course)
                 except PsClusterError as error:
@@ -201,15 +214,6 @@ class ShardMover:
         )
         self._context.event_log.record(f"ps {moved.target}", "note", f"has {moved.shard}, from ps {moved.source}")
         return moved
-
-    def _hold_job(self, cut: contextlib.ExitStack) -> None:
-        """Let no function run, and have all servers apply all synchronous steps.
-
-        WaitTimeoutError if a function runs too long.
-        """
-        if (dispatcher := self._context.dispatcher) is not None:
-            cut.enter_context(dispatcher.waits.barrier(HOLD_SECONDS))
-            self._context.settle_steps()
 
     def _announce(self, course: _Course) -> None:
         """Have a server that restarts now be told how things stand."""

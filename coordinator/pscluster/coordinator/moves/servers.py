@@ -10,15 +10,20 @@ server has is decided by moves alone (`decision`), so whatever dies in between, 
 added, and is not counted yet, has none; one that is being removed counts until it has none. A coordinator that takes
 over must list as many servers as the job has; it is refused otherwise, by server 0, which is the first to save their
 number.
+
+Replicas that step together tell all servers, in each call of `run`, which steps are committed. So there (`hold`) the
+servers change between two functions, when all of them have applied all steps: a server that leaves has nothing of a
+step, and one that comes knows of none and takes the first step that it hears of as the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.moves.balance import balanced
-from pscluster.coordinator.moves.mover import Moved, ShardMover
+from pscluster.coordinator.moves.mover import Moved, ShardMover, held
 from pscluster.core.errors import BusyError, MisuseError, UnavailableError
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.channels import PeerAddress, open_peer_channel, say_hello, wait_for_peers
@@ -27,19 +32,19 @@ from pscluster.ps.client.move_steps import MoveSteps
 logger = logging.getLogger(__name__)
 
 
-def add_server(context: JobContext, peer: PeerAddress, timeout: float) -> None:
-    """Take a server, with the next index, for the job. It has no shards yet.
+def add_server(context: JobContext, peer: PeerAddress, timeout: float, *, hold: bool = False) -> None:
+    """Take a server, with the next index, for the job. It has no shards yet. `hold`: no function runs meanwhile.
 
-    BusyError if it has a job, UnavailableError if it does not answer within `timeout` seconds. Nothing has changed
-    then.
+    BusyError if it has a job, UnavailableError if it does not answer within `timeout` seconds, WaitTimeoutError if a
+    function runs too long. Nothing has changed then.
     """
     wait_for_peers([peer], context.request.coordinator, timeout=timeout, purpose="coordinator")
     with open_peer_channel(peer) as channel:
-        held = say_hello(channel, peer, context.request.coordinator)
-    if held.job_id:
-        raise BusyError(f"{peer} holds a job already ({held.job_name or 'unnamed'}): end that one, or start it anew")
+        hello = say_hello(channel, peer, context.request.coordinator)
+    if hello.job_id:
+        raise BusyError(f"{peer} holds a job already ({hello.job_name or 'unnamed'}): end that one, or start it anew")
     client = context.client
-    with context.moving, context.placing:
+    with context.moving, context.placing, held(context) if hold else contextlib.nullcontext():
         context.check_restored()
         if peer.index != client.num_servers:
             raise MisuseError(f"{peer} is not the next server: the job has {client.num_servers}, numbered from 0")
@@ -56,14 +61,14 @@ def add_server(context: JobContext, peer: PeerAddress, timeout: float) -> None:
     context.event_log.record(peer.task, "note", "was added to the job")
 
 
-def remove_server(context: JobContext) -> list[Moved]:
+def remove_server(context: JobContext, *, hold: bool = False) -> list[Moved]:
     """Move all shards from the server with the highest index to the others, and let go of it.
 
-    MisuseError if it is the only one, UnavailableError while an evaluation beside the training uses it. If this raises,
-    the server is still there, perhaps with fewer shards.
+    `hold`: no function runs while anything changes. MisuseError if it is the only one, UnavailableError while an
+    evaluation beside the training uses it. If this raises, the server is still there, perhaps with fewer shards.
     """
     client, moved = context.client, list[Moved]()
-    mover = ShardMover(context)
+    mover = ShardMover(context, hold=hold)
     with context.moving:
         last = client.num_servers - 1
         if not last:
@@ -74,7 +79,7 @@ def remove_server(context: JobContext) -> list[Moved]:
             for relocation in balanced(mover.shards(), range(last)):
                 if relocation.shard.server == last and (done := mover.relocate(relocation)) is not None:
                     moved.append(done)
-            with context.placing:
+            with context.placing, held(context) if hold else contextlib.nullcontext():
                 if any(last in spec.owners for spec in client.directory()[last].variables):
                     raise UnavailableError(
                         f"{task} still has copies of variables, for an evaluation that is under way: try again later"
