@@ -36,6 +36,7 @@ from pscluster.coordinator.api import (
     replica_context,
 )
 from pscluster.coordinator.job.live_job import continue_job
+from pscluster.coordinator.moves.mover import Moved
 from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.ps.client.reduction import REDUCED_BYTES
 from pscluster.v1 import node_pb2
@@ -388,9 +389,15 @@ def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:
         value = job.coordinator.schedule(lambda: later.assign_add(np.ones(later.shape)).numpy().sum())
         assert value.fetch(TIMEOUT) == 150_000
         job.check(later)
-        Checkpoint(strategy).write(str(tmp_path / "checkpoint"))
+        marked = Checkpoint(strategy).mark()
         job.schedule(40)
-        gone = strategy.remove_server()
+        gone = list[Moved]()
+        removing = threading.Thread(target=lambda: gone.extend(strategy.remove_server()))
+        removing.start()
+        until(lambda: not any(2 in each.owners for each in (*job.counting.all, job.weights, later)), "all has moved")
+        assert removing.is_alive(), "the checkpoint has yet to be written"
+        marked.write(str(tmp_path / "checkpoint"))
+        removing.join()
         assert {each.source for each in gone} == {2}
         assert ("ps", 2) not in cluster.pids
         job.check(later)

@@ -100,13 +100,15 @@ class Checkpoint(StaysHere):
                 replies = context.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
                 index.job_metadata.update(replies[0].metadata)
                 reach("coordinator.mark.after")
+                marked = MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
+                context.cuts.begin(marked)
             except BaseException:
                 with contextlib.suppress(PsClusterError):  # those that have marked need not keep old bytes
                     context.client.checkpoint(ps_pb2.CheckpointRequest.DROP, mark)
                 raise
         index.pause_seconds = round(time.monotonic() - begin, 6)
         context.metrics.checkpoint_pauses.add(index.pause_seconds)
-        return MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
+        return marked
 
     def _paused(self) -> contextlib.AbstractContextManager[None]:
         dispatcher = self.context.dispatcher if self._pauses else None
@@ -229,7 +231,7 @@ class Checkpoint(StaysHere):
         return requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class MarkedCheckpoint:
     """A cut that the servers hold until it is written, or until another one is made."""
 
@@ -275,5 +277,6 @@ class MarkedCheckpoint:
         finally:
             with contextlib.suppress(PsClusterError):
                 client.checkpoint(ps_pb2.CheckpointRequest.DROP, self.mark)
+            self.context.cuts.end(self)
         check_whole(index, path)
         write_index(path, index)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
+from pscluster.coordinator.job.cuts import Cuts
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
 from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
@@ -91,6 +92,7 @@ class JobContext:
     half_restored: str = ""  # why only some servers may have a checkpoint's values
     managers: weakref.WeakSet[Saver] = field(default_factory=weakref.WeakSet)  # open ones
     moving: threading.RLock = field(default_factory=threading.RLock)  # held while shards move, and servers come and go
+    cuts: Cuts = field(default_factory=Cuts)  # that the servers have yet to write
     role_server: RoleServer | None = None  # answers status questions, where the coordinator has an address
     metrics_server: MetricsServer | None = None  # answers `/metrics`, where it is served
     _pages: list[Callable[[], None]] = field(default_factory=list)
@@ -207,6 +209,10 @@ class JobContext:
         loop.run(note())
 
     # Servers that are added and removed
+
+    def placing_of_servers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which servers may be added and removed: it begins when no checkpoint is being written."""
+        return self.cuts.none_open(self.placing, self.client.exchanges.check_open)
 
     def add_server(self, peer: PeerAddress) -> ServerAttachment:
         """Take another server, with the next index, for the job, and have all know it. It has nothing yet.

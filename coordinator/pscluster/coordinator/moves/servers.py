@@ -11,6 +11,8 @@ added, and is not counted yet, has none; one that is being removed counts until 
 over must list as many servers as the job has; it is refused otherwise, by server 0, which is the first to save their
 number.
 
+A checkpoint that is being written is waited for (`job.cuts`), and one that is begun meanwhile waits.
+
 Replicas that step together tell all servers, in each call of `run`, which steps are committed. So there (`hold`) the
 servers change between two functions, when all of them have applied all steps: a server that leaves has nothing of a
 step, and one that comes knows of none and takes the first step that it hears of as the next one.
@@ -44,7 +46,7 @@ def add_server(context: JobContext, peer: PeerAddress, timeout: float, *, hold: 
     if hello.job_id:
         raise BusyError(f"{peer} holds a job already ({hello.job_name or 'unnamed'}): end that one, or start it anew")
     client = context.client
-    with context.moving, context.placing, held(context) if hold else contextlib.nullcontext():
+    with context.moving, context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
         context.check_restored()
         if peer.index != client.num_servers:
             raise MisuseError(f"{peer} is not the next server: the job has {client.num_servers}, numbered from 0")
@@ -79,7 +81,7 @@ def remove_server(context: JobContext, *, hold: bool = False) -> list[Moved]:
             for relocation in balanced(mover.shards(), range(last)):
                 if relocation.shard.server == last and (done := mover.relocate(relocation)) is not None:
                     moved.append(done)
-            with context.placing, held(context) if hold else contextlib.nullcontext():
+            with context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
                 if any(last in spec.owners for spec in client.directory()[last].variables):
                     raise UnavailableError(
                         f"{task} still has copies of variables, for an evaluation that is under way: try again later"
