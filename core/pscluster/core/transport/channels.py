@@ -214,9 +214,11 @@ def wait_for_peers(
     stop: threading.Event | None = None,
     purpose: str = "",
     num_ps: int = 0,
-    place_of: Callable[[PeerAddress], PeerAddress] = lambda peer: peer,
+    place_of: Callable[[PeerAddress], PeerAddress | None] = lambda peer: peer,
 ) -> None:
-    """Shake hands with all peers, however late they start. `place_of` returns where one is by now, if it has moved.
+    """Shake hands with all peers, however late they start.
+
+    `place_of` returns where one is by now, if it has moved; None if it is needed no more.
 
     Logs which peers are missing whenever that changes and, as a warning, why, after a while and whenever that changes.
 
@@ -251,7 +253,9 @@ def wait_for_peers(
     def follow() -> None:
         for peer in list(missing):
             place = place_of(peer)
-            if (place.address, place.tls_name) != (peer.address, peer.tls_name):
+            if place is None:
+                missing.pop(peer).close()
+            elif (place.address, place.tls_name) != (peer.address, peer.tls_name):
                 missing.pop(peer).close()
                 missing[place] = open_peer_channel(place)
 

@@ -7,6 +7,7 @@ names the server.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -20,7 +21,7 @@ import tenacity
 
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import MisuseError, PSUnavailableError, UnavailableError, from_rpc
+from pscluster.core.errors import MisuseError, PSUnavailableError, ShardMovedError, UnavailableError, from_rpc
 from pscluster.core.functions.definitions import split_off_bulk
 from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
@@ -125,7 +126,11 @@ class PsClient:
     def connect(self, timeout: float, stop: threading.Event | None = None) -> None:
         """Shake hands with all servers, waiting for those that have not started yet."""
         peers = [server.peer for server in self._servers]
-        wait_for_peers(peers, self._identity, timeout=timeout, stop=stop, place_of=self.place_of)
+
+        def place_of(peer: PeerAddress) -> PeerAddress | None:
+            return self.place_of(peer) if peer.index < len(self._servers) else None  # it was removed
+
+        wait_for_peers(peers, self._identity, timeout=timeout, stop=stop, place_of=place_of)
 
     def introductions(self) -> list[node_pb2.HelloReply]:
         """Return every server's answer to the handshake, which says what it holds."""
@@ -134,7 +139,20 @@ class PsClient:
     def directory(self) -> list[ps_pb2.DescribeReply]:
         """Return all variables and optimizers, as each server knows them."""
         request = ps_pb2.DescribeRequest(job=self.job, all=True)
-        return [self._describe(server, request) for server in self._servers]
+        return self._from_each(lambda server: self._describe(server, request))
+
+    def _from_each(self, ask: Callable[[Server], _T]) -> list[_T]:
+        """Return each server's answer, one after the other.
+
+        All are asked again if one is removed meanwhile: what it had is on others by then.
+        """
+        while True:
+            servers = list(self._servers)
+            try:
+                return [ask(server) for server in servers]
+            except ShardMovedError:
+                if all(server in self._servers for server in servers):
+                    raise
 
     def expect(self, store_ids: Sequence[int]) -> None:
         """Set the id of each server's store for this job: a server that returns with another has lost it."""
@@ -150,16 +168,20 @@ class PsClient:
         seen = self.updater.seen()
         if seen:
             for index in range(len(self._servers)) if servers is None else servers:
-                self._describe(self._servers[index], ps_pb2.DescribeRequest(job=self.job, seen=seen))
+                with contextlib.suppress(ShardMovedError):  # it was removed, and loses nothing any more
+                    self._describe(self.exchanges.server(index), ps_pb2.DescribeRequest(job=self.job, seen=seen))
 
     def statuses(self, busiest: int = 0) -> list[node_pb2.StatusReply]:
         """Return every server's status, each with as many of the variables that are used most."""
         self.exchanges.check_open()
         request = node_pb2.StatusRequest(busiest=busiest)
-        return [
-            self.exchanges.retrying(server, functools.partial(server.ask, "node", "status", request, self._timeout))
-            for server in self._servers
-        ]
+
+        def ask(server: Server) -> node_pb2.StatusReply:
+            about = functools.partial(server.ask, "node", "status", request, self._timeout)
+            reply: node_pb2.StatusReply = self.exchanges.retrying(server, about)
+            return reply
+
+        return self._from_each(ask)
 
     # The job's metadata
 
@@ -344,10 +366,11 @@ class PsClient:
         # after an error that is being raised, which must not wait for long.
         few_times = tenacity.Retrying(**until(seconds=self._timeout, attempts=FEW_ATTEMPTS), reraise=True)
         everywhere = True
-        for server in self._servers:
+        for server in list(self._servers):
             delete = functools.partial(server.ask, "control", "delete", request, self._timeout)
             if patient:
-                self.exchanges.retrying(server, delete)
+                with contextlib.suppress(ShardMovedError):  # it was removed, and has nothing any more
+                    self.exchanges.retrying(server, delete)
                 continue
             try:
                 few_times(delete)
@@ -364,7 +387,7 @@ class PsClient:
         """Look up an optimizer; its iterations are the highest count of any server."""
         _need_servers()
         request = ps_pb2.DescribeRequest(job=self.job, optimizers=[name])
-        specs = [self._describe(server, request).optimizers[0] for server in self._servers]
+        specs = self._from_each(lambda server: self._describe(server, request).optimizers[0])
         return max(specs, key=lambda spec: spec.iterations)
 
     def optimizer_on(self, number: int, server: int) -> ps_pb2.OptimizerSpec | None:
