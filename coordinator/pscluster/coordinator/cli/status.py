@@ -133,7 +133,10 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
 
 
 def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False) -> Answers:
-    """Return the answers of these tasks, and of those that have joined or moved, from where the coordinator says."""
+    """Return the answers of these tasks, and of those that have joined or moved, from where the coordinator says.
+
+    Without those servers that were removed from the job, and do not answer.
+    """
     answers = asker.ask(busiest, explained=explained)
     coordinator = next((peer for peer, answer in answers.items() if peer.role == "chief"), None)
     answer = answers.get(coordinator) if coordinator is not None else None
@@ -144,10 +147,18 @@ def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *
         for place in places:
             at, tls = (role, place.index), coordinator.tls
             named[at] = PeerAddress(*at, place.address, tls, coordinator.token, tls_name=place.tls_name)
+    count = answer.num_servers
+    gone = [at for at, peer in named.items() if at[0] == "ps" and at[1] >= count > 0 and _is_silent(answers.get(peer))]
+    for at in gone:
+        del named[at]
     if set(named.values()) == set(answers):
         return answers
     asker.follow(named.values())
     return asker.ask(busiest, explained=explained)
+
+
+def _is_silent(answer: node_pb2.StatusReply | str | None) -> bool:
+    return answer is None or isinstance(answer, str)
 
 
 def _rounds(every: float, count: int = 0) -> Iterator[int]:

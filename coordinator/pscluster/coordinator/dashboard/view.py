@@ -305,7 +305,10 @@ def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
         if most is not None and (here := most.servers.get(index, 0.0)) > 0:
             share = here / most.moved
             if share > 0.99:
-                remedy = f"divide it among the servers: Variable(..., partitioner=FixedShardsPartitioner({count}))"
+                remedy = (
+                    'strategy.rebalance(by="load") moves shards of it to the others; if it has a single one, divide '
+                    f"it: Variable(..., partitioner=FixedShardsPartitioner({count}))"
+                )
             else:
                 remedy = (
                     "its most used rows are there: spread frequent ids (permute or hash them), or divide it into more "
