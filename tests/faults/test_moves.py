@@ -415,6 +415,8 @@ def test_servers_come_and_go(durability: str, tmp_path: Path) -> None:
         job.done = 40
         job.check(later)
         assert strategy.add_server() == 1
+        assert status(cluster, "chief", 0).num_servers == 2
+        cluster.kill("worker", 0)  # its TF_CONFIG may name the first server of that index
         job.schedule(10)
         strategy.rebalance()
         job.check(later)

@@ -56,6 +56,13 @@ while not (folder / "end").exists():
     while not coordinator.done():
         time.sleep(0.002)
     scheduled.assign(keys)  # what has a key is not applied again under the next coordinator
+    if (folder / "add").exists():
+        (folder / "add").unlink()
+        index = strategy.add_server()
+        print("added", index, strategy.move_shard(count.variables[0], index), flush=True)
+    if (folder / "remove").exists():
+        (folder / "remove").unlink()
+        print("removed", strategy.remove_server(), flush=True)
     print("all have ended:", keys, flush=True)
 coordinator.join(60)
 values, steps = count.numpy(), optimizer.iterations
@@ -247,7 +254,7 @@ def test_who_is_refused(tmp_path: Path) -> None:
         elsewhere = ("--state-dir", str(tmp_path / "other"))
         assert "another parameter server (pid" in refused(0)
         assert "but the process that registers as this task holds nothing" in refused(0, *elsewhere)
-        assert "the task is 2, but the cluster has 2 parameter servers" in refused(2)
+        assert "the task is 40, but the cluster has 2 parameter servers" in refused(40)
         assert "the ps is for the job 'another'" in refused(0, "--job-name", "another")
         assert "advertises 10.1.2.3, but calls from 127.0.0.1" in refused(0, *elsewhere, "--advertise", "10.1.2.3")
         kill(servers[0])
@@ -341,6 +348,36 @@ def test_certificates(tmp_path: Path) -> None:
         roles.server(0, *elsewhere)
         coordinator.wait_for("ps 0 at 127.0.0.2:.* is back after")
         roles.until_runs("training goes on")
+        roles.end(coordinator)
+
+
+def test_a_server_that_the_job_gets(tmp_path: Path) -> None:
+    """It registers with the next index, waits, is added, dies and returns elsewhere, is removed, and waits again."""
+    certificates = tmp_path / "certificates"
+    make_certificates(certificates)
+    with Moving(tmp_path, {"PSCLUSTER_TLS": str(certificates), "PSCLUSTER_NUM_PS": "1"}) as roles:
+        roles.cluster = {"chief": [roles.chief]}
+        elsewhere = ("--bind", "127.0.0.2:0", "--advertise", "127.0.0.2")
+        roles.server(0)
+        roles.join("worker")
+        coordinator = roles.count()
+        coordinator.wait_for("all have ended")
+        new = roles.server(1, *elsewhere)
+        new.wait_for("waiting at 127.0.0.2:.* to add parameter server 1: strategy.add_server")
+        coordinator.wait_for("ps 1 at .* has registered, and waits until the script adds it")
+        other = roles.server(1, "--state-dir", str(tmp_path / "other"), "--connect-timeout", "0.1")
+        assert other.wait() == 1
+        assert "ps 1 is another process, at 127.0.0.2:" in other.output
+        (tmp_path / "add").touch()
+        coordinator.wait_for("added 1 Moved")
+        roles.until_runs("training goes on with the new one")
+        kill(new)
+        new = roles.server(1, *elsewhere)
+        coordinator.wait_for("ps 1 at 127.0.0.2:.* is back after")
+        roles.until_runs("training goes on")
+        (tmp_path / "remove").touch()
+        coordinator.wait_for(r"removed \[Moved")
+        new.wait_for("waiting at 127.0.0.2:.* to add parameter server 1")
         roles.end(coordinator)
 
 

@@ -295,38 +295,48 @@ class ParameterServerStrategy(Strategy):
         Variables that are created from now on are placed on it, too; `rebalance()` moves shards there.
 
         Args:
-            address: HOST:PORT of a server that is up and has no job, started as the next task. Default, for a
-                `LocalCluster` of this process: the cluster starts one.
-            timeout: seconds for it to answer.
+            address: HOST:PORT of a server that is up and has no job, started as the next task. Default: a
+                `LocalCluster` of this process starts one; otherwise it is the one that registers as the next task
+                (`pscluster ps --join`), now or within `timeout` seconds.
+            timeout: seconds for it to register, and to answer.
 
         Raises:
             ValueError: an argument is wrong.
-            MisuseError: without an address, the cluster is not a `LocalCluster`.
+            MisuseError: without an address, the cluster is not a `LocalCluster`, and has no address to register at.
             BusyError: the server has a job.
-            UnavailableError: it does not answer within `timeout` seconds.
+            UnavailableError: it does not register, or answer, within `timeout` seconds.
             WaitTimeoutError: a call of `run` does not end within a minute, in a `SynchronousStrategy`. In all these
                 cases nothing has changed.
         """
         timeout = checks.real("timeout", timeout, kind="number of seconds", at_least=0)
         context, resolver = self.context, self.cluster_resolver
         index, cluster = self._client.num_servers, resolver if isinstance(resolver, LocalCluster) else None
-        if address is None and cluster is None:
-            raise MisuseError("give the address of the server to add: only a LocalCluster can start one")
         if address is not None:
             parse_address(address, "address")
             cluster = None
+        elif cluster is None and context.role_server is None:
+            raise MisuseError(
+                "give the address of the server to add: the coordinator has none, at which one could register"
+            )
+        peer = context.next_server(timeout) if address is None and cluster is None else None
         if cluster is not None:
             address = cluster.start_server(index)
-        assert address is not None
         try:
-            peer = PeerAddress("ps", index, address, context.options.tls, context.options.token)
-            peer.check_plain(insecure=context.options.insecure)
+            if peer is None:
+                assert address is not None
+                peer = PeerAddress("ps", index, address, context.options.tls, context.options.token)
+                peer.check_plain(insecure=context.options.insecure)
             add_server(context, peer, timeout, hold=self.is_synchronous)
         except BaseException:
             if cluster is not None:
                 cluster.stop_server(index)
             raise
-        return index
+        return peer.index
+
+    @property
+    def waiting_servers(self) -> list[int]:
+        """The indices of servers that have registered and are not in the job: `add_server()` takes the next one."""
+        return self.context.waiting_servers()
 
     def remove_server(self) -> list[Moved]:
         """Move all shards from the parameter server with the highest index to the others, and remove it from the job.

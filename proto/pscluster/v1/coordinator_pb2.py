@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pscluster.v1 import node_pb2 as pscluster_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epscluster/v1/coordinator.proto\x12\x0cpscluster.v1\x1a\x17pscluster/v1/node.proto\"\xbc\x01\n\x0fRegisterRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0c\n\x04task\x18\x05 \x01(\t\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\x12\x10\n\x08job_name\x18\x07 \x01(\t\x12\x12\n\nlast_index\x18\x08 \x01(\r\x12\x11\n\thad_index\x18\t \x01(\x08\"V\n\rRegisterReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x03 \x01(\t\x12\x10\n\x08job_name\x18\x04 \x01(\t2U\n\x0b\x43oordinator\x12\x46\n\x08Register\x12\x1d.pscluster.v1.RegisterRequest\x1a\x1b.pscluster.v1.RegisterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epscluster/v1/coordinator.proto\x12\x0cpscluster.v1\x1a\x17pscluster/v1/node.proto\"\xbc\x01\n\x0fRegisterRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.pscluster.v1.Identity\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0c\n\x04task\x18\x05 \x01(\t\x12\x0e\n\x06secret\x18\x06 \x01(\x0c\x12\x10\n\x08job_name\x18\x07 \x01(\t\x12\x12\n\nlast_index\x18\x08 \x01(\r\x12\x11\n\thad_index\x18\t \x01(\x08\"e\n\rRegisterReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x03 \x01(\t\x12\x10\n\x08job_name\x18\x04 \x01(\t\x12\r\n\x05waits\x18\x05 \x01(\x08\x32U\n\x0b\x43oordinator\x12\x46\n\x08Register\x12\x1d.pscluster.v1.RegisterRequest\x1a\x1b.pscluster.v1.RegisterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERREQUEST']._serialized_start=74
   _globals['_REGISTERREQUEST']._serialized_end=262
   _globals['_REGISTERREPLY']._serialized_start=264
-  _globals['_REGISTERREPLY']._serialized_end=350
-  _globals['_COORDINATOR']._serialized_start=352
-  _globals['_COORDINATOR']._serialized_end=437
+  _globals['_REGISTERREPLY']._serialized_end=365
+  _globals['_COORDINATOR']._serialized_start=367
+  _globals['_COORDINATOR']._serialized_end=452
 # @@protoc_insertion_point(module_scope)

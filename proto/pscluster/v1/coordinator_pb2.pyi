@@ -29,13 +29,15 @@ class RegisterRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[_node_pb2.Identity, _Mapping]] = ..., port: _Optional[int] = ..., host: _Optional[str] = ..., path: _Optional[str] = ..., task: _Optional[str] = ..., secret: _Optional[bytes] = ..., job_name: _Optional[str] = ..., last_index: _Optional[int] = ..., had_index: bool = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("index", "address", "coordinator", "job_name")
+    __slots__ = ("index", "address", "coordinator", "job_name", "waits")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     index: int
     address: str
     coordinator: str
     job_name: str
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., coordinator: _Optional[str] = ..., job_name: _Optional[str] = ...) -> None: ...
+    waits: bool
+    def __init__(self, index: _Optional[int] = ..., address: _Optional[str] = ..., coordinator: _Optional[str] = ..., job_name: _Optional[str] = ..., waits: bool = ...) -> None: ...

@@ -248,12 +248,12 @@ def test_who_may_register() -> None:
     assert (reply.address, reply.job_name) == ("192.0.2.7:2222", "mine")
     other = valid()
     other.identity.version = "9.9"
-    tool, server, unnamed = valid(), valid(task="1"), valid(task="first")
+    tool, server, unnamed = valid(), valid(task="16"), valid(task="first")
     tool.identity.role, server.identity.role, unnamed.identity.role = "tool", "ps", "ps"
     for request, error, sentence in (
         (other, VersionMismatchError, "runs pscluster 9.9, .* install the same version on every task"),
         (tool, ProtocolError, "a tool registers, but only workers and parameter servers join"),
-        (server, RefusedError, "the task is 1, but the cluster has 0 parameter servers"),
+        (server, RefusedError, "the task is 16, but the cluster has 0 parameter servers"),
         (unnamed, ProtocolError, "a parameter server registers as 'first'; give its index"),
         (
             valid(job_name="another"),

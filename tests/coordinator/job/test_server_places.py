@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, check_index, moves
+from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, WaitingServers, check_index, moves
 from pscluster.core.errors import BusyError, PsClusterError, RefusedError
 
 AWAY = ServerPlace(1, "a:1", store_id=7, is_here=False, boot_id=3)
@@ -39,9 +39,24 @@ def test_another_state_is_refused(place: ServerPlace, store_id: int, holds: str)
 
 def test_an_index_that_the_cluster_lacks() -> None:
     """It names the last one."""
-    check_index(1, 2)
-    with pytest.raises(RefusedError, match="the task is 2, but the cluster has 2 parameter servers, the last of which"):
-        check_index(2, 2)
+    for index in (1, 2, 17):
+        check_index(index, 2)
+    with pytest.raises(RefusedError, match=r"the task is 18, but the cluster has 2 .* of those, or 2 for one that the"):
+        check_index(18, 2)
+
+
+def test_servers_that_wait_to_be_added() -> None:
+    """One process for each index, which holds nothing, and registers again and again."""
+    waiting, claim = WaitingServers[str](), replace(CLAIM, store_id=0)
+    assert waiting.claim(claim, "first", 0.0)
+    assert not waiting.claim(claim, "first", 5.0)
+    with pytest.raises(BusyError, match=r"ps 1 is another process, at b:2, which waits to be added"):
+        waiting.claim(replace(claim, boot_id=5), "second", 6.0)
+    with pytest.raises(RefusedError, match=r"the job has no ps 1 yet, but the process .* holds the state of an older"):
+        waiting.claim(CLAIM, "third", 30.0)
+    assert (waiting.indices(10.0), waiting.indices(26.0)) == ([1], [])
+    assert waiting.claim(replace(claim, boot_id=5), "second", 26.0)
+    assert (waiting.take(2, 27.0), waiting.take(1, 27.0), waiting.take(1, 27.0)) == (None, "second", None)
 
 
 @pytest.mark.parametrize("seed", range(50))

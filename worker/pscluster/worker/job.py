@@ -125,15 +125,20 @@ class Job:
         """Dial a server there from now on, also for what waits for it."""
         self._client.move(peer)
 
-    def resize(self, count: int, more: Sequence[PeerAddress], store_ids: Sequence[int]) -> None:
-        """Have this many servers, of which some may be new. ProtocolError unless there is a store id for each."""
+    def resize(self, servers: Sequence[PeerAddress], store_ids: Sequence[int]) -> None:
+        """Have these servers, of which some may be new. ProtocolError unless there is a store id for each."""
+        count = len(servers)
         if len(store_ids) != count:
             raise ProtocolError(f"{count} parameter servers, and what {len(store_ids)} of them hold")
         with self._placing:  # not `_connecting`: a connection may wait for a server that has just moved
-            for peer in more:
-                self._client.exchanges.add_server(peer, store_ids[peer.index])
-            while self._client.num_servers > count:
-                self._client.exchanges.remove_server()
+            known = self._client.exchanges
+            while len(known.servers) > count or (
+                # It was removed, and another one added with its index, before this worker was told of either.
+                len(known.servers) > 1 and known.servers[-1].store_id not in (0, store_ids[len(known.servers) - 1])
+            ):
+                known.remove_server()
+            for peer in servers[len(known.servers) :]:
+                known.add_server(peer, store_ids[peer.index])
 
     def report_seen(self, servers: Sequence[int]) -> None:
         """Tell these servers what this worker knows, for them to compare. Raise ProtocolError if one does not exist."""

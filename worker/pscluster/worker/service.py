@@ -167,7 +167,7 @@ class WorkerRole(Role):
         count = len(request.ps_addresses) or job.num_servers
         moved = self._servers.moved(request.servers, count)
         if request.ps_addresses:
-            job.resize(count, self._servers.beyond(job.num_servers, request.ps_addresses), request.store_ids)
+            job.resize(self._servers.beyond(0, request.ps_addresses), request.store_ids)
         for peer in moved:
             job.move_server(peer)
 

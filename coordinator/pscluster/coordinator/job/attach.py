@@ -173,12 +173,8 @@ class _CoordinatorRole(Role):
             reply.functions_done = stats.done
         if context is not None:
             reply.workers.extend(addresses_of(context.workers))
+            reply.num_servers = len(context.request.ps_addresses)
             reply.moved_servers.extend(context.request.moved_servers)
-            moved = {server.index for server in reply.moved_servers}
-            listed = context.spec.num_tasks("ps")
-            for index, address in enumerate(context.request.ps_addresses):
-                if index >= listed and index not in moved:  # it was added
-                    reply.moved_servers.add(index=index, address=address)
 
 
 def _serve_role(context: JobContext) -> RoleServer | None:

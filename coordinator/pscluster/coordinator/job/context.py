@@ -22,7 +22,7 @@ from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.cuts import Cuts
 from pscluster.coordinator.job.losses import Losses
 from pscluster.coordinator.job.members import MAX_WORKERS, Claim, Members
-from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, moves
+from pscluster.coordinator.job.server_places import ServerClaim, ServerPlace, WaitingServers, moves
 from pscluster.coordinator.local.supervised import ClusterError
 from pscluster.coordinator.moves.decision import latest
 from pscluster.coordinator.observability.events import EventLog
@@ -45,6 +45,9 @@ from pscluster.ps.client.client import PsClient
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
+
+WAIT_PAUSE = 0.05
+"""Seconds between two looks whether a server has registered."""
 
 HOPELESS = 10.0
 """Seconds for which a job that is ending waits for an unreachable task."""
@@ -104,6 +107,7 @@ class JobContext:
         self.workers = [peer for peer in self.tasks if peer.role == "worker"]  # never changed in place
         self._boot_ids: dict[int, int] = {}  # of workers that have registered
         self._members = Members((peer.index for peer in self.workers), self.options.max_workers or MAX_WORKERS)
+        self._waiting = WaitingServers[PeerAddress]()
         self.losses = Losses(self.client, self.event_log, self.unreachable)
         self.client.exchanges.on_lost = self.server_is_lost
 
@@ -236,6 +240,9 @@ class JobContext:
             self.request.resized = True
             self.request.ps_addresses.append(peer.address)
             self.request.store_ids.append(server.store_id)
+            # TF_CONFIG may name another one of that index, which was removed.
+            place = node_pb2.ServerAddress(index=peer.index, address=peer.address, tls_name=peer.tls_name)
+            self.request.moved_servers.append(place)
             if self.dispatcher is not None:
                 self.dispatcher.add_server(server)
             return server
@@ -246,11 +253,11 @@ class JobContext:
         """Wait until all connected workers know the servers that there are now, but not for ever: one may be frozen."""
         if self.dispatcher is None:
             return
-        count, end = len(self.servers), time.monotonic() + timeout
+        servers, end = tuple(server.store_id for server in self.servers), time.monotonic() + timeout
         state = self.dispatcher.state
         while time.monotonic() < end:
             connections = [handle.connection for handle in state.workers if handle.up]
-            if all(connection is None or connection.num_servers == count for connection in connections):
+            if all(connection is None or connection.servers == servers for connection in connections):
                 return
             time.sleep(0.005)
 
@@ -274,6 +281,44 @@ class JobContext:
             await end_job(server.peer, self.request.job, "the server was removed from the job")
 
         loop.run(remove())
+
+    def server_waits(self, claim: ServerClaim, peer: PeerAddress) -> None:
+        """Take note that a server has registered that the job does not have: it may be added. Errors as `claim`."""
+
+        async def note() -> bool:
+            if self.closed:
+                raise UnavailableError("the job is over: the server joins the next one")
+            return self._waiting.claim(claim, peer, time.monotonic())
+
+        if loop.run(note()):
+            logger.info("%s has registered, and waits until the script adds it: strategy.add_server()", peer)
+            self.event_log.record(peer.task, "note", "waits to be added to the job")
+
+    def waiting_servers(self) -> list[int]:
+        """Return the indices of servers that have registered and may be added."""
+
+        async def indices() -> list[int]:
+            return self._waiting.indices(time.monotonic())
+
+        return loop.run(indices())
+
+    def next_server(self, timeout: float) -> PeerAddress:
+        """Return a server with the next index that has registered; wait for one. UnavailableError if none comes."""
+
+        async def take(index: int) -> PeerAddress | None:
+            return self._waiting.take(index, time.monotonic())
+
+        end = time.monotonic() + timeout
+        while (peer := loop.run(take(self.client.num_servers))) is None:
+            self.client.exchanges.check_open()
+            if time.monotonic() >= end:
+                index, place = self.client.num_servers, self.spec.task_address("chief", 0)
+                raise UnavailableError(
+                    f"no server has registered as ps {index} within {timeout:g} s: start one with pscluster ps --join "
+                    f"{place} --task {index}, or give its address"
+                )
+            time.sleep(WAIT_PAUSE)
+        return peer
 
     # Servers that return elsewhere: on the loop's thread, one at a time
 

@@ -22,7 +22,7 @@ What becomes of the work of a worker that leaves or dies: see `worker_link`. Not
 entry of `members`, a handle of the dispatcher and a peer of the job.
 
 A parameter server registers in the same way, also while the coordinator waits for its tasks. It is dialled before it is
-answered, to see what it holds: `server_places` decides whether the task is there from now on.
+answered, to see what it holds: `server_places` decides whether the task is there from now on, or waits to be added.
 """
 
 from __future__ import annotations
@@ -202,9 +202,20 @@ class Registration:
         hello = self._hello(peer, context)
         if hello.identity.boot_id != request.identity.boot_id:
             raise RefusedError(f"another process answers at {address} than the one that registers as {peer.task}")
+        claim = ServerClaim(index, address, request.identity.boot_id, hello.store_id)
+        if index >= context.client.num_servers:
+            if not context.connected:
+                raise UnavailableError("the job has not begun yet")
+            context.server_waits(claim, peer)
+            return coordinator_pb2.RegisterReply(
+                index=index,
+                address=address,
+                coordinator=context.request.coordinator.name,
+                job_name=context.request.job_name,
+                waits=True,
+            )
         present = context.client.place_of(peer)
         answers = not present.is_unregistered and present.address != address and self._is_at(present, context)
-        claim = ServerClaim(index, address, request.identity.boot_id, hello.store_id)
         context.register_server(claim, peer, present, answers=answers)
         return coordinator_pb2.RegisterReply(
             index=index,

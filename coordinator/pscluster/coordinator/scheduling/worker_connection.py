@@ -79,12 +79,12 @@ class WorkerConnection:
         self._closed = False
         self._following: asyncio.Task[None] | None = None
         self.incarnation = self.boot_id = 0
-        self.num_servers = 0  # how many parameter servers the worker knows
+        self.servers: tuple[int, ...] = ()  # what those hold that the worker knows: see AttachEvent
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
         """Take the worker for this job, and open the stream of functions."""
         self._unloaded = _UNLOADED_SECONDS + request.ps_timeout  # loading may have to wait for a server
-        self.num_servers = len(request.ps_addresses)
+        self.servers = tuple(request.store_ids)
         self._attached = self._node.attach(request)
         event = await self._attached.read()
         if event is grpc.aio.EOF:
@@ -267,7 +267,7 @@ class WorkerConnection:
                     functools.partial(self._worker.move_servers, moves, timeout=CALL_SECONDS),
                     over=lambda: self._closed,
                 )
-                self.num_servers = len(moves.ps_addresses)
+                self.servers = tuple(moves.store_ids)
             except LOST_CONNECTION as error:  # if the connection is lost, the next one is told at once
                 logger.warning("%s does not know where servers have moved to: %s", self.peer, why_lost(error, "it"))
 

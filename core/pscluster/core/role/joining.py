@@ -390,10 +390,12 @@ class Joining:
         assert self._serving is not None
         self._serving.server.set_address(reply.address)
         joined = f"joined {reply.coordinator} as {name}, at {reply.address}"
+        if reply.waits:
+            joined = f"waiting at {reply.address} for {reply.coordinator} to add {name}: strategy.add_server()"
         if joined != self._joined:
             logger.info("%s", joined)
             self._joined = joined
-        elif not self._is_attached():
+        elif not reply.waits and not self._is_attached():
             self._say(UnavailableError(f"it has not reached this {self._joiner.noun} at {reply.address} so far"))
 
     def _serve_as(self, index: int, own: str) -> None:
