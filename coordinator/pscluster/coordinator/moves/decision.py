@@ -8,7 +8,8 @@ the next one.
     COPY     all pages go to the target, then those that have changed meanwhile, again and again: see `Rounds`
     FREEZE   the source applies no more updates to the shard, and goes on answering reads. The last pages go to the
              target, with slots, counts, and the updates that are remembered to be applied once
-    COMMIT   the target enters the shard, without serving it, and saves it                           (the decision)
+    COMMIT   the target enters the shard, without serving it, and saves it                           (the decision):
+             of what came with COPY and FREEZE, only what names it is left to be written
     DROP     the source drops the shard: a client that asks is told to look elsewhere, and asks the source where
     SERVE    the target serves it
     TELL     the other servers learn of the new spec, so that all have the same
