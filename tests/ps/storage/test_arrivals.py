@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.ps.storage.support import (
     names,
     rows,
 )
+from tests.ps.storage.test_deaths import Disk
 from tests.waiting import until
 
 from pscluster.core.errors import PsClusterError, StaleError
@@ -61,12 +63,10 @@ class Side:
         return reply, b"".join(buffers)
 
 
-@pytest.fixture
-def sides(tmp_path: Path, kind: Durability, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Side]]:
+@contextmanager
+def pair(folder: Path, kind: Durability, *, fsync: bool = False) -> Iterator[tuple[Side, Side]]:
     """Two servers: the first has the variable that moves, and the second one another variable, both updated."""
-    for module in (moves_module, shard_module):
-        monkeypatch.setattr(module, "PAGE_ELEMENTS", PAGE)
-    with manager_of(tmp_path / "s", kind) as manager:
+    with manager_of(folder, kind, fsync=fsync) as manager:
         source, target = Side(0, StateManager(DurabilityOptions())), Side(1, manager)
         declare(source.store, MOVING, np.arange(30, dtype=np.float32).reshape(6, 5))
         declare(target.store, OWN, np.zeros(40, np.float32))
@@ -76,6 +76,19 @@ def sides(tmp_path: Path, kind: Durability, monkeypatch: pytest.MonkeyPatch) -> 
         gradient(source, 1.0)
         target.client.update(dense(ps_pb2.ADD, np.ones(40, np.float32), OWN))
         yield source, target
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the shard consist of many pages."""
+    for module in (moves_module, shard_module):
+        monkeypatch.setattr(module, "PAGE_ELEMENTS", PAGE)
+
+
+@pytest.fixture
+def sides(tmp_path: Path, kind: Durability) -> Iterator[tuple[Side, Side]]:
+    with pair(tmp_path / "s", kind) as both_sides:
+        yield both_sides
 
 
 def gradient(side: Side, amount: float) -> None:
@@ -143,6 +156,33 @@ def test_it_is_found_after_a_death(sides: tuple[Side, Side], tmp_path: Path, kin
 
 def spec_of_moving(side: Side, placement: int, owner: int) -> ps_pb2.VariableSpec:
     return spec_of(side.store, placement, owner, variable=MOVING)
+
+
+@both
+@pytest.mark.parametrize("torn", [False, True], ids=["between calls", "in a write"])
+def test_a_death_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Durability, torn: bool) -> None:
+    """A process that dies before any call of the operating system restarts without the shard, or with all of it."""
+    disk, outcomes = Disk(monkeypatch), list[bool]()
+
+    def left() -> Path | None:
+        return disk.copy
+
+    for at in range(1, 100):
+        folder = tmp_path / f"{at}" / "s"
+        with pair(folder, kind, fsync=True) as (source, target):
+            disk.folder, disk.copy, disk.torn = folder, None, torn
+            disk.dies_in = at
+            state = freeze(source, target)
+            target.ask(Request.COMMIT, state=state, spec=spec_of_moving(source, 1, 1))
+            disk.folder = None
+            if (folder_left := left()) is None:
+                break
+            found = of_variable(found_in(folder_left, kind), MOVING)
+            assert found in ({}, of_variable(source.store, MOVING))
+            outcomes.append(bool(found))
+    assert outcomes == sorted(outcomes), "from one moment on it has the shard"
+    assert len(outcomes) >= 10
+    assert not outcomes[0]
 
 
 @both
