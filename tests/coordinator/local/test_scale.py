@@ -79,6 +79,25 @@ def test_up_and_down_under_load(options: dict[str, object]) -> None:
         assert [peer.index for peer in strategy.context.workers] == [0, 1]
 
 
+def test_a_worker_that_registers_while_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed and restarted just then, it leaves the cluster all the same, and its place is free at once."""
+    with LocalCluster(1, 1, log_level="ERROR") as cluster, ParameterServerStrategy(cluster) as strategy:
+        ClusterCoordinator(strategy)
+        context, remove = strategy.context, cluster._remove
+        cluster.scale(workers=2)
+        until(lambda: context.dispatcher is not None and context.dispatcher.state.workers_up == 2, "both are up")
+
+        def late(*task: Any) -> bool:
+            before = context._boot_ids.get(1)
+            cluster.kill("worker", 1)
+            until(lambda: context._boot_ids.get(1, before) != before, "its next process has registered")
+            return remove(*task)
+
+        monkeypatch.setattr(cluster, "_remove", late)
+        cluster.scale(workers=1)
+        until(lambda: context._members.indices == [0], "it has left", timeout=30)
+
+
 def test_before_there_is_a_strategy() -> None:
     """A strategy that is made later has them, also those that were started then; they are restarted as all others."""
     with LocalCluster(1, 1, log_level="ERROR") as cluster:

@@ -95,10 +95,14 @@ class ScalableCluster(SupervisedCluster):
             self._wait_until_serving([*ended, *range(before, workers)], timeout)
 
     def _remove_worker(self, index: int, timeout: float) -> None:
+        self._retire_worker(index)
+        if self._remove(("worker", index), timeout):
+            self._retire_worker(index)  # it may have registered meanwhile, restarted after it had died
+            self._release_worker(index)
+
+    def _retire_worker(self, index: int) -> None:
         for job in list(self._jobs):
             job.retire_worker(index)
-        if self._remove(("worker", index), timeout):
-            self._release_worker(index)
 
     def _remove(self, task: TaskKey, timeout: float) -> bool:
         """Stop the last task of a role; False if the whole cluster has ended meanwhile."""
