@@ -12,7 +12,7 @@ Devices of a task that have equal blocks share one, and what is computed from eq
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -247,8 +247,11 @@ class _Running:
 
     def _compute(self, compute: Compute) -> None:
         operands = [self.registers[register] for register in compute.inputs]
-        types = [self._program.arrays[register] for register in compute.outputs]
         function = OPERATIONS[compute.function]
+        if len(self._devices) == 1 and len(compute.outputs) == 1:  # as most are: the rest costs as much as small arrays
+            self._compute_one(compute, function, [blocks.of[self._devices[0]] for blocks in operands])
+            return
+        types = [self._program.arrays[register] for register in compute.outputs]
         known: dict[object, Sequence[Array]] = {}
         results: list[dict[int, Array]] = [{} for _ in types]
         for device in self._devices:
@@ -265,6 +268,22 @@ class _Running:
                 result[device] = block
         for register, of, result in zip(compute.outputs, types, results, strict=True):
             self.registers[register] = Blocks(of, result)
+
+    def _compute_one(self, compute: Compute, function: Callable[..., Any], blocks: Sequence[Array]) -> None:
+        """Compute one block of one device."""
+        (register,), (device,) = compute.outputs, self._devices
+        of, shape = self._program.arrays[register], self._program.local_shape(register, device)
+        args = [
+            blocks[arg.number] if type(arg) is Placeholder and arg.kind == "in" else _filled(arg, blocks, (shape,))
+            for arg in compute.args
+        ]
+        if compute.kwargs:
+            made = function(*args, **{name: _filled(arg, blocks, (shape,)) for name, arg in compute.kwargs.items()})
+        else:
+            made = function(*args)
+        if type(made) is not np.ndarray or made.shape != shape or made.dtype != of.dtype:
+            (made,) = _checked(compute, made, [of], [shape])
+        self.registers[register] = Blocks(of, {device: _stored(made)})
 
     def _call(self, call: Call) -> None:
         operands = [self.registers[register] for register in call.inputs]
