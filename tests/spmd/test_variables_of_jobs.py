@@ -32,10 +32,10 @@ def test_strategies_that_can_not_have_any(cluster: LocalCluster, options: Any) -
 
 
 def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Of another mesh, with other blocks: values, slots and steps; the run goes on as if nothing had happened."""
+    """Of another mesh and number of servers: values, slots and steps; it goes on as if nothing had happened."""
 
-    def trained(specs: Any, dims: Any, restore: bool) -> Any:
-        with ParameterServerStrategy(cluster) as strategy:
+    def trained(specs: Any, dims: Any, restore: bool, job: LocalCluster = cluster) -> Any:
+        with ParameterServerStrategy(job) as strategy:
             mesh = spmd.create_mesh(dims, coordinator=ClusterCoordinator(strategy), devices_per_task=3)
             v = DVariable(np.zeros((7, 4)) if restore else W, Layout(specs, mesh), "v")
             adam = optimizers.Adam(0.1, mesh=mesh, name="adam")
@@ -45,17 +45,21 @@ def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path
             for _ in range(2):
                 adam.apply_gradients([(v * 2, v)])
             if not restore:
-                spmd.barrier(mesh)
                 manager.save().result()
                 for _ in range(2):
                     adam.apply_gradients([(v * 2, v)])
             return v.full(), adam.iterations
 
     values, steps = trained(["x", "y"], {"x": 3, "y": 2}, restore=False)
-    for specs, dims in ((["x", None], {"x": 6}), ([None, "y"], {"x": 3, "y": 2}), ([None, None], {"x": 6})):
-        again, steps_again = trained(specs, dims, restore=True)
-        np.testing.assert_array_equal(again, values)
-        assert steps_again == steps == 4
+    with LocalCluster(num_ps=1, num_workers=2) as other:
+        for specs, dims, job in (
+            (["x", None], {"x": 6}, other),
+            ([None, "y"], {"x": 3, "y": 2}, cluster),
+            ([None, None], {"x": 6}, cluster),
+        ):
+            again, steps_again = trained(specs, dims, True, job)
+            np.testing.assert_array_equal(again, values)
+            assert steps_again == steps == 4
 
 
 def test_functions_on_workers_make_none(cluster: LocalCluster) -> None:

@@ -73,6 +73,7 @@ def create_mesh(
         known = _sessions.get(mesh)
         if known is None or not isinstance(known.executor, Workers) or not known.executor.is_of(coordinator):
             _sessions[mesh] = Session(mesh, Workers(coordinator, mesh))
+            coordinator.context.senders.add(_sessions[mesh])
     return mesh
 
 

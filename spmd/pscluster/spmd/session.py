@@ -101,6 +101,7 @@ class Session:
         self._unraised: BaseException | None = None
         self._excused = 0  # up to this program, errors are known, or come of one that is
         self._failed: dict[int, BaseException] = {}  # by program
+        self._has_updated = False  # a variable, ever
 
     @functools.cached_property
     def devices(self) -> tuple[int, ...]:
@@ -160,6 +161,7 @@ class Session:
                 self._use(updating.source)
             for updating in updates:
                 self._recording.update(updating)
+            self._has_updated = True
         self._send_soon()
 
     def _before_read(self, variable: Stored) -> None:
@@ -255,6 +257,7 @@ class Session:
                 definition=definition,
                 sent=list(sent),
             )
+            self._has_updated |= program.updates
             running = self._start(number, started)
             for place in sent:
                 inputs[place].blocks = None
@@ -307,6 +310,24 @@ class Session:
         self.flush()
         self._wait(timeout)
 
+    def settle(self, timeout: float) -> None:
+        """Send what is recorded if variables have been updated, and wait until everything has ended.
+
+        Raises no error of what was computed: the next fetch does. WaitTimeoutError after `timeout` seconds.
+        """
+        if not self._has_updated:
+            return
+        with self._sending:
+            self._reap()
+            if self._unraised is None and len(self._recording):
+                self._send()
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            sent = [running for _, running in self._running]
+        for running in sent:
+            if not running.wait(max(0.0, deadline - time.monotonic())):
+                raise _not_computed(timeout)
+
     def _wait(self, timeout: float | None) -> None:
         """Wait until everything that was sent has ended. Raises the first error, or WaitTimeoutError."""
         with self._lock:
@@ -318,10 +339,8 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         for running in sent:  # in order: programs may end in another one, but the first error is the cause
             if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise WaitTimeoutError(
-                    f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
-                    "(coordinator.explain() says what waits for what); it goes on"
-                )
+                assert timeout is not None
+                raise _not_computed(timeout)
         self._reap()
         self._raise_first()
 
@@ -407,3 +426,10 @@ class Session:
             self._excused = self._recording.number
             self._recording = self._new_recording()
         raise error.with_traceback(None)
+
+
+def _not_computed(timeout: float) -> WaitTimeoutError:
+    return WaitTimeoutError(
+        f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
+        "(coordinator.explain() says what waits for what); it goes on"
+    )

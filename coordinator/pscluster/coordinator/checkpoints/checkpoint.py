@@ -66,11 +66,14 @@ class Checkpoint(StaysHere):
         """Make a cut through the job as it is now, which can then be written.
 
         Raises:
-            WaitTimeoutError: functions that have begun have not ended after `barrier_timeout`; the message names them.
+            WaitTimeoutError: functions that have begun, or updates of global arrays, have not ended after
+                `barrier_timeout`; the message names them.
             CheckpointError: a restore failed in its last step, and was neither repeated nor given up.
             UnavailableError: a server can't be reached.
         """
         try:
+            for sender in list(self.context.senders):
+                sender.settle(self.barrier_timeout)
             return self._mark(checkpoint_number)
         except BaseException:
             self.context.metrics.checkpoints_failed += 1

@@ -71,6 +71,13 @@ class Saver(Protocol):
         """Wait for the current write, unless a server is unreachable, and begin no other."""
 
 
+class Sender(Protocol):
+    """What updates variables later than it is told to: a checkpoint has its updates, too."""
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all updates that were asked for are applied, or have failed. WaitTimeoutError after that time."""
+
+
 @dataclass(eq=False, repr=False)
 class JobContext:
     """What the parts of one job share."""
@@ -94,6 +101,7 @@ class JobContext:
     closed: bool = False  # is the job over?
     half_restored: str = ""  # why only some servers may have a checkpoint's values
     managers: weakref.WeakSet[Saver] = field(default_factory=weakref.WeakSet)  # open ones
+    senders: weakref.WeakSet[Sender] = field(default_factory=weakref.WeakSet)
     moving: threading.RLock = field(default_factory=threading.RLock)  # held while shards move, and servers come and go
     cuts: Cuts = field(default_factory=Cuts)  # that the servers have yet to write
     role_server: RoleServer | None = None  # answers status questions, where the coordinator has an address
