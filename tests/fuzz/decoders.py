@@ -84,8 +84,9 @@ from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_error, rebuild_failure
 from pscluster.worker.programs.local import rounds
-from pscluster.worker.programs.program import ArrayType, parse
+from pscluster.worker.programs.program import ArrayType
 from pscluster.worker.programs.program import encode as encode_program
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 

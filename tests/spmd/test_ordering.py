@@ -12,7 +12,8 @@ from tests.spmd.conftest import MakeMesh
 from pscluster import spmd
 from pscluster.spmd import Layout
 from pscluster.spmd.ordering import Recorded, ordered, reads_and_writes
-from pscluster.worker.programs.program import Move, parse
+from pscluster.worker.programs.program import Move
+from pscluster.worker.programs.reading import parse
 
 
 @st.composite

@@ -31,7 +31,8 @@ from pscluster.spmd.session import Session
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context, user_place
 from pscluster.worker.programs.exchange import AmongWorkers
 from pscluster.worker.programs.interpreter import run
-from pscluster.worker.programs.program import ArrayType, Fetch, parse
+from pscluster.worker.programs.program import ArrayType, Fetch
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
 _MAX_TEXT = 1 << 22

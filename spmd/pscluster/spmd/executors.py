@@ -18,7 +18,7 @@ from pscluster.spmd.variables.held import HeldHere
 from pscluster.v1 import worker_pb2
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run, run_local, run_program
-from pscluster.worker.programs.program import parse
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.worker.collectives import algorithms
 from pscluster.worker.programs.interpreter import run
-from pscluster.worker.programs.program import ArrayType, encode, parse
+from pscluster.worker.programs.program import ArrayType, encode
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
 

@@ -12,7 +12,8 @@ from pscluster.core.errors import ProtocolError, TensorLostError
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run
-from pscluster.worker.programs.program import ArrayType, encode, parse
+from pscluster.worker.programs.program import ArrayType, encode
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
 FLOAT = np.dtype(np.float64)

@@ -10,7 +10,8 @@ import pytest
 from tests.worker.programs.support import grid, typed
 
 from pscluster.core.errors import ProtocolError
-from pscluster.worker.programs.program import Compute, Placeholder, encode, parse
+from pscluster.worker.programs.program import Compute, Placeholder, encode
+from pscluster.worker.programs.reading import parse
 
 GRID = grid(1)
 A = typed(np.zeros((6, 4), np.float32), ["x", None], GRID)

@@ -41,8 +41,8 @@ from pscluster.worker.programs.program import (
     Program,
     Read,
     Update,
-    parse,
 )
+from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import Blocks, BlockStore
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
