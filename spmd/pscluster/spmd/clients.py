@@ -10,13 +10,11 @@ it runs again, all clients begin from the start, with another mesh session, sinc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -29,7 +27,7 @@ from pscluster.spmd.executors import Ended
 from pscluster.spmd.recording import Ref, Sendable
 from pscluster.spmd.session import Session
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context, user_place
-from pscluster.worker.programs.exchange import AmongWorkers
+from pscluster.worker.programs.exchange import AmongWorkers, gather_bytes
 from pscluster.worker.programs.interpreter import run
 from pscluster.worker.programs.program import ArrayType, Fetch
 from pscluster.worker.programs.reading import parse
@@ -91,7 +89,7 @@ class ClientSession(Session):
 
     def gather(self, facts: list[Any]) -> list[Any]:
         """Return what is known of each device of the mesh, given it for this client's."""
-        texts = _gathered(self._client.replica, json.dumps(facts))
+        texts = _gathered(self._client.replica, json.dumps(facts), "what components are like")
         by_rank = [iter(json.loads(text)) for text in texts]
         return [next(by_rank[device.task]) for device in self.mesh.devices]
 
@@ -142,7 +140,8 @@ def create_distributed_mesh(
             f"{', '.join(f'{WORKER_JOB} {rank}' for rank in clients)}: each of them must have some"
         )
     _check_agreed(replica, mesh)
-    replica.attached.setdefault(mesh, ClientSession(mesh, replica))
+    if mesh not in replica.attached:
+        replica.attached[mesh] = ClientSession(mesh, replica)
     return mesh
 
 
@@ -156,11 +155,10 @@ def client_session(mesh: Mesh) -> Session | None:
 
 def _check_agreed(replica: ReplicaContext, mesh: Mesh) -> None:
     """Wait until all clients have called this. Raise MeshError on all of them if their meshes differ."""
-    digest = np.frombuffer(hashlib.blake2b(str(mesh).encode(), digest_size=16).digest(), np.uint8)
-    digests = replica.all_gather(digest).reshape(-1, digest.size)
-    if (digests == digests[0]).all():
+    texts = _gathered(replica, str(mesh), "the meshes of clients")
+    if len(set(texts)) == 1:
         return
-    meshes = [Mesh.from_string(text) for text in _gathered(replica, str(mesh))]
+    meshes = [Mesh.from_string(text) for text in texts]
     found = [_difference(rank, other, meshes[0]) for rank, other in enumerate(meshes) if other != meshes[0]]
     more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     raise MeshError(
@@ -181,11 +179,11 @@ def _difference(rank: int, mesh: Mesh, first: Mesh) -> str:
     return f"device {nth} is {device} for client {rank}, and {other} for client 0"
 
 
-def _gathered(replica: ReplicaContext, text: str) -> list[str]:
+def _gathered(replica: ReplicaContext, text: str, what: str) -> list[str]:
     """Return the text of each replica."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    if data.size > _MAX_TEXT:
-        raise MisuseError(f"{data.size:,} bytes are described to the other clients; at most {_MAX_TEXT:,} can be")
-    ends = np.cumsum(replica.all_gather(np.array([data.size])))
-    joined = replica.all_gather(data)
-    return [part.tobytes().decode() for part in np.split(joined, ends[:-1])]
+    data = text.encode()
+    if len(data) > _MAX_TEXT:
+        raise MisuseError(f"{len(data):,} bytes are described to the other clients; at most {_MAX_TEXT:,} can be")
+    ranks = range(replica.num_replicas)
+    exchange = AmongWorkers(replica, ranks, user_place())
+    return [theirs.decode() for theirs in gather_bytes(exchange, len(ranks), data, what)]

@@ -11,6 +11,7 @@ from tests.worker.collectives.memory_links import MemoryLinks, on_each
 from tests.worker.programs.support import InMemory, grid
 
 from pscluster.core.errors import MemberUnavailableError, MisuseError
+from pscluster.worker.programs.exchange import gather_bytes
 from pscluster.worker.programs.local import collectives, transfer
 from pscluster.worker.programs.local.calls import LocalCalls, current_call
 from pscluster.worker.programs.local.rounds import Ended
@@ -149,6 +150,6 @@ def test_bytes_of_any_length_are_gathered(lengths: list[int]) -> None:
     sent = [bytes([task + 1]) * length for task, length in enumerate(lengths)]
 
     def on_task(links: MemoryLinks) -> list[bytes]:
-        return transfer.gather_bytes(InMemory(links), 3, sent[links.rank], "a test")
+        return gather_bytes(InMemory(links), 3, sent[links.rank], "a test")
 
     assert on_each(3, on_task) == [sent] * 3

@@ -10,6 +10,10 @@ from pscluster.core.fault_points import reach
 from pscluster.core.layouts.mesh import LOCAL_JOB, Mesh
 from pscluster.worker.collectives.replica import ReplicaContext
 
+_SLOT = 1024  # bytes that each task sends each other in a gather; what is longer follows
+_HEAD = 8
+_MAX_BYTES = 16 << 20
+
 
 class Exchange(Protocol):
     """A task's way to the other tasks of a mesh, which are numbered as in `Mesh.tasks`."""
@@ -63,3 +67,23 @@ def exchange_of(mesh: Mesh, replica: ReplicaContext, worker: int) -> AmongWorker
     if any(job == LOCAL_JOB for job, _ in mesh.tasks):
         raise ProtocolError("a mesh of another process' own devices can't be used on a worker")
     return AmongWorkers(replica, range(replica.num_replicas))
+
+
+def gather_bytes(exchange: Exchange, tasks: int, data: bytes, what: str) -> list[bytes]:
+    """Send all other tasks some bytes, and return those of each task. Raise ProtocolError if there are too many."""
+    me = exchange.task
+    others = [task for task in range(tasks) if task != me]
+    if not others:
+        return [data]
+    own = (len(data).to_bytes(_HEAD, "little") + data[: _SLOT - _HEAD]).ljust(_SLOT, b"\0")
+    slots = {task: bytearray(_SLOT) for task in others}
+    exchange.swap(dict.fromkeys(others, memoryview(own)), {of: memoryview(slot) for of, slot in slots.items()}, what)
+    lengths = {task: int.from_bytes(slot[:_HEAD], "little") for task, slot in slots.items()} | {me: len(data)}
+    if (longest := max(lengths.values())) > _MAX_BYTES:
+        raise ProtocolError(f"a task sends {longest:,} bytes in {what}; at most {_MAX_BYTES:,} are read")
+    rests = {task: bytearray(max(0, length - _SLOT + _HEAD)) for task, length in lengths.items()}
+    if any(rests.values()):  # all tasks know this
+        outgoing = dict.fromkeys(others if rests[me] else [], memoryview(data)[_SLOT - _HEAD :])
+        exchange.swap(outgoing, {of: memoryview(rests[of]) for of in others if rests[of]}, what)
+    gathered = {of: bytes(slot[_HEAD : _HEAD + lengths[of]] + rests[of]) for of, slot in slots.items()} | {me: data}
+    return [gathered[task] for task in range(tasks)]

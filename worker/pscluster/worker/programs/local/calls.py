@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.worker.programs.exchange import Exchange
+from pscluster.worker.programs.exchange import Exchange, gather_bytes
 from pscluster.worker.programs.local.rounds import MAX_WHY, Ended, Failed, Status, Waiting, decide, decode, encode
-from pscluster.worker.programs.local.transfer import carry_out, gather_bytes
+from pscluster.worker.programs.local.transfer import carry_out
 
 Array = npt.NDArray[Any]
 
