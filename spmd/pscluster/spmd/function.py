@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from pscluster.worker.programs.program import ArrayType
 
 Params = ParamSpec("Params")
 Returned = TypeVar("Returned")
+Known = TypeVar("Known")
 
 MAX_TRACES = 64
 """Of one function, for arguments of different shapes, types, layouts and values: the oldest one is dropped."""
@@ -49,6 +50,42 @@ class Traced:
     structure: Any  # of the result: its arrays are slots, those of `types` first
     steps: tuple[Step, ...]
 
+    def arrays_of(self, tensors: Sequence[DTensor]) -> tuple[list[Ref], list[Ref]]:
+        """Return `inputs` and `given` of a call with these arrays."""
+        refs = [tensor.settled for tensor in tensors]
+
+        def found(places: Sequence[int | Ref]) -> list[Ref]:
+            return [refs[of] if isinstance(of, int) else of for of in places]
+
+        return found(self.inputs), found(self.given)
+
+
+class Traces(Generic[Known]):
+    """What is known of a function for each kind of arguments; the oldest is dropped. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Any, Known] = OrderedDict()
+
+    def of(self, key: Any, make: Callable[[], Known]) -> Known:
+        """Return what is known for this kind of arguments, or make it."""
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            known = make()
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > MAX_TRACES:
+                    self._known.popitem(last=False)
+        return known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def values(self) -> list[Known]:
+        """Return what is known for all kinds, the oldest first."""
+        return list(self._known.values())
+
 
 class Function(Generic[Params, Returned]):
     """A function that is traced at its first call for each kind of arguments. See `function`."""
@@ -56,22 +93,14 @@ class Function(Generic[Params, Returned]):
     def __init__(self, fn: Callable[Params, Returned]) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
-        self._lock = threading.Lock()
-        self._traces: OrderedDict[Any, Traced] = OrderedDict()
+        self._traces = Traces[Traced]()
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Returned:
         """Run it, without waiting; trace it first if there was no such call."""
         if is_tracing():
             return self._fn(*args, **kwargs)
         tensors, key, arguments = arguments_of(args, kwargs)
-        with self._lock:
-            traced = self._traces.get(key)
-        if traced is None:
-            traced = traced_call(self._fn, tensors, arguments)
-            with self._lock:
-                self._traces[key] = traced
-                while len(self._traces) > MAX_TRACES:
-                    self._traces.popitem(last=False)
+        traced = self._traces.of(key, lambda: traced_call(self._fn, tensors, arguments))
         returned: Returned = _run(traced, tensors, traced.definition)
         return returned
 
@@ -115,10 +144,8 @@ def call_once(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _run(traced: Traced, tensors: list[DTensor], definition: Callable[..., Any] | None) -> Any:
     """Run what was traced with these arrays, without waiting. With a definition, workers keep the program."""
-    refs = [tensor.settled for tensor in tensors]
-    inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
-    made = session_of(traced.program.mesh).call(traced.program, definition, inputs, traced.types)
-    made += [refs[of] if isinstance(of, int) else of for of in traced.given]
+    inputs, given = traced.arrays_of(tensors)
+    made = session_of(traced.program.mesh).call(traced.program, definition, inputs, traced.types) + given
     results = [DTensor(ref) for ref in made]
     return rebuilt(traced.structure, lambda leaf: results[leaf.number] if isinstance(leaf, _Slot) else leaf)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from pscluster.core.dtypes import is_variable_dtype
 from pscluster.core.errors import LayoutError, MisuseError
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
-from pscluster.spmd.function import MAX_TRACES, Function, Traced, arguments_of, traced_call
+from pscluster.spmd.function import Function, Traced, Traces, arguments_of, traced_call
 from pscluster.spmd.gradients.tape import record_local
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.placing import distribute
@@ -40,8 +39,7 @@ class LocalMap:
         self._check, self._vjp = check, vjp
         self._name = getattr(fn, "__qualname__", type(fn).__qualname__)
         self._typed: Function[..., Any] = Function(self._recorded)
-        self._lock = threading.Lock()
-        self._untyped: dict[Any, tuple[Traced, list[Layout]]] = {}
+        self._untyped = Traces[tuple[Traced, list[Layout]]]()
 
     def __call__(self, *args: Any) -> Any:
         """Call it for each device, and return its results as global arrays."""
@@ -50,19 +48,16 @@ class LocalMap:
         if self._out_types is not None:
             return self._typed(*args)
         tensors, key, arguments = arguments_of(args, {})
-        with self._lock:
-            known = self._untyped.get(key)
-        if known is None:
+
+        def trace() -> tuple[Traced, list[Layout]]:
             layouts: list[Layout] = []
-            traced = traced_call(lambda *inside: layouts.extend(self._recorded_untyped(inside)), tensors, arguments)
-            known = traced, layouts
-            with self._lock:
-                self._untyped[key] = known
-                while len(self._untyped) > MAX_TRACES:
-                    self._untyped.pop(next(iter(self._untyped)))
-        traced, layouts = known
-        refs = [tensor.settled for tensor in tensors]
-        inputs = [refs[of] if isinstance(of, int) else of for of in traced.inputs]
+            return (
+                traced_call(lambda *inside: layouts.extend(self._recorded_untyped(inside)), tensors, arguments),
+                layouts,
+            )
+
+        traced, layouts = self._untyped.of(key, trace)
+        inputs, _ = traced.arrays_of(tensors)
         session = session_of(traced.program.mesh)
         made = [DTensor(ref) for ref in session.call_untyped(traced.program, traced.definition, inputs, layouts)]
         return _rebuilt_layouts(self._out_layouts, iter(made))
