@@ -12,7 +12,7 @@ Devices of a task that have equal blocks share one, and what is computed from eq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,44 +246,17 @@ class _Running:
         self.registers[create.output] = Blocks(of, blocks)
 
     def _compute(self, compute: Compute) -> None:
-        operands = [self.registers[register] for register in compute.inputs]
-        function = OPERATIONS[compute.function]
-        if len(self._devices) == 1 and len(compute.outputs) == 1:  # as most are: the rest costs as much as small arrays
-            self._compute_one(compute, function, [blocks.of[self._devices[0]] for blocks in operands])
-            return
+        operands = [self.registers[register].of for register in compute.inputs]
         types = [self._program.arrays[register] for register in compute.outputs]
-        known: dict[object, Sequence[Array]] = {}
-        results: list[dict[int, Array]] = [{} for _ in types]
+        by_device: dict[int, Sequence[Array]] = {}
+        known: dict[object, int] = {}  # a device with the same blocks
         for device in self._devices:
-            blocks = [operand.of[device] for operand in operands]
+            blocks = [operand[device] for operand in operands]
             shapes = [self._program.local_shape(register, device) for register in compute.outputs]
-            key = *map(id, blocks), *shapes
-            if key not in known:
-                made = function(
-                    *(_filled(arg, blocks, shapes) for arg in compute.args),
-                    **{name: _filled(arg, blocks, shapes) for name, arg in compute.kwargs.items()},
-                )
-                known[key] = _checked(compute, made, types, shapes)
-            for result, block in zip(results, known[key], strict=True):
-                result[device] = block
-        for register, of, result in zip(compute.outputs, types, results, strict=True):
-            self.registers[register] = Blocks(of, result)
-
-    def _compute_one(self, compute: Compute, function: Callable[..., Any], blocks: Sequence[Array]) -> None:
-        """Compute one block of one device."""
-        (register,), (device,) = compute.outputs, self._devices
-        of, shape = self._program.arrays[register], self._program.local_shape(register, device)
-        args = [
-            blocks[arg.number] if type(arg) is Placeholder and arg.kind == "in" else _filled(arg, blocks, (shape,))
-            for arg in compute.args
-        ]
-        if compute.kwargs:
-            made = function(*args, **{name: _filled(arg, blocks, (shape,)) for name, arg in compute.kwargs.items()})
-        else:
-            made = function(*args)
-        if type(made) is not np.ndarray or made.shape != shape or made.dtype != of.dtype:
-            (made,) = _checked(compute, made, [of], [shape])
-        self.registers[register] = Blocks(of, {device: _stored(made)})
+            same = device if len(self._devices) == 1 else known.setdefault((*map(id, blocks), *shapes), device)
+            by_device[device] = _computed(compute, blocks, types, shapes) if same == device else by_device[same]
+        for nth, (register, of) in enumerate(zip(compute.outputs, types, strict=True)):
+            self.registers[register] = Blocks(of, {device: made[nth] for device, made in by_device.items()})
 
     def _call(self, call: Call) -> None:
         operands = [self.registers[register] for register in call.inputs]
@@ -317,6 +290,26 @@ class _Running:
         )
 
 
+def _computed(
+    compute: Compute, blocks: Sequence[Array], types: Sequence[ArrayType], shapes: Sequence[tuple[int, ...]]
+) -> list[Array]:
+    """Call a function with these blocks. Raise ProtocolError if it does not return what the program says."""
+    args = [
+        blocks[arg.number] if type(arg) is Placeholder and arg.kind == "in" else _filled(arg, blocks, shapes)
+        for arg in compute.args
+    ]
+    kwargs = {name: _filled(arg, blocks, shapes) for name, arg in compute.kwargs.items()} if compute.kwargs else {}
+    made = OPERATIONS[compute.function](*args, **kwargs)
+    if type(made) is np.ndarray and len(types) == 1 and made.shape == shapes[0] and made.dtype == types[0].dtype:
+        return [_stored(made)]  # as nearly always: the rest costs as much as small arrays
+    arrays = [np.asarray(result) for result in (made if isinstance(made, list | tuple) else [made])]
+    found = [(array.shape, array.dtype) for array in arrays]
+    wanted = [(shape, of.dtype) for shape, of in zip(shapes, types, strict=True)]
+    if found != wanted:
+        raise ProtocolError(f"{compute.function} has returned {found}, where the program expects {wanted}")
+    return list(map(_stored, arrays))
+
+
 def _filled(argument: Any, blocks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> Any:
     """Return an argument with blocks and shapes in place of what stands for them."""
     if isinstance(argument, Placeholder):
@@ -324,17 +317,6 @@ def _filled(argument: Any, blocks: Sequence[Array], shapes: Sequence[tuple[int, 
     if isinstance(argument, list | tuple):
         return type(argument)(_filled(item, blocks, shapes) for item in argument)
     return argument
-
-
-def _checked(compute: Compute, made: Any, types: Sequence[ArrayType], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Return what a function has returned as arrays. Raise ProtocolError if it is not what the program says."""
-    results = list(made) if isinstance(made, list | tuple) else [made]
-    arrays = [np.asarray(result) for result in results]
-    found = [(array.shape, array.dtype) for array in arrays]
-    wanted = [(shape, of.dtype) for shape, of in zip(shapes, types, strict=True)]
-    if found != wanted:
-        raise ProtocolError(f"{compute.function} has returned {found}, where the program expects {wanted}")
-    return list(map(_stored, arrays))
 
 
 def _stored(array: Array) -> Array:
