@@ -13,6 +13,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import LayoutError, MisuseError, PackError
 from pscluster.core.layouts.layout import Layout
+from pscluster.core.transport.frames import view
 from pscluster.spmd.meshes import session_of
 from pscluster.spmd.tensor import DTensor
 from pscluster.worker.programs.program import ArrayType
@@ -67,7 +68,8 @@ def pack(components: Any, layout: Layout) -> DTensor:
             f"{' here' if len(session.devices) < layout.mesh.size else ''}: give one each"
         )
     arrays = [numeric(component) for component in components]
-    every = [_Component(*facts) for facts in session.gather([_facts_of(array) for array in arrays])]
+    compared = len(layout.owners) < layout.mesh.size  # else there are no replicas
+    every = [_Component(*facts) for facts in session.gather([_facts_of(array, compared) for array in arrays])]
     shape = _check_components(every, layout)
     blocks: dict[int, Array] = {}
     for device, array in zip(session.devices, arrays, strict=True):
@@ -84,8 +86,9 @@ class _Component(NamedTuple):
     digest: str
 
 
-def _facts_of(array: Array) -> list[Any]:
-    return [list(array.shape), array.dtype.name, xxhash.xxh3_128_hexdigest(array.tobytes())]
+def _facts_of(array: Array, compared: bool) -> list[Any]:
+    digest = xxhash.xxh3_128_hexdigest(view(np.ascontiguousarray(array))) if compared else ""
+    return [list(array.shape), array.dtype.name, digest]
 
 
 def _check_components(every: Sequence[_Component], layout: Layout) -> tuple[int, ...]:
