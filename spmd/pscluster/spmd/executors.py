@@ -187,10 +187,11 @@ class Workers:
         )
         if program.variables:
             rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
+        definition = program.definition
+        if definition is None and program.functions:
+            definition = definition_of("local_map", program)
         # Under a definition, workers are sent the text once, and then its digest.
-        fn, args = (run_program, (program.text, *rest)) if program.definition is None else (program.definition, rest)
-        if program.definition is None and program.functions:
-            fn, args = definition_of("local_map", program), rest
+        fn, args = (run_program, (program.text, *rest)) if definition is None else (definition, rest)
         homes, size = coordinator.members(self._workers)
         if self._step is not None:
             self._step.scheduled.wait()  # programs run in order

@@ -2,8 +2,8 @@
 
 An operation is recorded, and sent at once if nothing sent before is still running and what is recorded keeps devices
 busy for longer than it takes to send it; otherwise it goes with the next that is sent, so that a thousand small
-operations are a few messages, and an operation and its fetch are one. Whoever fetches sends what is recorded, and waits
-for that program. Without a fetch, what was recorded last may stay here.
+operations are a few messages, and an operation and its fetch are one. A fetch sends what is recorded, and waits for
+that program. Without a fetch, what was recorded last may stay here.
 
 States of a program:
 
@@ -321,28 +321,32 @@ class Session:
             self._reap()
             if self._unraised is None and len(self._recording):
                 self._send()
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            sent = [running for _, running in self._running]
-        for running in sent:
-            if not running.wait(max(0.0, deadline - time.monotonic())):
-                raise _not_computed(timeout)
+        self._end(self._sent(), timeout)
 
     def _wait(self, timeout: float | None) -> None:
         """Wait until everything that was sent has ended. Raises the first error, or WaitTimeoutError."""
-        with self._lock:
-            sent = [running for _, running in self._running]
-        self._wait_for(sent, timeout)
+        self._wait_for(self._sent(), timeout)
 
     def _wait_for(self, sent: Sequence[Running], timeout: float | None) -> None:
         """Wait until these programs have ended. Raises the first error of all that have, or WaitTimeoutError."""
+        self._end(sent, timeout)
+        self._reap()
+        self._raise_first()
+
+    def _sent(self) -> list[Running]:
+        with self._lock:
+            return [running for _, running in self._running]
+
+    @staticmethod
+    def _end(sent: Sequence[Running], timeout: float | None) -> None:
+        """Wait until these programs have ended, whatever came of them. WaitTimeoutError after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for running in sent:  # in order: programs may end in another one, but the first error is the cause
             if not running.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                assert timeout is not None
-                raise _not_computed(timeout)
-        self._reap()
-        self._raise_first()
+                raise WaitTimeoutError(
+                    f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
+                    "(coordinator.explain() says what waits for what); it goes on"
+                )
 
     # Sending
 
@@ -426,10 +430,3 @@ class Session:
             self._excused = self._recording.number
             self._recording = self._new_recording()
         raise error.with_traceback(None)
-
-
-def _not_computed(timeout: float) -> WaitTimeoutError:
-    return WaitTimeoutError(
-        f"not computed after {timeout:g} s: workers of the mesh compute, are busy otherwise, or are gone "
-        "(coordinator.explain() says what waits for what); it goes on"
-    )
