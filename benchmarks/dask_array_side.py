@@ -9,16 +9,13 @@ import array_models as models
 import dask.array
 import distributed
 import numpy as np
+from dask_side import client_of_workers
 from driver import Handlers, serve, timed
 
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-    """Start a scheduler and the workers, for loopback only."""
-    cluster = distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=50
-    )
-    stack.callback(cluster.close)
-    client = stack.enter_context(distributed.Client(cluster))
+    """Start the workers."""
+    client = client_of_workers(stack)
 
     def persisted(array: Any, rows: int) -> Any:
         return client.persist(dask.array.from_array(array, chunks=(rows, *array.shape[1:])))

@@ -18,13 +18,18 @@ def one() -> int:
     return 1
 
 
-def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
-    """Start a scheduler and the workers, for loopback only."""
+def client_of_workers(stack: contextlib.ExitStack) -> distributed.Client:
+    """Start a scheduler and two workers, for loopback only; return their client."""
     cluster = distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=50
     )
     stack.callback(cluster.close)
-    client = stack.enter_context(distributed.Client(cluster))
+    return stack.enter_context(distributed.Client(cluster))
+
+
+def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
+    """Start the workers."""
+    client = client_of_workers(stack)
 
     def empty(n: int, result: bool) -> float:
         def work() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +12,8 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import array_models as models
 import torch
-import torch.distributed as dist
 from driver import Handlers, serve
-from gloo_side import asked_members
+from gloo_side import asked_members, join_group, time_requests
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 
@@ -48,18 +45,10 @@ def steps_of(mesh: Any) -> Callable[[int], None]:
 
 
 def member(rank: int, size: int, where: str) -> None:
-    """Join the group, over a file, and time what is asked for, a line each, until the input ends."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
-    run = steps_of(mesh)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        dist.barrier()
-        begin = time.perf_counter()
-        run(request["n"])
-        print(time.perf_counter() - begin, flush=True)
+    """Join the group, and time what is asked for."""
+    join_group(rank, size, where)
+    run = steps_of(init_device_mesh("cpu", (size,)))
+    time_requests(lambda request: lambda: run(request["n"]))
 
 
 def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
@@ -70,7 +59,6 @@ def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:
-        sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # torch imports the library's `profile`, not ours
         member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     else:
         serve(start)

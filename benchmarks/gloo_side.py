@@ -25,24 +25,37 @@ from step_models import SIZES, batch
 
 
 def member(rank: int, size: int, where: str) -> None:
-    """Join the group, over a file, and time what is asked for, a line each, until the input ends."""
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # torch imports the library's `profile`, not ours
-    torch.set_num_threads(1)
+    """Join the group, and time what is asked for."""
+    join_group(rank, size, where)
     trainers: dict[str, Any] = {}
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=size)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def work_of(request: Any) -> Callable[[], object]:
         if "model" in request:
             once = trainers.setdefault(request["model"], None) or trainer(request["model"], rank)
             trainers[request["model"]] = once
         else:
             array = torch.ones(request["size"] // 4)
             once = functools.partial(dist.all_reduce, array)
+        return lambda: [once() for _ in range(request["n"])]
+
+    time_requests(work_of)
+
+
+def join_group(rank: int, size: int, where: str) -> None:
+    """Join the group, over a file."""
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # torch imports the library's `profile`, not ours
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=size)
+
+
+def time_requests(work_of: Callable[[Any], Callable[[], object]]) -> None:
+    """Do what is asked for, at once with all others, and print the seconds: a line each, until the input ends."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        work = work_of(json.loads(line))
         dist.barrier()
         begin = time.perf_counter()
-        for _ in range(request["n"]):
-            once()
+        work()
         print(time.perf_counter() - begin, flush=True)
 
 
