@@ -199,7 +199,7 @@ class Training:
 
 
 def mesh_of(devices: int, coordinator: ClusterCoordinator | None) -> Mesh:
-    """Make a mesh of so many devices: of this process, or of a cluster's workers."""
+    """Make a mesh of this number of devices: of this process, or of a cluster's workers."""
     if coordinator is None:
         return spmd.create_mesh([("batch", devices)])
     each, left = divmod(devices, len(coordinator.context.workers))

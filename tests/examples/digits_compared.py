@@ -30,7 +30,7 @@ BATCH = 101  # eight devices get 13 or 12 each, and of the last batch 12 or 11
 
 
 def batches(steps: int, dtype: str) -> list[tuple[Any, Any]]:
-    """The batches of so many steps."""
+    """The batches of the first steps."""
     starts = [step * BATCH % len(Y) for step in range(steps)]
     return [(X[start : start + BATCH].astype(dtype), Y[start : start + BATCH]) for start in starts]
 
@@ -70,7 +70,7 @@ def accuracy(weights: Any) -> float:
 
 
 def compared(rules: Any, dtype: str, steps: int) -> dict[str, Any]:
-    """How the training differs from that of one process after so many steps."""
+    """How the training differs from that of one process after these steps."""
     alone, loss_alone = trained_alone(steps, dtype)
     training, loss = trained(spmd.create_mesh({"batch": 8}), rules, steps, dtype)
     weights = [weight.full() for weight in training.model.weights]

@@ -139,7 +139,7 @@ def trained(mesh: spmd.Mesh, name: str, steps: int = 4, fail: Callable[[], None]
     ],
 )
 def test_variables_survive_workers(durable: Armed, fault: str) -> None:
-    """They have the values of a run in which nobody dies, bit for bit: each step is applied as a whole, and once."""
+    """They have the values of a run without deaths, bit for bit: each step is applied as a whole, and once."""
     with ParameterServerStrategy(durable.cluster, connect_timeout=TIMEOUT) as strategy:
         mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(strategy, max_attempts=10))
         wanted = trained(mesh, "undisturbed")

@@ -19,7 +19,7 @@ class Cuts:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._last: weakref.ref[object] | None = None  # one that nobody has any more is never written
+        self._last: weakref.ref[object] | None = None  # one that was dropped is never written
 
     def begin(self, cut: object) -> None:
         """Note that the servers hold a cut, instead of the one before."""

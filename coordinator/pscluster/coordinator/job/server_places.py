@@ -68,7 +68,7 @@ class ServerPlace:
 
 
 def check_index(index: int, count: int) -> None:
-    """Raise RefusedError if a cluster of so many servers neither has one with this index nor may get it soon."""
+    """Raise RefusedError if a cluster of this size neither has a server with this index nor may get it soon."""
     if index >= count + MAX_WAITING:
         raise RefusedError(
             f"the task is {index}, but the cluster has {count} parameter servers, the last of which is {count - 1}: "

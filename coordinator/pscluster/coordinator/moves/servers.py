@@ -11,7 +11,7 @@ added, and is not counted yet, has none; one that is being removed counts until 
 over must list as many servers as the job has; it is refused otherwise, by server 0, which is the first to save their
 number.
 
-A checkpoint that is being written is waited for (`job.cuts`), and one that is begun meanwhile waits.
+Both wait for a checkpoint that is being written (`job.cuts`), and one that is begun meanwhile waits for them.
 
 Replicas that step together tell all servers, in each call of `run`, which steps are committed. So there (`hold`) the
 servers change between two functions, when all of them have applied all steps: a server that leaves has nothing of a

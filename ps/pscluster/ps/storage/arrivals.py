@@ -42,7 +42,7 @@ from pscluster.ps.storage.tensor_files import lay_out
 from pscluster.v1 import ps_pb2, state_pb2
 
 MAX_FILES = 32
-"""With arrays in so many files, a whole generation is saved, which has few."""
+"""With arrays in this many files, a whole generation is saved, which has few."""
 
 Array = npt.NDArray[Any]
 

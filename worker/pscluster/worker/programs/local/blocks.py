@@ -123,7 +123,7 @@ def _array(value: Any, name: str) -> Array:
     if not is_variable_dtype(array.dtype):
         raise MisuseError(f"{name} has returned {describe(value)}, of {array.dtype.name}: return arrays of numbers")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    # What can be written to may be changed by whoever has it, such as a framework that uses the memory again.
+    # Its owner may change what can be written to, as a framework does that uses the memory again.
     return array.copy(order="C") if array.flags.writeable else np.ascontiguousarray(array).reshape(array.shape)
 
 
