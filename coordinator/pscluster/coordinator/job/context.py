@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 WAIT_PAUSE = 0.05
 """Seconds between two looks whether a server has registered."""
 
+LEAVE_SECONDS = 10.0
+"""For which a server that was removed is kept, until all workers know it."""
+
 HOPELESS = 10.0
 """Seconds for which a job that is ending waits for an unreachable task."""
 
@@ -270,9 +273,13 @@ class JobContext:
             time.sleep(0.005)
 
     def remove_server(self) -> None:
-        """Let go of the server with the highest index, which has nothing any more: its part of the job is over."""
+        """Let go of the server with the highest index, which has nothing any more: its part of the job is over.
 
-        async def remove() -> None:
+        It is told so once all workers know. One that does not may ask it for what has moved, and would take a server
+        that knows nothing of the job for one that has lost it.
+        """
+
+        async def remove() -> PeerAddress:
             server = self.servers[-1]
             if self.dispatcher is not None:
                 self.dispatcher.servers.remove(server)
@@ -286,9 +293,11 @@ class JobContext:
                 self.dispatcher.state.servers_moved()
             self.client.exchanges.remove_server()
             await server.retire()
-            await end_job(server.peer, self.request.job, "the server was removed from the job")
+            return server.peer
 
-        loop.run(remove())
+        peer = loop.run(remove())
+        self.wait_for_workers(LEAVE_SECONDS)
+        loop.run(end_job(peer, self.request.job, "the server was removed from the job"))
 
     def server_waits(self, claim: ServerClaim, peer: PeerAddress) -> None:
         """Take note that a server has registered that the job does not have: it may be added. Errors as `claim`."""
