@@ -13,7 +13,7 @@ from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import check_ids
 from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.variable import Variable, gather_rows
+from pscluster.ps.handles.variable import Variable, distinct_rows
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 Bags = Sequence[npt.ArrayLike] | npt.NDArray[Any]
@@ -106,13 +106,11 @@ def _sums_of(dtype: np.dtype[Any], weighted: bool) -> np.dtype[Any]:
 
 def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     """Gather rows as `gather_rows` does, transferring each distinct one once."""
-    wanted, inverses = [], []
+    wanted, shapes = [], []
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
             raise TypeError(f"an embedding table must be a variable, not {type_of(variable)}")
         checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
-        # NumPy is much faster with the counts than without.
-        unique, inverse, _ = np.unique(checked.reshape(-1), return_inverse=True, return_counts=True)
-        wanted.append((variable, unique))
-        inverses.append(inverse.reshape(checked.shape))
-    return [rows[inverse] for rows, inverse in zip(gather_rows(wanted), inverses, strict=True)]
+        wanted.append((variable, checked.reshape(-1)))
+        shapes.append((*checked.shape, *variable.shape[1:]))
+    return [rows.reshape(shape) for rows, shape in zip(distinct_rows(wanted), shapes, strict=True)]

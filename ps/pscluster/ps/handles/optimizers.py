@@ -23,6 +23,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
 from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
+from pscluster.ps.handles.row_requests import gradient_updates
 from pscluster.ps.handles.scope import current_creator
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.optim import rules
@@ -296,8 +297,7 @@ class Optimizer(Handle):
         if examples is not None and (replicas := replicas_out_of_step()) > 1:
             pairs = shared_out(pairs, examples, replicas)
         updates: list[ShardUpdate] = []
-        for gradient, variable in pairs:
-            own_updates = variable.gradient_updates(gradient, self._spec.id)
+        for (_, variable), own_updates in zip(pairs, gradient_updates(pairs, self._spec.id), strict=True):
             if examples is not None:
                 for update in own_updates:
                     update.item.weight = examples

@@ -24,14 +24,11 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
 from pscluster.ps.client.updates import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
-from pscluster.ps.optim.kernels import deduplicate
 from pscluster.ps.spec import check_kind
 from pscluster.v1 import ps_pb2
 
 ALL = ps_pb2.Rows(all=True)
 """A whole shard."""
-
-_SUMMED = (ps_pb2.APPLY_GRADIENT, ps_pb2.ADD, ps_pb2.SUB)  # updates in which rows of equal ids are summed
 
 
 class ShardRequests:
@@ -145,26 +142,24 @@ class ShardRequests:
             for shard, block in enumerate(self.partition.blocks)
         ]
 
-    def _sparse_updates(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, optimizer: int = 0) -> list[ShardUpdate]:
-        """Return the updates of rows. An optimizer's step counts on shards without such rows, too."""
-        self._check_writable()
-        ids, row_shape = self._ids_of(slices), self.shape[1:]
-        values = converted(slices.values, self.dtype, self.name, "values of the rows", overflow=bool(optimizer))
-        rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows", broadcast=not optimizer)
-        check_kind(kind, self.dtype, self.name)
-        rows, ids = rows.reshape(ids.size, *row_shape), ids.reshape(-1)
-        # As the server would; it sums half types, in a wider type.
-        if kind in _SUMMED and self.dtype.itemsize > 2:
-            ids, sums = deduplicate(ids, rows.reshape(len(ids), math.prod(row_shape)))
-            rows = sums.reshape(len(ids), *row_shape)
+    def row_updates(self, kind: ps_pb2.UpdateKind, ids: Ids, rows: Array, optimizer: int = 0) -> list[ShardUpdate]:
+        """Return the updates of rows, from `checked_rows`. Their step counts on shards without such rows, too."""
         nth = self.next_update()
         updates = []
         for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
             if len(positions) or optimizer:
                 values = rows[_row_index(positions, self.partition.block(shard))]
-                where = ps_pb2.Rows(ids=len(positions))
-                updates.append(self._shard_update(kind, shard, nth, where, values, optimizer, local_ids))
+                updates.append(self.shard_row_update(kind, shard, nth, local_ids, values, optimizer))
         return updates
+
+    def checked_rows(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, optimizer: int) -> tuple[Ids, Array]:
+        """Return the flat ids of an update of rows, and the rows, of shape (ids, ...) and the variable's type."""
+        self._check_writable()
+        ids, row_shape = self._ids_of(slices), self.shape[1:]
+        values = converted(slices.values, self.dtype, self.name, "values of the rows", overflow=bool(optimizer))
+        rows = self._shaped(values, (*ids.shape, *row_shape), "values of the rows", broadcast=not optimizer)
+        check_kind(kind, self.dtype, self.name)
+        return ids.reshape(-1), rows.reshape(ids.size, *row_shape)
 
     def _batch_updates(self, slices: IndexedSlices) -> list[ShardUpdate]:
         self._check_writable()
@@ -187,18 +182,19 @@ class ShardRequests:
             updates.append(self._shard_update(ps_pb2.ASSIGN, shard, nth, where, rows[columns], ids=local_rows))
         return updates
 
-    def gradient_updates(self, gradient: Gradient, optimizer: int) -> list[ShardUpdate]:
-        if self.dtype.kind != "f" and self.dtype.name != "bfloat16":
-            raise InvalidUpdateError(f"variable {self.name!r} is {self.dtype.name}: only floats take gradients")
+    def dense_gradient_updates(self, gradient: npt.ArrayLike, optimizer: int) -> list[ShardUpdate]:
+        self.check_takes_gradients()
         self._check_writable()
-        if isinstance(gradient, IndexedSlices):
-            return self._sparse_updates(ps_pb2.APPLY_GRADIENT, gradient, optimizer)
         array = converted(gradient, self.dtype, self.name, "gradient", overflow=True)
         array = self._shaped(array, self.shape, "gradient", broadcast=False)
         return self._dense_updates(ps_pb2.APPLY_GRADIENT, array, optimizer)
 
+    def check_takes_gradients(self) -> None:
+        if self.dtype.kind != "f" and self.dtype.name != "bfloat16":
+            raise InvalidUpdateError(f"variable {self.name!r} is {self.dtype.name}: only floats take gradients")
+
     def checked_gradient(self, gradient: Gradient) -> Gradient:
-        """Return a gradient as floating arrays that `gradient_updates` takes, copied only if it has another type."""
+        """Return a gradient as floating arrays that updates are made of, copied only if it has another type."""
         if not isinstance(gradient, IndexedSlices):
             return self._floats(gradient, "gradient", self.shape)
         ids = self._ids_of(gradient)
@@ -210,6 +206,17 @@ class ShardRequests:
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
             array = converted(value, self.dtype, self.name, argument, overflow=True)
         return self._shaped(array, shape, argument, broadcast=False)
+
+    def shard_row_update(
+        self, kind: ps_pb2.UpdateKind, shard: int, nth: int, local_ids: Ids, values: Array, optimizer: int
+    ) -> ShardUpdate:
+        """Return the update of these rows of a shard by the columns of theirs that it has."""
+        return self._shard_update(kind, shard, nth, ps_pb2.Rows(ids=len(local_ids)), values, optimizer, local_ids)
+
+    def shard_row_read(self, shard: int, out: Array, rows: slice, local_ids: Ids) -> ShardRead:
+        """Return the read of these rows of a shard into those of an array."""
+        index = (rows, *self.partition.block(shard).slices[1:])
+        return self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(local_ids)), local_ids)
 
     def _shard_update(
         self,

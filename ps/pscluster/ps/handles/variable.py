@@ -26,8 +26,9 @@ from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.updates import ShardUpdate
-from pscluster.ps.handles.indexing import Array, IndexedSlices, advanced_index, gradient_of, wrapped_ids
+from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices, advanced_index, gradient_of, wrapped_ids
 from pscluster.ps.handles.operators import Arithmetic
+from pscluster.ps.handles.row_requests import distinct_reads, row_updates
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL, ShardRequests
 from pscluster.ps.optim.kernels import compute_dtype
@@ -323,7 +324,7 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
     def _scatter(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, *_unused: object) -> Self:
         """Update rows. `_unused` are TensorFlow's other arguments, which have no effect here."""
-        self.client.update(self._sparse_updates(kind, gradient_of(slices)))
+        self.client.update(row_updates(kind, [(gradient_of(slices), self)])[0])
         return self
 
 
@@ -517,6 +518,17 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
     if lookups:
         _one_client([variable for variable, _ in lookups]).read(reads)
     return results
+
+
+def distinct_rows(lookups: Sequence[tuple[Variable, Ids]]) -> list[Array]:
+    """Read rows by flat, checked ids from several variables at once, each distinct one once."""
+    for variable, _ in lookups:
+        if not variable.shape:
+            raise InvalidUpdateError(f"variable {variable.name!r} is a scalar: it has no rows to read")
+    reads, rows = distinct_reads(lookups)
+    if reads:
+        _one_client([variable for variable, _ in lookups]).read(reads)
+    return rows()
 
 
 def read_structure(structure: Any) -> Any:

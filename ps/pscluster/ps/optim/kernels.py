@@ -14,6 +14,7 @@ infinity follow IEEE arithmetic, without warnings: the caller refuses them befor
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
         raise InvalidUpdateError(f"ids of dtype {ids.dtype}, but they must be int64")
     if not grads.size:
         return
-    groups = _Groups.of(ids)
+    groups = Groups.of(ids)
     _workspace.begin()
     with np.errstate(all="ignore"):
         if param.shape[1] > _ROW_BLOCK:
@@ -125,7 +126,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
 
 
 def _apply_narrow_rows(
-    rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
+    rule: UpdateRule, param: Array, groups: Groups, grads: Array, slots: Mapping[str, Array], step: int
 ) -> None:
     """Update blocks of several rows each."""
     width = param.shape[1]
@@ -147,7 +148,7 @@ def _apply_narrow_rows(
 
 
 def _apply_wide_rows(
-    rule: UpdateRule, param: Array, groups: _Groups, grads: Array, slots: Mapping[str, Array], step: int
+    rule: UpdateRule, param: Array, groups: Groups, grads: Array, slots: Mapping[str, Array], step: int
 ) -> None:
     """Update rows of several blocks each, in place."""
     kernel = _Kernel(rule, step, _BLOCK, param, grads, slots)
@@ -169,13 +170,33 @@ def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
     if rows.ndim != 2 or ids.shape != rows.shape[:1]:
         raise InvalidUpdateError(f"rows of shape {rows.shape} for ids of shape {ids.shape}")
     summed_in = compute_dtype(rows.dtype) if _is_real(rows.dtype) and rows.itemsize == 2 else rows.dtype
-    groups = _Groups.of(ids)
+    groups = Groups.of(ids)
     if groups.order is None and summed_in == rows.dtype:
         return ids, rows
+    return groups.ids, _summed(groups, rows, summed_in)
+
+
+def sum_rows(groups: Groups, rows: Array) -> Array:
+    """Return the sum of the rows of each group, added in the order given; rows that need no sum are returned as is.
+
+    The rows, of shape (n, width), may be read-only and unaligned. The sums have their dtype.
+    """
+    return rows if groups.order is None else _summed(groups, rows, rows.dtype)
+
+
+def take_rows(rows: Array, positions: Ids) -> Array:
+    """Return the rows, of shape (n, width) and contiguous, at these positions, each of which there is."""
+    taken = np.empty((len(positions), rows.shape[1]), rows.dtype)
+    if taken.size:
+        np.take(_items(rows), positions, out=_items(taken), mode=_IN_RANGE)
+    return taken
+
+
+def _summed(groups: Groups, rows: Array, summed_in: DType) -> Array:
     width = rows.shape[1]
     result = np.empty((len(groups.ids), width), summed_in)
     if not result.size:
-        return groups.ids, result
+        return result
     _workspace.begin()
     with np.errstate(all="ignore"):
         if width > _ROW_BLOCK:
@@ -188,7 +209,7 @@ def deduplicate(ids: Ids, rows: Array) -> tuple[Ids, Array]:
             sums = _Sums(groups, rows, many, summed_in)
             for start in range(0, len(result), many):
                 sums.write(start, result[start : start + many])
-    return groups.ids, result
+    return result
 
 
 def _check(rule: UpdateRule, param: Array, slots: Mapping[str, Array]) -> None:
@@ -304,8 +325,8 @@ def _loaded(values: Array, buffer: Array | None) -> Array:
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Rows grouped by id."""
+class Groups:
+    """Rows grouped by id, from `of`."""
 
     ids: Ids  # the distinct ones, ascending
     order: Ids | None = None  # the rows' positions sorted by id, stably; None: the rows are in order
@@ -313,7 +334,7 @@ class _Groups:
     counts: Ids | None = None  # for each of `ids`, the number of its rows; None: as above
 
     @classmethod
-    def of(cls, ids: Ids) -> _Groups:
+    def of(cls, ids: Ids) -> Groups:
         n = len(ids)
         if n < 2 or bool((ids[1:] > ids[:-1]).all()):
             return cls(ids)
@@ -336,6 +357,16 @@ class _Groups:
             return cls(keys, order)
         return cls(keys[starts], order, starts, np.diff(starts, append=n))
 
+    @functools.cached_property
+    def inverse(self) -> Ids:
+        """For each row, which of `ids` is its own."""
+        groups = np.arange(len(self.ids), dtype=np.int64)
+        if self.order is None:
+            return groups
+        inverse = np.empty(len(self.order), np.int64)
+        inverse[self.order] = groups if self.counts is None else np.repeat(groups, self.counts)
+        return inverse
+
     def positions(self, index: int) -> list[int]:
         if self.order is None:
             return [index]
@@ -353,7 +384,7 @@ class _Sums:
     `np.add.reduceat`, these operations run along the rows, and each id's rows are added in order.
     """
 
-    def __init__(self, groups: _Groups, rows: Array, many: int, dtype: DType) -> None:
+    def __init__(self, groups: Groups, rows: Array, many: int, dtype: DType) -> None:
         self._groups = groups
         self._rows = np.ascontiguousarray(rows)
         self._items = _items(self._rows)

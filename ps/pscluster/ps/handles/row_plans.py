@@ -1,0 +1,114 @@
+"""Rows of several tables by id, planned at once: one sort finds the distinct rows of all, and who owns them.
+
+Tables are laid end to end, so that an id becomes a place: its row number, after the rows of all tables before. A
+function usually looks rows up and then applies gradients to the same ones, so each thread keeps its last plan for the
+next request of equal ids. A plan holds no table, and depends on nothing that changes: not on who owns a shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pscluster.core.geometry import Partition, split_rows
+from pscluster.ps.handles.indexing import Array, Ids
+from pscluster.ps.optim.kernels import Groups, sum_rows, take_rows
+
+
+class Share(NamedTuple):
+    """What one shard has of the distinct rows."""
+
+    table: int
+    shard: int
+    rows: slice  # of the distinct rows
+    ids: Ids  # their numbers within the shard
+
+
+class RowPlan:
+    """Which rows of which shards are wanted, each once, and where they are in the lists of ids."""
+
+    def __init__(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids) -> None:
+        self._partitions, self._sizes, self._places = partitions, sizes, places
+        self._groups = Groups.of(places)
+        self.spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]
+        """Of each table's ids among all."""
+
+    @staticmethod
+    def of(partitions: tuple[Partition, ...], ids: Sequence[Ids]) -> RowPlan:
+        """Return the plan for these ids: this thread's last one, if it is the same.
+
+        Args:
+            partitions: of each table.
+            ids: a flat array for each table, from `check_ids`.
+        """
+        sizes, starts = tuple(map(len, ids)), _starts(partitions)
+        places = np.empty(sum(sizes), np.int64)  # a copy in any case: the caller may change its ids
+        first = 0
+        for of_table, start in zip(ids, starts, strict=True):
+            np.add(of_table, start, out=places[first : first + len(of_table)])
+            first += len(of_table)
+        last: RowPlan | None = getattr(_threads, "last", None)
+        if last is None or not last._is_for(partitions, sizes, places):
+            last = _threads.last = RowPlan(partitions, sizes, places)
+        return last
+
+    def _is_for(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids) -> bool:
+        return self._sizes == sizes and self._partitions == partitions and bool((self._places == places).all())
+
+    @property
+    def distinct(self) -> int:
+        """The number of distinct rows of all tables."""
+        return len(self._groups.ids)
+
+    @functools.cached_property
+    def shares(self) -> list[Share]:
+        """Of all shards of all tables, in order, those of no row included."""
+        shares: list[Share] = []
+        pieces = iter(split_rows(_end_to_end(self._partitions), self._groups.ids))
+        stop = 0
+        for table, partition in enumerate(self._partitions):
+            count = len(partition.ends[0])
+            across = partition.num_shards // count  # shards that share a piece of axis 0
+            for piece, (_, local_ids) in enumerate(itertools.islice(pieces, count)):
+                start, stop = stop, stop + len(local_ids)
+                shards = range(piece * across, (piece + 1) * across)
+                shares += [Share(table, shard, slice(start, stop), local_ids) for shard in shards]
+        return shares
+
+    def spread(self, rows: Array) -> list[Array]:
+        """Return the rows of each table in the order of its ids, from the distinct ones, of shape (distinct, ...)."""
+        if self._groups.order is not None:
+            flat, inverse = rows.reshape(len(rows), math.prod(rows.shape[1:])), self._groups.inverse
+            rows = take_rows(flat, inverse).reshape(len(inverse), *rows.shape[1:])
+        return [rows[span] for span in self.spans]
+
+    def sums(self, rows: Sequence[Array]) -> Array:
+        """Return the sum of the rows of each distinct one, of shape (distinct, width), in the order given.
+
+        Args:
+            rows: for each table, of shape (ids, width), in one floating type above 2 bytes.
+        """
+        return sum_rows(self._groups, rows[0] if len(rows) == 1 else np.concatenate(rows))
+
+
+_threads = threading.local()
+
+
+@functools.lru_cache(maxsize=256)
+def _starts(partitions: tuple[Partition, ...]) -> tuple[int, ...]:
+    """Return the place of each table's first row."""
+    return (0, *itertools.accumulate(partition.shape[0] for partition in partitions[:-1]))
+
+
+@functools.lru_cache(maxsize=256)
+def _end_to_end(partitions: tuple[Partition, ...]) -> Partition:
+    """Return how the rows of all tables are cut."""
+    starts = _starts(partitions)
+    ends = tuple(start + end for start, cut in zip(starts, partitions, strict=True) for end in cut.ends[0])
+    return Partition((starts[-1] + partitions[-1].shape[0],), (ends,))
