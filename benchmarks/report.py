@@ -121,6 +121,9 @@ workers have run it; TensorFlow's functions are traced by then.
   or 4, with SGD (40 MiB). The dense model is there again with our step computed by torch as well, so that what is
   compared is the training and not NumPy's arithmetic. A synchronous step is one of all replicas; in the asynchronous
   row each worker takes its own.
+- **Recommender**: like DLRM, an id of each table and 13 numbers per example, batches of 512, dense layers on the
+  products of all pairs of rows, Adagrad; computed by torch with one thread a worker, 20 steps a function, beside one
+  process of torch with its sparse gradients. All steps of all workers count.
 - **The raw socket**: the same bytes between as many servers and workers, over a Python socket from each worker to each
   server, with nothing else (`socket_side.py`) but the row's arithmetic: no variables, no checks, no once-only updates,
   nothing kept for a restart, and the same warm memory each time. A dense push is added, by NumPy, once it has all

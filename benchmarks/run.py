@@ -37,6 +37,7 @@ from report import Cost, Report, Results, write
 
 OURS, TENSORFLOW, RAY, TORCH, DASK, GLOO = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask", "torch gloo"
 NUMPY, NUMPY_2, DTENSOR, DASK_ARRAY = "NumPy", "NumPy, two threads", "torch DTensor", "dask.array"
+ALONE, ALONE_2 = "torch, one process", "torch, one process of two threads"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
 OUR_SCRIPTS = {
     OURS: "pscluster_side.py",
@@ -54,6 +55,8 @@ PEERS_SCRIPTS = {  # and what has to be installed for them
     GLOO: ("gloo_side.py", "torch"),
     DTENSOR: ("dtensor_side.py", "torch"),
     DASK_ARRAY: ("dask_array_side.py", "dask"),
+    ALONE: ("torch_side.py", "torch"),
+    ALONE_2: ("torch_side.py --threads=2", "torch"),
 }
 TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
 MIB = 1 << 20
@@ -305,6 +308,25 @@ def _synchronous_rows(workers: int) -> list[Row]:
     return rows
 
 
+def _recommender_rows(ps: int, workers: int) -> list[Row]:
+    """A model like DLRM, computed by torch, beside one process that has all of it."""
+    goal = {(2, 2): 1.2, (2, 1): 0.9}.get((ps, workers))
+    return [
+        Row(
+            f"recommend-{tables}-{ps}-{workers}",
+            f"recommender, {tables} tables of {rows:,} x 32, {ps} servers, {workers} workers",
+            "steps/s",
+            "recommend",
+            dict.fromkeys((OURS, ALONE, ALONE_2), n),
+            (((ALONE,), goal),) if goal else (),
+            _rate(1),
+            {"tables": tables, "rows": rows},
+            slow_to_prepare=True,
+        )
+        for tables, rows, n in ((8, 100_000, 200), (26, 1_000_000, 80))
+    ]
+
+
 def _array_rows() -> list[Row]:
     """Programs on global arrays, on two devices."""
     return [
@@ -351,7 +373,9 @@ class Bench:
         script, module = PEERS_SCRIPTS[name]
         if module not in self._peers:
             return None
-        arguments = [f"--workers={workers}"] if name == GLOO else []
+        script, *arguments = script.split()
+        if name == GLOO:
+            arguments += [f"--workers={workers}"]
         return Side(name, script, *arguments, python=PEERS, isolated=self._isolated)
 
     def group(
@@ -368,6 +392,9 @@ class Bench:
         """
         rows = [row for row in rows if not (self.quick and row.slow_to_prepare)]
         if not rows:
+            return
+        if python == FRAMEWORKS and not FRAMEWORKS.exists():
+            self.report.notes.append("our side with torch is left out: `make frameworks` installs it.")
             return
         names = list(dict.fromkeys(name for row in rows for name in row.sides))
         with contextlib.ExitStack() as stack:
@@ -883,8 +910,16 @@ def main() -> int:
     collectives = {workers: _collective_rows(workers) for workers in (2, 4)}
     together = {workers: _synchronous_rows(workers) for workers in (2, 4)}
     with_torch = {workers: _torch_rows(workers) for workers in (2, 4)}
+    recommenders = {shape: _recommender_rows(*shape) for shape in ((1, 1), (2, 1), (2, 2))}
     arrays = _array_rows()
-    all_groups = (*groups, *collectives.values(), *together.values(), *with_torch.values(), arrays)
+    all_groups = (
+        *groups,
+        *collectives.values(),
+        *together.values(),
+        *with_torch.values(),
+        *recommenders.values(),
+        arrays,
+    )
     keys = [row.key for rows in all_groups for row in rows] + list(COSTS)
     parser = argparse.ArgumentParser(description="Measure pscluster beside its peers.")
     parser.add_argument("--quick", action="store_true", help="less of everything, in two minutes")
@@ -919,11 +954,11 @@ def main() -> int:
         for workers, rows in together.items():
             bench.group([row for row in rows if wanted(row.key)], workers=workers, ours=["synchronous_side.py"])
         for workers, rows in with_torch.items():
+            ours = ["synchronous_side.py", "--torch"]
+            bench.group([row for row in rows if wanted(row.key)], workers=workers, ours=ours, python=FRAMEWORKS)
+        for (ps, workers), rows in recommenders.items():
             rows = [row for row in rows if wanted(row.key)]
-            if rows and not FRAMEWORKS.exists():
-                bench.report.notes.append("our side with torch is left out: `make frameworks` installs it.")
-                continue
-            bench.group(rows, workers=workers, ours=["synchronous_side.py", "--torch"], python=FRAMEWORKS)
+            bench.group(rows, ps=ps, workers=workers, ours=["recommender_side.py"], python=FRAMEWORKS)
         bench.group([row for row in arrays if wanted(row.key)], ps=1, ours=["spmd_side.py"])
         costs(bench, wanted)
     finally:

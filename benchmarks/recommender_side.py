@@ -1,0 +1,105 @@
+"""Our own side of the recommender rows: tables and dense parameters on servers, steps computed by torch in workers.
+
+recommender_side.py [--ps N] [--workers N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from driver import THREADS, Handlers, serve, timed
+from recommender import LEARNING_RATE, WIDTH, Dense, batches, loss_of
+
+from pscluster.coordinator import (
+    ClusterCoordinator,
+    IndexedSlices,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+    __version__,
+    embedding_lookup,
+    initializers,
+    optimizers,
+)
+
+AT_ONCE = 20
+"""Steps of one function."""
+
+
+class Bench:
+    """The handler, and the models by their numbers of tables and rows."""
+
+    def __init__(self, stack: contextlib.ExitStack, num_ps: int, num_workers: int) -> None:
+        cluster = stack.enter_context(
+            LocalCluster(num_ps, num_workers, transport="tcp", env=dict(THREADS), log_level="ERROR")
+        )
+        self.strategy = ParameterServerStrategy(cluster)
+        stack.callback(self.strategy.close)
+        self.coordinator = ClusterCoordinator(self.strategy)
+        self._made: dict[tuple[int, int], Any] = {}
+
+    def _step(self, tables: int, rows: int) -> tuple[Any, Any]:
+        if (tables, rows) not in self._made:
+            strategy = self.strategy
+            with strategy.scope():
+                initial = initializers.RandomNormal(seed=0)
+                embeddings = [Variable(initial((rows, WIDTH), np.float32)) for _ in range(tables)]
+                parameters = [Variable(value.detach().numpy()) for value in Dense(tables).parameters()]
+                adagrad = optimizers.Adagrad(LEARNING_RATE)
+            data = self.coordinator.create_per_worker_dataset(
+                lambda context: itertools.cycle(batches(context.input_pipeline_id, tables, rows))
+            )
+            modules: dict[int, Dense] = {}  # of this worker
+
+            def steps(iterator: Any) -> None:
+                torch.set_num_threads(1)
+                dense = modules.setdefault(tables, Dense(tables))
+                for ids, features, labels in itertools.islice(iterator, AT_ONCE):
+                    looked_up = embedding_lookup(embeddings, ids)
+                    for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
+                        parameter.data = torch.from_numpy(value)
+                    leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
+                    loss = loss_of(dense, features, leaves, labels)
+                    gradients = torch.autograd.grad(loss, [*leaves, *dense.parameters()])
+                    sparse = [
+                        (IndexedSlices(gradient.numpy(), of_table), table)
+                        for gradient, of_table, table in zip(gradients, ids, embeddings, strict=False)
+                    ]
+                    rest = zip((gradient.numpy() for gradient in gradients[tables:]), parameters, strict=True)
+                    adagrad.apply_gradients([*sparse, *rest])
+
+            self._made[tables, rows] = steps, iter(data)
+        return self._made[tables, rows]  # type: ignore[no-any-return]
+
+    def recommend(self, n: int, tables: int, rows: int) -> float:
+        """Seconds for this many training steps, on all workers together."""
+        steps, iterator = self._step(tables, rows)
+
+        def work() -> None:
+            for _ in range(n // AT_ONCE):
+                self.coordinator.schedule(steps, args=(iterator,))
+            self.coordinator.join()
+
+        return timed(work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ps", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+
+    def start(stack: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
+        bench = Bench(stack, options.ps, options.workers)
+        return {"recommend": bench.recommend}, {"pscluster": __version__, "torch": torch.__version__}
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main()
