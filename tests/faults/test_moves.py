@@ -28,7 +28,10 @@ from pscluster.coordinator.api import (
     Checkpoint,
     ClusterCoordinator,
     FixedShardsPartitioner,
+    HashPartitioner,
+    IndexedSlices,
     LocalCluster,
+    ModuloPartitioner,
     ParameterServerStrategy,
     SynchronousStrategy,
     Variable,
@@ -483,3 +486,40 @@ def test_what_can_not_be_moved(tmp_path: Path) -> None:
         with pytest.raises(PsClusterError, match="there is no variable 'whole'"):
             strategy.move_shard(whole, 1 - whole.owners[0])
         until(lambda: cut.owners == (0, 1), "nothing has moved")
+
+
+def test_shards_in_other_orders_of_rows() -> None:
+    """Shards move with their rows, and a server that returns has them from its log."""
+    cuts = [ModuloPartitioner(2), HashPartitioner(3)]
+    start = np.arange(23 * 2, dtype=np.float32).reshape(23, 2)
+    with (
+        LocalCluster(2, 1, durability="log", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, placement="round_robin") as strategy,
+    ):
+        with strategy.scope():
+            tables = [Variable(start, name=f"{number}", partitioner=cut) for number, cut in enumerate(cuts)]
+            rule = optimizers.SGD(1.0, momentum=0.5)
+        ids, momentum, twin = np.array([1, 4, 22]), np.zeros_like(start), start.copy()
+
+        def train() -> None:
+            for table in tables:
+                rule.apply_gradients([(IndexedSlices(np.ones((3, 2), np.float32), ids), table)])
+            momentum[ids] = momentum[ids] * 0.5 + 1
+            twin[ids] -= momentum[ids]
+            for table in tables:
+                np.testing.assert_array_equal(table.numpy(), twin)
+                np.testing.assert_array_equal(table.gather(ids), twin[ids])
+
+        train()
+        for table in tables:
+            strategy.move_shard(table.variables[0], 1)
+        train()
+        pid = cluster.pids["ps", 1]
+        cluster.kill("ps", 1)
+        until(lambda: cluster.pids.get(("ps", 1)) not in (None, pid), "it is started again")
+        train()
+        assert strategy.add_server() == 2
+        strategy.move_shard(tables[0].variables[1], 2)
+        train()
+        strategy.remove_server()
+        train()

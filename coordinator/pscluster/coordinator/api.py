@@ -19,8 +19,10 @@ from pscluster.coordinator.training import callbacks as callbacks  # modules are
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,
+    HashPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
+    ModuloPartitioner,
     Partitioner,
 )
 from pscluster.core import errors as errors
@@ -53,6 +55,7 @@ __all__ = [
     "DataPart",
     "DistributedDataset",
     "FixedShardsPartitioner",
+    "HashPartitioner",
     "History",
     "IndexedSlices",
     "InputContext",
@@ -60,6 +63,7 @@ __all__ = [
     "LocalCluster",
     "MaxSizePartitioner",
     "MinSizePartitioner",
+    "ModuloPartitioner",
     "ParameterServerStrategy",
     "Partitioner",
     "PerReplica",

@@ -2,11 +2,12 @@
 
 Each axis is cut independently, so the blocks form a grid. An axis' cuts are given by the ends of its pieces: length 10
 in four pieces ends at (3, 6, 8, 10). Blocks are numbered in C order over the grid, the last axis fastest. Embeddings
-use the special case of rows, with cuts along axis 0 only.
+use the special case of rows, with cuts along axis 0 only. These may be in another order than that of their ids, see
+`row_orders`. Pieces and blocks are then of places on axis 0, not of ids; `Partition.index` says which rows those are.
 
 All of this is integer arithmetic over whole axes, never over elements, except for `check_ids` and `split_rows`, which
-take arrays of ids. Ends were chosen over (number, remainder): an uneven split, a checkpoint's older split and a mesh of
-unequal machines are then the same thing, and owners are found by bisection.
+take arrays of ids, and for orders of rows. Ends were chosen over (number, remainder): an uneven split, a checkpoint's
+older split and a mesh of unequal machines are then the same thing, and owners are found by bisection.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError
-
-Ids = npt.NDArray[np.int64]
+from pscluster.core.row_orders import RANGE, Ids, RowOrder, by_modulo
 
 BasicIndexItem = SupportsIndex | slice | EllipsisType | None
 BasicIndex = BasicIndexItem | tuple[BasicIndexItem, ...]
@@ -86,13 +86,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Partition:
-    """A shape and the ends of the pieces of each axis.
+    """A shape, the ends of the pieces of each axis, and the order of rows on axis 0.
 
-    Raises ValueError, with the axis and the value, if the ends don't fit the shape; TypeError for a non-integer.
+    Raises ValueError, with the axis and the value, if the ends don't fit the shape, or the order does not fit the cut;
+    TypeError for a non-integer.
     """
 
     shape: tuple[int, ...]  # of the whole array
     ends: tuple[tuple[int, ...], ...]  # for each axis, non-decreasing up to the axis' length: pieces may be empty
+    order: RowOrder = RANGE
 
     def __post_init__(self) -> None:
         # NumPy and protobuf have their own integers and sequences: convert them, so that equal partitions are equal,
@@ -110,10 +112,16 @@ class Partition:
                 raise ValueError(f"axis {axis}: the ends must rise from 0, but they are {ends}")
             if ends[-1] != length:
                 raise ValueError(f"axis {axis}: the last piece must end at {length}, not at {ends[-1]}")
+        if self.order == RANGE:
+            return
+        if not self.shape or any(self.cut_axes):
+            raise ValueError(f"rows are cut by {self.order.kind} along axis 0 alone, not into {self.grid}")
+        if self.order.kind == "modulo" and self.ends[0] != (even := even_ends(self.shape[0], len(self.ends[0]))):
+            raise ValueError(f"axis 0: by modulo, pieces end at {even}, not at {self.ends[0]}")
 
     def __reduce__(self) -> tuple[type[Partition], tuple[object, ...]]:
         """Pickle without cached properties: equal partitions have equal pickles."""
-        return type(self), (self.shape, self.ends)
+        return type(self), (self.shape, self.ends, self.order)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Partition:
@@ -150,7 +158,12 @@ class Partition:
     @functools.cached_property
     def of_rows(self) -> Partition:
         """The partition of the first axis alone."""
-        return Partition(self.shape[:1], self.ends[:1])
+        return Partition(self.shape[:1], self.ends[:1], self.order)
+
+    @functools.cached_property
+    def of_places(self) -> Partition:
+        """The partition whose rows have the numbers of this one's places."""
+        return Partition(self.shape, self.ends)
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
@@ -162,6 +175,30 @@ class Partition:
         if not 0 <= shard < self.num_shards:
             raise IndexError(f"there is no shard {shard} of {self.num_shards}")
         return self.blocks[shard]
+
+    def places(self, ids: Ids) -> Ids:
+        """Return the places of the rows with these ids, which are from `check_ids`."""
+        return self.order.places(ids, self.ends[0])
+
+    def row_ids(self, shard: int) -> Ids:
+        """Return the ids of a shard's rows, in its order. IndexError if there is no such shard, or rank is 0."""
+        block = self.block(shard)
+        return self.order.row_ids(block.start[0], block.stop[0], self.ends[0])
+
+    def index(self, shard: int) -> tuple[Any, ...]:
+        """Return the index of a shard's elements in the whole: `array[partition.index(shard)]`. IndexError as `block`.
+
+        It begins with a slice or, where rows are hashed, with an array of row ids.
+        """
+        block = self.block(shard)
+        if self.order == RANGE:
+            return (*block.slices, ...)  # with the ellipsis, a scalar's selection is a view, too
+        columns = block.slices[1:]
+        return (slice(shard, None, len(self.ends[0])) if self.order.kind == "modulo" else self.row_ids(shard), *columns)
+
+    def has_order_of(self, other: Partition) -> bool:
+        """Return whether rows have the same places in both partitions, which are of one shape."""
+        return self.order == other.order and (self.order.kind != "modulo" or self.ends == other.ends)
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -235,12 +272,22 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
             f"is cut into {partition.grid}"
         )
     flat = ids.reshape(-1)
-    shards = partition.num_shards
+    shards, kind = partition.num_shards, partition.order.kind
+    if kind == "hash":
+        flat = partition.places(flat)
     if shards == 1:
         return [ShardRows(np.arange(flat.size, dtype=np.int64), flat)]
+    if kind == "modulo":
+        owners, local_ids = by_modulo(flat, shards)
+        if shards <= _FEW_SHARDS:
+            positions = ((owners == shard).nonzero()[0] for shard in range(shards))
+            return [ShardRows(own, local_ids[own]) for own in positions]
+        return _grouped(owners, local_ids, shards)
     ends = np.array(partition.ends[0], dtype=np.int64)
     starts = np.concatenate((np.zeros(1, dtype=np.int64), ends[:-1]))
-    if bool((flat[1:] >= flat[:-1]).all()):  # sorted, as from np.unique: common, and several times faster
+    if kind == "range" and bool(
+        (flat[1:] >= flat[:-1]).all()
+    ):  # sorted, as from np.unique: common, and several times faster
         order = np.arange(flat.size, dtype=np.int64)
         cuts = itertools.pairwise((0, *np.searchsorted(flat, ends).tolist()))
         return [ShardRows(order[a:b], flat[a:b] - starts[shard]) for shard, (a, b) in enumerate(cuts)]
@@ -251,7 +298,11 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
         return [ShardRows(own, flat[own] - start) for own, start in zip(positions, starts, strict=True)]
     # "right": of pieces that end at the same row, only the first can hold the rows before it.
     owners = np.searchsorted(ends, flat, side="right")
-    local_ids = flat - starts[owners]
+    return _grouped(owners, flat - starts[owners], shards)
+
+
+def _grouped(owners: Ids, local_ids: Ids, shards: int) -> list[ShardRows]:
+    """Return `split_rows`'s answer, given the owner of each id and its row number there."""
     if shards <= 1 << 16:
         owners = owners.astype(np.uint16)  # NumPy radix-sorts 16 bits, in linear time
     order = np.argsort(owners, kind="stable").astype(np.int64, copy=False)
@@ -265,7 +316,10 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A block, in coordinates of the whole array, that goes from an old shard to a new one."""
+    """A block that goes from an old shard to a new one: in coordinates of the whole array, but places instead of rows.
+
+    If the rows' places change, it is all rows, and it goes what both shards have of them; see `common_rows`.
+    """
 
     old_shard: int
     new_shard: int
@@ -275,19 +329,32 @@ class Move:
 def moves(old: Partition, new: Partition) -> Iterator[Move]:
     """Yield the blocks to move between two splittings of one shape.
 
-    The blocks are not empty, don't overlap and together cover the whole. An unchanged shard also yields one move:
-    whether it actually moves depends on the owners, which this module doesn't know. Raise ValueError, at the first
-    step, if the shapes differ.
+    The blocks are not empty, don't overlap and together cover the whole, unless the rows' places change. An unchanged
+    shard also yields one move: whether it actually moves depends on the owners, which this module doesn't know. Raise
+    ValueError, at the first step, if the shapes differ.
     """
     if old.shape != new.shape:
         raise ValueError(f"shape {old.shape} can't be split again as shape {new.shape}")
     axes = [list(_common_pieces(a, b)) for a, b in zip(old.ends, new.ends, strict=True)]
+    if not old.has_order_of(new):
+        pairs = itertools.product(range(len(old.ends[0])), range(len(new.ends[0])))
+        axes[0] = [_CommonPiece(a, b, 0, old.shape[0]) for a, b in pairs if old.shape[0]]
     for pieces in itertools.product(*axes):
         yield Move(
             old._shard_index(p.old for p in pieces),
             new._shard_index(p.new for p in pieces),
             Block(tuple(p.start for p in pieces), tuple(p.stop for p in pieces)),
         )
+
+
+def common_rows(old: Partition, old_piece: int, new: Partition, new_piece: int) -> tuple[Ids, Ids]:
+    """Return the rows that an old and a new piece of axis 0 have in common: their numbers in the old, and in the new.
+
+    The partitions are of rows, as `of_rows` is, and of the same ones.
+    """
+    local = new.places(old.row_ids(old_piece)) - new.block(new_piece).start[0]
+    inside = np.flatnonzero((local >= 0) & (local < new.block(new_piece).shape[0]))
+    return inside, local[inside]
 
 
 class _CommonPiece(NamedTuple):
@@ -379,6 +446,10 @@ class Selection:
         """The number of indices selected on each axis of the whole."""
         return tuple(axis.count for axis in self.axes)
 
+    def is_all_of(self, shape: tuple[int, ...]) -> bool:
+        """Return whether everything in an array of this shape is selected, in its order."""
+        return self.axes == tuple(AxisSlice.of(range(length)) for length in shape)
+
     @property
     def result_shape(self) -> tuple[int, ...]:
         """The shape of the result, as in NumPy."""
@@ -395,6 +466,8 @@ def select(partition: Partition, index: BasicIndex) -> Selection:
     with step 0; TypeError for any other index, such as a float (an IndexError in NumPy), a bool, a list or an array
     ("advanced indexing" in NumPy).
     """
+    if partition.order != RANGE:
+        raise ValueError(f"rows that are cut by {partition.order.kind} are selected by their ids")
     axes, dropped, added = _normalise(partition.shape, index)
     pieces = [list(_owned(axis, ends)) for axis, ends in zip(axes, partition.ends, strict=True)]
     selected = tuple(

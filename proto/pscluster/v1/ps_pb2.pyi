@@ -39,8 +39,16 @@ class AxisSplit(_message.Message):
     ends: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class RowOrder(_message.Message):
+    __slots__ = ("kind", "seed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    seed: int
+    def __init__(self, kind: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "row_order")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +59,7 @@ class VariableSpec(_message.Message):
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     ASYNCHRONOUS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -61,7 +70,8 @@ class VariableSpec(_message.Message):
     evaluation: int
     asynchronous: bool
     placement: int
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ...) -> None: ...
+    row_order: RowOrder
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ...) -> None: ...
 
 class HeldShard(_message.Message):
     __slots__ = ("variable", "shard", "server")
@@ -676,16 +686,28 @@ class CheckpointReply(_message.Message):
     metadata: _containers.ScalarMap[str, str]
     def __init__(self, shards: _Optional[_Iterable[_Union[CheckpointShard, _Mapping]]] = ..., header_checksum: _Optional[str] = ..., header_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class SavedRows(_message.Message):
+    __slots__ = ("split", "order", "piece")
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    split: AxisSplit
+    order: RowOrder
+    piece: int
+    def __init__(self, split: _Optional[_Union[AxisSplit, _Mapping]] = ..., order: _Optional[_Union[RowOrder, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+
 class RestoreSource(_message.Message):
-    __slots__ = ("tensor", "to", "count")
+    __slots__ = ("tensor", "to", "count", "rows")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     FROM_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     tensor: SavedTensor
     to: _containers.RepeatedScalarFieldContainer[int]
     count: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensor: _Optional[_Union[SavedTensor, _Mapping]] = ..., to: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
+    rows: SavedRows
+    def __init__(self, tensor: _Optional[_Union[SavedTensor, _Mapping]] = ..., to: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., rows: _Optional[_Union[SavedRows, _Mapping]] = ..., **kwargs) -> None: ...
 
 class RestoreArray(_message.Message):
     __slots__ = ("array", "sources")

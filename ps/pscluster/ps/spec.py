@@ -10,6 +10,7 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError
 from pscluster.core.geometry import Partition
 from pscluster.core.limits import MAX_RANK, check_name
+from pscluster.core.row_orders import RANGE, RowOrder
 from pscluster.v1 import ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
@@ -107,12 +108,23 @@ def partition_of(spec: ps_pb2.VariableSpec) -> Partition:
     if len(spec.shape) > MAX_RANK:
         raise ProtocolError(f"variable {spec.name!r} has {len(spec.shape):,} axes; the limit is {MAX_RANK}")
     try:
-        partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits))
+        order = row_order_of(spec.row_order)
+        partition = Partition(tuple(spec.shape), tuple(tuple(split.ends) for split in spec.splits), order)
     except ValueError as error:
         raise ProtocolError(f"variable {spec.name!r}: {error}") from None
     if len(spec.owners) != partition.num_shards:
         raise ProtocolError(f"variable {spec.name!r}: {len(spec.owners)} owners for {partition.num_shards} shards")
     return partition
+
+
+def row_order_of(message: ps_pb2.RowOrder) -> RowOrder:
+    """Return an order of rows. ValueError if it is unknown."""
+    return RowOrder(message.kind, message.seed) if message.kind else RANGE  # type: ignore[arg-type]  # it is checked
+
+
+def row_order_message(order: RowOrder) -> ps_pb2.RowOrder | None:
+    """Return an order of rows as a message; None for that of their numbers."""
+    return None if order == RANGE else ps_pb2.RowOrder(kind=order.kind, seed=order.seed)
 
 
 def check_kind(kind: ps_pb2.UpdateKind, dtype: np.dtype[Any], name: str) -> None:

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import fsspec
 import numpy as np
@@ -28,6 +28,8 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.geometry import Partition
+from pscluster.core.row_orders import RANGE, RowOrder
+from pscluster.ps.spec import row_order_of
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2
 
@@ -85,10 +87,11 @@ class SavedVariable:
     updates: list[int]  # how many each shard had applied
     steps: list[dict[str, int]]  # how many gradients each shard had applied, by optimizer
     named: list[list[SavedNamed]]  # which updates under keys each shard had applied
+    row_order: RowOrder = RANGE
 
     @property
     def partition(self) -> Partition:
-        return Partition(self.shape, self.ends)
+        return Partition(self.shape, self.ends, self.row_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class Index:
         """Add a variable, whose shards follow with `add_file`."""
         ends = tuple(tuple(split.ends) for split in spec.splits)
         variable = SavedVariable(spec.name, tuple(spec.shape), spec.dtype, spec.trainable, ends, {}, [], [], [])
+        variable.row_order = row_order_of(spec.row_order)
         variable.updates = [0] * len(spec.owners)
         variable.steps = [{} for _ in spec.owners]
         variable.named = [[] for _ in spec.owners]
@@ -162,6 +166,9 @@ class Index:
             "weight_map": {tensor.tensor: tensor.file for tensor in self.tensors},
             **asdict(self),
         }
+        for variable in body["variables"].values():
+            if variable["row_order"] == asdict(RANGE):
+                del variable["row_order"]  # as before there were others: older programs refuse only those
         text = json.dumps(body, indent=1, sort_keys=True)
         return (text[:-2] + f',\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n').encode()
 
@@ -220,6 +227,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if is_dataclass(kind) and isinstance(kind, type):
         readers = {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
         return lambda data: kind(**{name: readers[name](value) for name, value in data.items()})
+    if origin is Literal:
+        return lambda data: _scalar(str, data)  # the class checks it
     if origin is dict:
         key, value = map(_reader, of)
         return lambda data: {key(name): value(entry) for name, entry in data.items()}

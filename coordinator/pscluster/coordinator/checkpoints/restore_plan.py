@@ -10,6 +10,7 @@ from pscluster.coordinator.checkpoints.index import SavedVariable
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.geometry import moves
 from pscluster.ps.handles.variable import Variable
+from pscluster.ps.spec import row_order_message
 from pscluster.v1 import ps_pb2
 
 KEYS_PER_REQUEST = 1 << 19  # functions' keys in a request to restore: 4 MiB
@@ -33,6 +34,7 @@ def plan_variable(
             f"{list(saved.shape)} in {path}"
         )
     old, new = saved.partition, variable.partition
+    same_places = old.has_order_of(new)
     shards = [
         requests[owner].shards.add(variable=variable.id, shard=shard_index)
         for shard_index, owner in enumerate(variable.owners)
@@ -57,9 +59,16 @@ def plan_variable(
             fields = asdict(by_shard[move.old_shard])
             del fields["shard"]  # the request names the new one
             source = array.sources.add(tensor=ps_pb2.SavedTensor(array=key, **fields))
-            getattr(source, "from").extend(a - b for a, b in zip(move.block.start, old_block.start, strict=True))
-            source.to.extend(a - b for a, b in zip(move.block.start, new_block.start, strict=True))
-            source.count.extend(move.block.shape)
+            if not same_places:
+                source.rows.split.ends.extend(old.ends[0])
+                if (order := row_order_message(old.order)) is not None:
+                    source.rows.order.CopyFrom(order)
+                source.rows.piece = move.old_shard // (old.num_shards // len(old.ends[0]))
+            axes = slice(0 if same_places else 1, None)
+            start = move.block.start[axes]
+            getattr(source, "from").extend(a - b for a, b in zip(start, old_block.start[axes], strict=True))
+            source.to.extend(a - b for a, b in zip(start, new_block.start[axes], strict=True))
+            source.count.extend(move.block.shape[axes])
     for shard_index, shard in enumerate(shards):
         if (shard_index, "value") not in arrays:
             shard.arrays.add(array="value")  # an empty shard

@@ -12,6 +12,7 @@ from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
 from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
+from pscluster.core.row_orders import RANGE
 from pscluster.ps.storage.tensor_files import Array, join, read
 
 
@@ -46,13 +47,13 @@ class SavedVariables(Mapping[str, Array]):
         if name not in self:
             raise UnknownVariableError(f"{self.path} has no variable {name!r}; it has {', '.join(self)}")
         variable = self._index.variables[name]
-        shards, blocks = variable.arrays["value"], variable.partition.blocks
+        shards, partition = variable.arrays["value"], variable.partition
         try:
-            if len(shards) == 1:
+            if len(shards) == 1 and partition.order == RANGE:
                 return self._shard(shards[0])
             whole: Array = np.empty(variable.shape, dtype_of(variable.dtype))
             for saved in shards:
-                whole[blocks[saved.shard].slices] = self._shard(saved)
+                whole[partition.index(saved.shard)] = self._shard(saved)
         except CheckpointError as error:
             self.failure = error
             raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from pscluster.coordinator.checkpoints.folder import exists, written
 from pscluster.coordinator.checkpoints.index import Index, SavedTensor, SavedVariable, check_whole, dtype_of, read_index
 from pscluster.coordinator.cli.tables import rendered
 from pscluster.core.errors import CheckpointError
+from pscluster.core.row_orders import RANGE
 from pscluster.core.sanitize import shown
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, join, tensor_name, tensor_to_write, verified, write
@@ -36,6 +39,8 @@ def inspect(path: str) -> str:
         size = sum(tensor.bytes for tensors in variable.arrays.values() for tensor in tensors)
         shape = "x".join(map(str, variable.shape)) or "scalar"
         shards = str(variable.partition.num_shards)
+        if variable.row_order != RANGE:
+            shards += f" by {variable.row_order.kind}"
         row = (variable.name, variable.dtype, shape, shards, ", ".join(also), f"{size:,}")
         table.add_row(*(Text(shown(cell)) for cell in row))
     rules = ", ".join(f"{name} ({spec.get('rule', '?')})" for name, spec in index.optimizers.items()) or "none"
@@ -116,7 +121,8 @@ def _whole(path: str, index: Index, variable: SavedVariable, key: str) -> tuple[
     if key.startswith("average/"):  # a shard without one has its value as the average
         tensors = {tensor.shard: tensor for tensor in variable.arrays["value"]} | tensors
     fill = _fill(index, key) if key.startswith("slot/") else 0.0
-    return tensor_to_write(name, dtype, variable.shape), _in_order(path, variable, tensors, dtype, fill)
+    ordered = _in_order if variable.row_order == RANGE else _by_row_ids
+    return tensor_to_write(name, dtype, variable.shape), ordered(path, variable, tensors, dtype, fill)
 
 
 def _fill(index: Index, key: str) -> float:
@@ -151,6 +157,34 @@ class _Shard:
         if not self._left:
             next(self._chunks, None)  # compares the digests
         return taken
+
+
+def _by_row_ids(
+    path: str, variable: SavedVariable, tensors: dict[int, SavedTensor], dtype: np.dtype[Any], fill: float
+) -> Iterator[bytes]:
+    """Yield the whole variable's bytes, some at a time; rows get into the order of their ids in a temporary file."""
+    partition, shape = variable.partition, variable.shape
+    if math.prod(shape) == 0:
+        return
+    row = math.prod(shape[1:]) * dtype.itemsize
+    rows = max(1, CHUNK_BYTES // row)
+    with tempfile.TemporaryFile() as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, shape[0] * row)  # else a full disk would kill this process
+        except OSError as error:
+            raise CheckpointError(
+                f"the rows of {variable.name!r}, {shape[0] * row:,} bytes, are put in order in "
+                f"{tempfile.gettempdir()}, which fails: {error}. Set TMPDIR to a directory with more space"
+            ) from None
+        whole: Array = np.memmap(file, dtype, "w+", shape=shape)
+        for shard, block in enumerate(partition.blocks):
+            saved = _Shard(path, tensors[shard], max(_LEAST_READ_BYTES, CHUNK_BYTES)) if shard in tensors else None
+            for start in range(block.start[0], block.stop[0], rows):
+                stop = min(start + rows, block.stop[0])
+                ids = variable.row_order.row_ids(start, stop, partition.ends[0])
+                whole[ids] = fill if saved is None else saved.take((stop - start, *shape[1:]))
+        for start in range(0, shape[0], rows):
+            yield whole[start : start + rows].tobytes()
 
 
 def _in_order(

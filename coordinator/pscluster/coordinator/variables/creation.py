@@ -19,7 +19,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variable import Variable, VariableList
-from pscluster.ps.spec import RESERVED, partition_of
+from pscluster.ps.spec import RESERVED, partition_of, row_order_message
 from pscluster.v1 import definition_pb2, ps_pb2
 
 _TAKEN = {
@@ -113,6 +113,7 @@ class VariableCreator:
                     owners=owners,
                     trainable=request.trainable,
                     asynchronous=request.consistency == "async",
+                    row_order=row_order_message(partition.order),
                 )
                 reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)

@@ -17,7 +17,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture, split_off_bulk
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.geometry import Partition
-from pscluster.ps.handles.indexing import Array, whole_index
+from pscluster.ps.handles.indexing import Array
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.ps.initializers import Initializer
 from pscluster.v1 import ps_pb2
@@ -36,7 +36,7 @@ class InitialValue:
         """Return the value, cut into one array per shard; None if the servers compute it."""
         if self.value is None:
             return None
-        return [np.ascontiguousarray(self.value[whole_index(block)]) for block in partition.blocks]
+        return [np.ascontiguousarray(self.value[partition.index(shard)]) for shard in range(partition.num_shards)]
 
 
 def initial_value_of(request: VariableRequest, name: str, policy: SerializationPolicy) -> InitialValue:

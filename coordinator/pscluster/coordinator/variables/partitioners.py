@@ -3,7 +3,8 @@
 A partitioner is any callable that takes `(shape, dtype)` and returns the number of shards of every axis. The classes
 here have the names, arguments, defaults and formulas of `tf.distribute.experimental.partitioners`, so that ported code
 cuts as before. They differ only in what did not work there: an axis of length 0, or rows of 0 bytes, give one shard;
-any axis may be cut; all arguments are checked; `MinSizePartitioner(strict=True)` is new.
+any axis may be cut; all arguments are checked; `MinSizePartitioner(strict=True)` is new, and so are `ModuloPartitioner`
+and `HashPartitioner`, which TensorFlow lacks.
 
 Throughout, D is the length of the axis, B the bytes of the variable, and r = B / D the bytes of a row, that is of one
 step along the axis. `geometry.even_ends` decides where the shards end.
@@ -24,6 +25,7 @@ from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Partition
+from pscluster.core.row_orders import RANGE, RowOrder
 
 PartitionerLike = Callable[[tuple[int, ...], "np.dtype[Any]"], Sequence[int]]
 """What `variable_partitioner` takes: `(shape, dtype)` to the number of shards per axis."""
@@ -38,6 +40,7 @@ def element_bytes(dtype: np.dtype[Any], bytes_per_string: int = 16) -> int:
     return dtype.itemsize
 
 
+MAX_SCATTERED_SHARDS = 1024  # of rows by modulo or hash: to restore into another cut, every shard reads every other
 MAX_SHARDS = 10_000  # the most shards of a variable: each adds work on a server, and to every whole read and update
 
 
@@ -51,6 +54,75 @@ class Partitioner(abc.ABC):
         Raises:
             ValueError: the shape has no such axis.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class _ByRow(Partitioner):
+    """Base class of partitioners that spread neighbouring rows over shards, for tables that are read by row ids."""
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        with configuration_errors():
+            checks.whole("num_shards", self.num_shards, at_least=1, at_most=MAX_SCATTERED_SHARDS)
+
+    def __call__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],  # noqa: ARG002  (part of the interface)
+        axis: int = 0,
+    ) -> list[int]:
+        if _axis(shape, axis):
+            raise ConfigurationError(f"{type(self).__name__} cuts rows, on axis 0, not along axis {axis}")
+        return _along(shape, 0, min(self.num_shards, shape[0]))
+
+    @property
+    @abc.abstractmethod
+    def row_order(self) -> RowOrder:
+        """In which order the rows are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuloPartitioner(_ByRow):
+    """Cuts rows into min(num_shards, D) shards by `id % num_shards`, so that neighbours lie on different shards.
+
+    Use it for tables whose frequent ids are neighbours, as when ids are ranks. Ids of which many have the same
+    remainder need `HashPartitioner`. The shards' sizes differ by one row at most.
+
+    Raises:
+        ValueError: the argument is not in 1..1024.
+    """
+
+    @property
+    def row_order(self) -> RowOrder:
+        return RowOrder("modulo")
+
+
+@dataclass(frozen=True, slots=True)
+class HashPartitioner(_ByRow):
+    """Cuts rows into min(num_shards, D) shards by a hash of their ids, so that any pattern of ids is spread.
+
+    The hash is a bijection (see `core/row_orders.py`): the shards' sizes differ by one row at most, and no row takes
+    more memory. It is the same on every machine.
+
+    Args:
+        num_shards: at most 1024.
+        seed: tables of one length, number of shards and seed have the same rows on the same shards.
+
+    Raises:
+        ValueError: an argument is out of range; a seed is in 0..2**64 - 1.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _ByRow.__post_init__(self)
+        with configuration_errors():
+            checks.whole("seed", self.seed, at_least=0, below=1 << 64)
+
+    @property
+    def row_order(self) -> RowOrder:
+        return RowOrder("hash", int(self.seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +276,9 @@ def partition_for(
         counts.append(max(1, min(count, length)))
     if math.prod(counts) > MAX_SHARDS:
         raise wrong(f"which makes {math.prod(counts)} shards, more than {MAX_SHARDS}. Cut it into larger shards.")
-    return Partition.even(shape, counts)
+    even = Partition.even(shape, counts)
+    order = partitioner.row_order if isinstance(partitioner, _ByRow) and even.num_shards > 1 else RANGE
+    return Partition(even.shape, even.ends, order)
 
 
 def _check_positive(partitioner: Partitioner, *names: str) -> None:

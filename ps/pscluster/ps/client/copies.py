@@ -150,8 +150,7 @@ class Copies:
         if result is None or (result.shape, result.dtype) != form:  # callers may change these, too
             result = np.empty(whole.shape, whole.dtype)
         self._given[variable] = [result]
-        for _, item, block in whole.shards:
-            index: Any = (*block.slices, ...)
+        for _, item, block, index in whole.shards:
             result[index] = self._values[variable, item.shard].reshape(block.shape)
         return result
 

@@ -113,11 +113,11 @@ def request_for(job: int, reads: Sequence[ShardRead]) -> tuple[ps_pb2.Request, l
 
 @dataclass(frozen=True, slots=True)
 class WholeVariable:
-    """A variable to read, and for each of its shards the server, the item that asks for it, and its block."""
+    """A variable to read, and for each shard the server, the item that asks for it, its block and its index."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    shards: Sequence[tuple[int, ps_pb2.ReadItem, Block]]
+    shards: Sequence[tuple[int, ps_pb2.ReadItem, Block, Any]]
 
 
 class _Target(NamedTuple):
@@ -138,9 +138,9 @@ class WholeReadPlan(ReadPlan):
         reads: list[ShardRead] = []
         offsets: defaultdict[int, int] = defaultdict(int)
         for result, variable in enumerate(variables):
-            for server, item, block in variable.shards:
+            for server, item, block, shard_index in variable.shards:
                 size = block.size * variable.dtype.itemsize
-                index = (*block.slices, ...) if len(variable.shards) > 1 else None
+                index = shard_index if len(variable.shards) > 1 else None
                 self._targets[server].append(_Target(result, offsets[server], block.shape, index))
                 offsets[server] += size + padding(size)
                 reads.append(ShardRead(server, item, size, memoryview(b"")))  # the bytes go where `deliver_to` says

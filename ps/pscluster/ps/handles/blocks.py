@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.geometry import Block
+from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.updates import ShardUpdate
@@ -57,6 +58,8 @@ def read_blocks(wanted: Sequence[tuple[Variable, Block]]) -> list[Array]:
 
 def shard_of(variable: Variable, block: Block) -> int | None:
     """Return the number of the shard that a block is. None if it is none."""
+    if variable.partition.order != RANGE:
+        return None  # its blocks are of places
     blocks = variable.partition.blocks
     return blocks.index(block) if block in blocks else None
 

@@ -19,6 +19,7 @@ from pscluster.core.context import current_function
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
+from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
@@ -52,15 +53,20 @@ class ShardRequests:
     # Reads
 
     def _whole(self) -> WholeVariable:
-        owners = self.owners
+        owners, index = self.owners, self.partition.index
         blocks = enumerate(self.partition.blocks)
-        shards = [(owners[shard], self._read_item(shard), block) for shard, block in blocks]
+        shards = [(owners[shard], self._read_item(shard), block, index(shard)) for shard, block in blocks]
         return WholeVariable(self.shape, self.dtype, shards)
 
     def _whole_reads(self, out: Array) -> list[ShardRead]:
-        return [self._shard_read(shard, out, whole_index(block)) for shard, block in enumerate(self.partition.blocks)]
+        return [self._shard_read(shard, out, self.partition.index(shard)) for shard in range(self.partition.num_shards)]
 
     def _box_reads(self, selection: Selection, out: Array) -> list[ShardRead]:
+        if self.partition.order != RANGE:
+            if selection.is_all_of(self.shape):
+                return self._whole_reads(out)
+            points = _points_of(selection, self.shape)
+            return self._mask_reads(points, out.reshape(len(points[0]), *self.shape[len(points) :]))
         return [
             self._shard_read(selected.shard, out, whole_index(selected.target), _slices_of(selected.local))
             for selected in selection.shards
@@ -109,7 +115,7 @@ class ShardRequests:
     def _selection(self, index: Any) -> Selection:
         """Return what a basic index selects. IndexError, TypeError or ValueError, with the variable's name."""
         try:
-            return select(self.partition, index)
+            return select(self.partition if self.partition.order == RANGE else self.partition.of_places, index)
         except (IndexError, TypeError, ValueError) as error:
             raise type(error)(f"variable {self.name!r}: {error}") from None
 
@@ -125,6 +131,8 @@ class ShardRequests:
         selection = self._selection(... if at is None else at)
         if array.ndim:
             array = self._shaped(array, selection.result_shape, "value").reshape(selection.counts)
+        if at is not None and self.partition.order != RANGE:
+            return self._point_updates(kind, selection, np.broadcast_to(array, selection.counts))
         nth = self.next_update()
         updates = []
         for selected in selection.shards:
@@ -134,12 +142,31 @@ class ShardRequests:
             updates[-1].item.scalar = not array.ndim  # one number is sent for all elements
         return updates
 
+    def shard_assignment(self, shard: int, value: npt.ArrayLike) -> list[ShardUpdate]:
+        """Return the update that replaces one shard by a value that NumPy broadcasts to its shape."""
+        self._check_writable()
+        array = converted(value, self.dtype, self.name, "value")
+        array = self._shaped(array, self.partition.block(shard).shape, "value")
+        return [self._shard_update(ps_pb2.ASSIGN, shard, self.next_update(), ALL, array)]
+
     def _dense_updates(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[ShardUpdate]:
         """Return the updates of everything by an array of its shape and type."""
         nth = self.next_update()
         return [
-            self._shard_update(kind, shard, nth, ALL, array[whole_index(block)], optimizer)
-            for shard, block in enumerate(self.partition.blocks)
+            self._shard_update(kind, shard, nth, ALL, array[self.partition.index(shard)], optimizer)
+            for shard in range(self.partition.num_shards)
+        ]
+
+    def _point_updates(self, kind: ps_pb2.UpdateKind, selection: Selection, array: Array) -> list[ShardUpdate]:
+        """Return the updates of a box of places that are scattered over the shards, by an array of its shape."""
+        points = _points_of(selection, self.shape)
+        axes, nth = len(points), self.next_update()
+        values = array.reshape(len(points[0]), *self.shape[axes:])
+        return [
+            self._shard_update(
+                kind, shard, nth, ps_pb2.Rows(ids=len(positions), leading=axes), values[positions], ids=local_ids
+            )
+            for shard, positions, local_ids in _shards_of_points(self.partition, points)
         ]
 
     def row_updates(self, kind: ps_pb2.UpdateKind, ids: Ids, rows: Array, optimizer: int = 0) -> list[ShardUpdate]:
@@ -304,6 +331,14 @@ def _slices_of(axes: Sequence[AxisSlice]) -> ps_pb2.Rows:
     return ps_pb2.Rows(slices=ps_pb2.Slices(axes=slices))
 
 
+def _points_of(selection: Selection, shape: tuple[int, ...]) -> list[Ids]:
+    """Return the selected points of axis 0, and of the axes up to the last that is not selected whole."""
+    whole = [axis == AxisSlice.of(range(length)) for axis, length in zip(selection.axes, shape, strict=True)]
+    leading = max((axis + 1 for axis, selected in enumerate(whole) if not selected), default=1)
+    axes = [np.asarray(axis.indices, np.int64) for axis in selection.axes[:leading]]
+    return [coordinates.reshape(-1) for coordinates in np.meshgrid(*axes, indexing="ij")]
+
+
 def _shards_of_rows(partition: Partition, ids: Ids) -> Iterator[tuple[int, ShardRows]]:
     """Yield every shard with those of the ids whose rows lie, in part, on it."""
     pieces = split_rows(partition.of_rows, ids)
@@ -318,6 +353,8 @@ def _shards_of_points(partition: Partition, points: Sequence[Ids]) -> Iterator[t
 
     `points` has the coordinates along each of these axes, in arrays of one length.
     """
+    if partition.order != RANGE:
+        points = [partition.places(points[0]), *points[1:]]
     axes = partition.ends[: len(points)]
     pieces = [np.searchsorted(ends, axis, "right") for ends, axis in zip(axes, points, strict=True)]
     cells = np.ravel_multi_index(pieces, [len(ends) for ends in axes])

@@ -22,6 +22,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.geometry import Block, Partition, check_ids
 from pscluster.core.handles import Handle
+from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead
@@ -72,6 +73,7 @@ class Shard(Arithmetic):
 
     @property
     def block(self) -> Block:
+        """Where it lies in the whole: on axis 0 in numbers of rows or, if they are cut in another order, of places."""
         return self.variable.partition.block(self.index)
 
     @property
@@ -87,11 +89,21 @@ class Shard(Arithmetic):
         """The server that holds it, in the form that a variable has."""
         return (self.variable.owners[self.index],)
 
+    @property
+    def row_ids(self) -> npt.NDArray[np.int64]:
+        """The numbers of its rows in the variable, in the order that they have here. ValueError for a scalar."""
+        if not self.shape:
+            raise ValueError(f"variable {self.variable.name!r} is a scalar: it has no rows")
+        return self.variable.partition.row_ids(self.index)
+
     def read_value(self) -> Array:
         return read_variables([self])[0]
 
     def assign(self, value: npt.ArrayLike) -> None:
-        self.variable.assign(value, at=self.block.slices or ...)
+        if self.variable.partition.order == RANGE:
+            self.variable.assign(value, at=self.block.slices or ...)
+        else:
+            self.variable.client.update(self.variable.shard_assignment(self.index, value))
 
 
 class Variable(ShardRequests, Arithmetic, Handle):

@@ -56,7 +56,7 @@ def make_variable(store: Store, request: ps_pb2.CreateRequest, payload: Payload)
     if request.initializer.name == COPY:
         return HeldVariable(spec, dtype, partition, _copied(store, spec, request.initializer))
     if request.HasField("initializer"):
-        fill = initializer_of(request.initializer, payload.joined(), spec.name)
+        fill = initializer_of(request.initializer, payload.joined(), spec.name, partition)
     else:
         fill = _given(payload)
     arrays = initial_values(spec, partition, dtype, store.index, fill)

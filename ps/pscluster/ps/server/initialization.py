@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterErro
 from pscluster.core.functions.definitions import resolve
 from pscluster.core.geometry import Partition
 from pscluster.core.handles import Handle
+from pscluster.core.row_orders import RANGE
 from pscluster.ps.initializers import from_spec
 from pscluster.v1 import ps_pb2
 
@@ -24,16 +27,58 @@ Fill = Callable[[tuple[int, ...], tuple[int, ...], Array], None]
 """(shape of the whole, where the block starts in it, the block to fill)"""
 
 
-def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str) -> Fill:
-    """Return a function that fills a shard. UnresolvedReference if the user's function can't be found here."""
+_PIECE_BYTES = 4 << 20  # of rows made by built-in initializers for a shard that has only some of them
+
+
+def initializer_of(initializer: ps_pb2.Initializer, bulk: memoryview, name: str, partition: Partition) -> Fill:
+    """Return a function that fills a shard. UnresolvedReference if the user's function can't be found here.
+
+    Where rows lie in another order than their ids, it is called with places. The rows are made in the order of their
+    ids, and those of the shard are taken: the values are the same as in contiguous shards.
+    """
     if not initializer.HasField("function"):
         try:
             built_in = from_spec(initializer.name, json.loads(initializer.numbers or "{}"))
         except (TypeError, ValueError, RecursionError, PsClusterError) as error:
             raise InvalidUpdateError(f"variable {name!r}: {error}") from None
-        return lambda shape, start, out: built_in.generate(shape, start, out)
+        generate: Fill = lambda shape, start, out: built_in.generate(shape, start, out)  # noqa: E731
+        return generate if partition.order == RANGE else functools.partial(_scattered, partition, generate, None)
     function = resolve(initializer.function, bulk, no_handles)
-    return lambda shape, start, out: _call(function, shape, start, out, name)
+    call: Fill = lambda shape, start, out: _call(function, shape, start, out, name)  # noqa: E731
+    if partition.order == RANGE:
+        return call
+    return functools.partial(_scattered, partition, call, lambda dtype: _takes(function, partition.shape, dtype)[2])
+
+
+def _scattered(
+    partition: Partition,
+    fill: Fill,
+    made_of: Callable[[np.dtype[Any]], Literal["none", "named", "any"]] | None,
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    out: Array,
+) -> None:
+    """Fill a shard, which has the places from `start` on, with its rows of an array that `fill` makes in pieces.
+
+    A function that makes blocks is asked for those of contiguous shards, one that makes the whole array only once.
+    Others, without `made_of`, may be asked for any pieces.
+    """
+    if not out.size:
+        fill(shape, start, out)  # checks its parameters
+        return
+    ids = partition.order.row_ids(start[0], start[0] + len(out), partition.ends[0])
+    order = np.argsort(ids, kind="stable")
+    ids, rows = ids[order], shape[0]
+    if made_of is None:
+        pieces = list(range(0, rows, max(1, _PIECE_BYTES * len(out) // out.nbytes)))
+    else:
+        pieces = [0] if made_of(out.dtype) == "none" else [0, *partition.ends[0][:-1]]
+    for first, stop in itertools.pairwise((*pieces, rows)):
+        low, high = np.searchsorted(ids, (first, stop)).tolist()
+        if low < high:
+            made = np.empty((stop - first, *shape[1:]), out.dtype)
+            fill(shape, (first, *start[1:]), made)
+            out[order[low:high]] = made[ids[low:high] - first]
 
 
 def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:

@@ -26,12 +26,14 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import CheckpointMisfitError, StaleError, UnavailableError
+from pscluster.core.geometry import Partition, common_rows
+from pscluster.core.row_orders import Ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.metadata import check_texts
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
-from pscluster.ps.spec import METADATA, SYNCHRONOUS
+from pscluster.ps.spec import METADATA, SYNCHRONOUS, row_order_of
 from pscluster.ps.storage.tensor_files import Array, read, tensor_name, tensor_to_write, write
 from pscluster.v1 import ps_pb2
 
@@ -49,8 +51,8 @@ class _MarkedShard:
 _Named = dict[tuple[int, int], dict[int, set[int]]]
 """By variable and shard, by key of a function: which of its updates were applied."""
 
-_Wanted = dict[tuple[str, str], list[tuple[ps_pb2.RestoreSource, Array]]]
-"""By file and tensor: the parts of it to read, and the arrays that they belong to."""
+_Wanted = dict[tuple[str, str], list[tuple[ps_pb2.RestoreSource, Array, tuple[HeldVariable, int]]]]
+"""By file and tensor: the parts of it to read, the arrays that they belong to, and these arrays' variable and shard."""
 
 
 @dataclass(slots=True)
@@ -216,7 +218,8 @@ class CheckpointParts:
                 arrays[key] = blank_array(store, held[item.variable], shard.array.shape, key)
                 for source in wanted_array.sources:
                     wanted = values if source.tensor.array == "value" else others
-                    wanted.setdefault((source.tensor.file, source.tensor.tensor), []).append((source, arrays[key]))
+                    target = source, arrays[key], (held[item.variable], item.shard)
+                    wanted.setdefault((source.tensor.file, source.tensor.tensor), []).append(target)
             if "value" not in arrays:
                 raise CheckpointMisfitError(f"no values for shard {item.shard} of {held[item.variable].spec.name!r}")
             _check_slots(store, held[item.variable], arrays)
@@ -324,11 +327,26 @@ def _read_into(wanted: _Wanted, where: Callable[[str], str]) -> None:
     """Read each tensor once, into all arrays that contain part of it."""
     for (file, tensor), targets in wanted.items():
         values = read(where(file), targets[0][0].tensor)
-        for source, target in targets:
+        for source, target, (held, shard) in targets:
             try:
-                target[_box(source.to, source.count)] = values[_box(getattr(source, "from"), source.count)]
+                start = getattr(source, "from")
+                if not source.HasField("rows"):
+                    target[_box(source.to, source.count)] = values[_box(start, source.count)]
+                    continue
+                old_rows, new_rows = _rows_in_common(source.rows, held.partition, shard, len(values))
+                columns = _box(source.to, source.count)
+                target[(new_rows, *columns)] = values[(old_rows, *_box(start, source.count))]
             except (ValueError, IndexError, OverflowError) as error:
                 raise CheckpointMisfitError(f"{tensor} does not fit into its variable: {error}") from None
+
+
+def _rows_in_common(saved: ps_pb2.SavedRows, partition: Partition, shard: int, rows: int) -> tuple[Ids, Ids]:
+    """Return the rows that a saved tensor has of a shard, by number in either. ValueError if this makes no sense."""
+    new = partition.of_rows
+    old = Partition(new.shape, (tuple(saved.split.ends),), row_order_of(saved.order))
+    if old.block(saved.piece).shape != (rows,):
+        raise ValueError(f"piece {saved.piece} of its rows has {old.block(saved.piece).shape[0]}, not {rows}")
+    return common_rows(old, saved.piece, new, shard // (partition.num_shards // new.num_shards))
 
 
 def _box(start: Sequence[int], count: Sequence[int]) -> Any:

@@ -21,6 +21,7 @@ from pscluster.core.dtypes import converted
 from pscluster.core.errors import InvalidUpdateError, LayoutError, MisuseError
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.layouts.layout import Layout, Spec
+from pscluster.core.row_orders import RANGE
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.spmd.executors import InProcess, Workers
 from pscluster.spmd.meshes import session_of
@@ -325,7 +326,8 @@ def _on_servers(
             trainable=trainable,
             partitioner=lambda shape, dtype: _cut(layout, shape, name),  # noqa: ARG005
         )
-    if any(block.size and block not in made.partition.blocks for block in layout.partition(made.shape).blocks):
+    blocks = made.partition.blocks if made.partition.order == RANGE else ()
+    if any(block.size and block not in blocks for block in layout.partition(made.shape).blocks):
         raise MisuseError(
             f"variable {made.name!r} is on the servers already, and cut otherwise than {layout!r} does: give the "
             "layout that it was made with, or restore a checkpoint into new servers"
