@@ -12,9 +12,11 @@ from pscluster import spmd
 from pscluster.coordinator import (
     CheckpointManager,
     ClusterCoordinator,
+    HashPartitioner,
     LocalCluster,
     ParameterServerStrategy,
     SynchronousStrategy,
+    Variable,
 )
 from pscluster.core.errors import MisuseError
 from pscluster.spmd import DVariable, Layout, optimizers
@@ -60,6 +62,22 @@ def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path
             again, steps_again = trained(specs, dims, True, job)
             np.testing.assert_array_equal(again, values)
             assert steps_again == steps == 4
+
+
+def test_rows_that_are_hashed_are_no_blocks() -> None:
+    """A variable of another kind that the job has, cut into as many shards, does not become a global one."""
+    with LocalCluster(1, 1, log_level="ERROR") as other:
+        first = ParameterServerStrategy(other, job_name="job")
+        with first.scope():
+            v = Variable(W, name="v", partitioner=HashPartitioner(2))
+        layout_blocks = v.partition.blocks
+        with ParameterServerStrategy(other, job_name="job", take_over=True) as second:
+            mesh = spmd.create_mesh({"x": 2}, coordinator=ClusterCoordinator(second), devices_per_task=2)
+            layout = Layout(["x", None], mesh)
+            assert layout.partition(W.shape).blocks == layout_blocks
+            with pytest.raises(MisuseError, match="is on the servers already, and cut otherwise"):
+                DVariable(np.zeros_like(W), layout, "v")
+        first.close()
 
 
 def test_functions_on_workers_make_none(cluster: LocalCluster) -> None:

@@ -12,13 +12,18 @@ from tests.conftest import run_cluster
 
 from pscluster.coordinator import (
     FixedShardsPartitioner,
+    HashPartitioner,
     IndexedSlices,
     LocalCluster,
+    ModuloPartitioner,
+    Partitioner,
     SynchronousStrategy,
     Variable,
     embedding_lookup,
     optimizers,
+    replica_context,
 )
+from pscluster.ps.client.reduction import REDUCED_BYTES
 
 REPLICAS, BATCH, STEPS = 4, 8, 40
 ROWS, DIM, IDS = 1000, 4, 3
@@ -66,13 +71,18 @@ def alone() -> tuple[list[float], Any, Any]:
     return losses, table, head
 
 
-@pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_tables_beside_dense_parameters(strategy: SynchronousStrategy, consistency: Literal["sync", "async"]) -> None:
+@pytest.mark.parametrize(
+    ("consistency", "partitioner"),
+    [("sync", FixedShardsPartitioner(2)), ("sync", HashPartitioner(2)), ("async", ModuloPartitioner(2))],
+)
+def test_tables_beside_dense_parameters(
+    strategy: SynchronousStrategy, consistency: Literal["sync", "async"], partitioner: Partitioner
+) -> None:
     """In step it is the training of one process. A table that runs free has every row's gradients, too, each replica's
     for itself, and the model learns as well."""
     rows, ones = initial()
     with strategy.scope():
-        table = Variable(rows, name="table", partitioner=FixedShardsPartitioner(2), consistency=consistency)
+        table = Variable(rows, name="table", partitioner=partitioner, consistency=consistency)
         head = Variable(ones, name="head")
         adagrad = optimizers.Adagrad(0.1, initial_accumulator_value=0.1, epsilon=1e-7)
         sgd = optimizers.SGD(0.01)
@@ -99,3 +109,32 @@ def test_tables_beside_dense_parameters(strategy: SynchronousStrategy, consisten
     assert np.mean(expected[-10:]) < 0.7 * np.mean(expected[:10])
     assert sgd.iterations == STEPS
     assert adagrad.iterations == STEPS * (1 if consistency == "sync" else REPLICAS)
+
+
+@pytest.mark.parametrize("steps", [1, 3])  # committed one by one, or together, on the replicas' copies
+def test_dense_gradients_of_rows_in_other_orders(strategy: SynchronousStrategy, steps: int) -> None:
+    """The gradients of a table, small or large enough for the workers to reduce it, belong to their rows."""
+    shapes = [(23, 2), (3 * REDUCED_BYTES // 64, 8)]
+    with strategy.scope():
+        tables = [
+            Variable(np.zeros(shape), name=f"{partitioner} {shape}", partitioner=partitioner)
+            for shape in shapes
+            for partitioner in (ModuloPartitioner(2), HashPartitioner(3))
+        ]
+        momentum = optimizers.SGD(1.0, momentum=0.5)
+
+    def step() -> None:
+        own = 1.0 + replica_context().replica_id
+        for table in tables:
+            values = table.numpy()
+            np.testing.assert_allclose(values, values[0, 1] * np.arange(table.size).reshape(table.shape))
+        gradients = [np.arange(table.size, dtype=float).reshape(table.shape) * own for table in tables]
+        momentum.apply_gradients(zip(gradients, tables, strict=True))
+
+    strategy.run(step, steps=steps)
+    velocity = factor = 0.0
+    for _ in range(steps):
+        velocity = 0.5 * velocity - sum(range(1, REPLICAS + 1))
+        factor += velocity
+    for table in tables:
+        np.testing.assert_allclose(table.numpy(), factor * np.arange(table.size).reshape(table.shape))

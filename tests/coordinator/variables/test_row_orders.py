@@ -31,7 +31,9 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.checkpoints import tools
+from pscluster.ps.handles.blocks import BlockUpdate, read_blocks, shard_updates
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES
+from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
 CUTS = [ModuloPartitioner(2), ModuloPartitioner(3), HashPartitioner(3), HashPartitioner(2, seed=5)]
@@ -175,7 +177,8 @@ def test_gradients_through_every_optimizer(strategy: ParameterServerStrategy, ma
         for slot in slots:
             np.testing.assert_array_equal(rule.slot(one, slot).numpy(), rule.slot(other, slot).numpy())
             np.testing.assert_array_equal(rule.slot(one, slot)[3:9, 1], rule.slot(other, slot)[3:9, 1])
-    np.testing.assert_array_equal(*(rules[2].average(variable).numpy() for variable in pairs[2]))
+    averages = [rules[2].average(variable).numpy() for variable in pairs[2]]
+    np.testing.assert_array_equal(averages[0], averages[1])
 
 
 def test_shards(make: Make, cut: Any) -> None:
@@ -198,6 +201,16 @@ def test_only_where_it_is_named(strategy: ParameterServerStrategy, make: Make) -
     with strategy.scope():
         assert Variable(np.zeros(4)).num_shards == 1
     assert make(1.0).num_shards == 1
+
+
+def test_blocks_of_meshes(make: Make) -> None:
+    """They are read wherever their rows are; none is a shard, so that none can be updated."""
+    twin = np.arange(ROWS * 2.0).reshape(ROWS, 2)
+    table = make(twin)
+    block = table.partition.block(0)
+    np.testing.assert_array_equal(read_blocks([(table, block)])[0], twin[block.slices])
+    with pytest.raises(errors.MisuseError, match="is not cut as the layout of its global array is"):
+        shard_updates([BlockUpdate(ps_pb2.ASSIGN, table, block, twin[block.slices])])
 
 
 def test_what_can_not_be_cut_is_refused(strategy: ParameterServerStrategy) -> None:
