@@ -66,19 +66,18 @@ def _scattered(
     if not out.size:
         fill(shape, start, out)  # checks its parameters
         return
-    ids = partition.order.row_ids(start[0], start[0] + len(out), partition.ends[0])
-    order = np.argsort(ids, kind="stable")
-    ids, rows = ids[order], shape[0]
+    rows = shape[0]
     if made_of is None:
         pieces = list(range(0, rows, max(1, _PIECE_BYTES * len(out) // out.nbytes)))
     else:
         pieces = [0] if made_of(out.dtype) == "none" else [0, *partition.ends[0][:-1]]
     for first, stop in itertools.pairwise((*pieces, rows)):
-        low, high = np.searchsorted(ids, (first, stop)).tolist()
-        if low < high:
+        local = partition.places(np.arange(first, stop)) - start[0]
+        inside = np.flatnonzero((local >= 0) & (local < len(out)))
+        if inside.size:
             made = np.empty((stop - first, *shape[1:]), out.dtype)
             fill(shape, (first, *start[1:]), made)
-            out[order[low:high]] = made[ids[low:high] - first]
+            out[local[inside]] = made[inside]
 
 
 def _call(function: Callable[..., Any], shape: tuple[int, ...], start: tuple[int, ...], out: Array, name: str) -> None:
