@@ -25,7 +25,7 @@ def tables(draw: st.DrawFn, rows: int) -> Partition:
     """Any cut of the rows of a table with two columns, which is cut too if the rows are in ranges."""
     order, shards = draw(orders), draw(st.integers(1, 12))
     ends = even_ends(rows, shards)
-    if order.kind != "modulo" and draw(st.booleans()):
+    if order == RANGE and draw(st.booleans()):
         ends = (*sorted(draw(st.lists(st.integers(0, rows), max_size=5))), rows)
     columns = draw(st.sampled_from([(2,), (1, 2)])) if order == RANGE else (2,)
     return Partition((rows, 2), (ends, columns), order)

@@ -116,8 +116,8 @@ class Partition:
             return
         if not self.shape or any(self.cut_axes):
             raise ValueError(f"rows are cut by {self.order.kind} along axis 0 alone, not into {self.grid}")
-        if self.order.kind == "modulo" and self.ends[0] != (even := even_ends(self.shape[0], len(self.ends[0]))):
-            raise ValueError(f"axis 0: by modulo, pieces end at {even}, not at {self.ends[0]}")
+        if self.ends[0] != (even := even_ends(self.shape[0], len(self.ends[0]))):
+            raise ValueError(f"axis 0: by {self.order.kind}, pieces end at {even}, not at {self.ends[0]}")
 
     def __reduce__(self) -> tuple[type[Partition], tuple[object, ...]]:
         """Pickle without cached properties: equal partitions have equal pickles."""
