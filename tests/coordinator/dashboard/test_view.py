@@ -333,8 +333,7 @@ def test_a_hot_server_needs_attention() -> None:
     assert text == "Needs attention"
     assert problems == [
         "ps 1 carries 78% of the load of 2 servers, most of it for emb, 78% of whose traffic goes there; its most used "
-        "rows are there: spread frequent ids (permute or hash them), or divide it into more shards, such as "
-        "FixedShardsPartitioner(16)"
+        "rows are there: spread them, with Variable(..., partitioner=HashPartitioner(2)) and a restored checkpoint"
     ]
     (problem,) = at(1e7, (0, 1.0))[1]
     assert 'strategy.rebalance(by="load") moves shards of it to the others' in problem

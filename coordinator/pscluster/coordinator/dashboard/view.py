@@ -311,8 +311,8 @@ def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
                 )
             else:
                 remedy = (
-                    "its most used rows are there: spread frequent ids (permute or hash them), or divide it into more "
-                    f"shards, such as FixedShardsPartitioner({8 * count})"
+                    "its most used rows are there: spread them, with Variable(..., "
+                    f"partitioner=HashPartitioner({count})) and a restored checkpoint"
                 )
             text += f", most of it for {most.name}, {share:.0%} of whose traffic goes there; {remedy}"
         problems.append(text)
