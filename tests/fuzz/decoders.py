@@ -258,6 +258,12 @@ def _frames_of_requests() -> list[bytes]:
     filled, _ = creation(22, "float32", (2, 3))
     filled.create.initializer.name, filled.create.initializer.numbers = "random_normal", '{"seed": 1, "stddev": 0.1}'
     made.append((filled, b""))
+    hashed, _ = creation(23, "float32", (4, 2))
+    hashed.create.variable.row_order.CopyFrom(ps_pb2.RowOrder(kind="hash", seed=5))
+    hashed.create.variable.splits[0].ends[:] = [2, 4]
+    hashed.create.variable.owners[:] = [0, 1]
+    hashed.create.initializer.name, hashed.create.initializer.numbers = "zeros", "{}"
+    made.append((hashed, b""))
     schedule = json.dumps(ExponentialDecay(0.1, 3, 0.5).to_spec())
     optimizer = ps_pb2.OptimizerSpec(id=12, name="sgd", rule="sgd", numbers={"learning_rate": 0.1}, schedule=schedule)
     made.append((ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer)), b""))
@@ -329,6 +335,10 @@ class _Servers:
         whole = ps_pb2.RestoreSource(tensor=tensor, to=[0, 0], count=[4, 4])
         getattr(whole, "from").extend([0, 0])
         shard = ps_pb2.RestoreShard(variable=1, arrays=[ps_pb2.RestoreArray(array="value", sources=[whole])])
+        rows = ps_pb2.SavedRows(split=ps_pb2.AxisSplit(ends=[4]), order=ps_pb2.RowOrder(kind="hash", seed=5))
+        scattered = ps_pb2.RestoreSource(tensor=tensor, to=[0], count=[4], rows=rows)
+        getattr(scattered, "from").append(0)
+        shard.arrays[0].sources.append(scattered)
         shard.steps["adam"] = 3
         shard.named.add(nth=[1, 2], keys=[7, 1 << 63])
         common: dict[str, Any] = {"job": JOB, "id": 9, "directory": self._folder}

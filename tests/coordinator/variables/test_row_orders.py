@@ -33,6 +33,7 @@ from pscluster.coordinator import (
 )
 from pscluster.coordinator.checkpoints import tools
 from pscluster.ps.handles.blocks import BlockUpdate, read_blocks, shard_updates
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES
 from pscluster.v1 import ps_pb2
 
@@ -225,6 +226,19 @@ def test_what_can_not_be_cut_is_refused(strategy: ParameterServerStrategy) -> No
     for seed in (-1, 1 << 64, "a"):
         with pytest.raises(errors.ConfigurationError, match="seed"):
             HashPartitioner(2, seed=seed)  # type: ignore[arg-type]
+
+
+def test_a_spec_that_makes_no_sense() -> None:
+    """An order of rows that a peer names is checked, like all else."""
+    spec = ps_pb2.VariableSpec(id=1, name="v", shape=[5], owners=[0, 0], splits=[ps_pb2.AxisSplit(ends=[3, 5])])
+    spec.row_order.kind = "hash"
+    assert partition_of(spec).order == HashPartitioner(2).row_order
+    spec.row_order.kind = "md5"
+    with pytest.raises(errors.ProtocolError, match="variable 'v': there is no order of rows 'md5'"):
+        partition_of(spec)
+    spec.row_order.kind, spec.splits[0].ends[0] = "modulo", 1
+    with pytest.raises(errors.ProtocolError, match="variable 'v': axis 0: by modulo, pieces end at"):
+        partition_of(spec)
 
 
 @pytest.mark.parametrize("servers", [2, 4])
