@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.geometry import Partition
+from pscluster.core.row_orders import RANGE, RowOrder
 from pscluster.ps.handles.row_plans import RowPlan
 
 WIDTH = 3
@@ -14,15 +17,21 @@ TABLE = st.tuples(
     st.integers(1, 40),  # rows
     st.integers(1, 5),  # shards
     st.integers(1, 2),  # pieces of axis 1
+    st.sampled_from([RANGE, RowOrder("modulo"), RowOrder("hash", 7)]),
     st.lists(st.integers(0, 1 << 30), max_size=60),  # ids, before they are cut down to the rows
 )
 
 
 @given(st.lists(TABLE, min_size=1, max_size=5), st.integers(0, 1 << 30))
-def test_a_plan_is_unique_and_add_at_of_each_table(tables: list[tuple[int, int, int, list[int]]], seed: int) -> None:
+def test_a_plan_is_unique_and_add_at_of_each_table(
+    tables: list[tuple[int, int, int, RowOrder, list[int]]], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    partitions = tuple(Partition.even((rows, WIDTH), (shards, across)) for rows, shards, across, _ in tables)
-    ids = [np.array(ids, np.int64) % rows for rows, _, _, ids in tables]
+    partitions = tuple(
+        replace(Partition.even((rows, WIDTH), (shards, across)), order=order if across == 1 else RANGE)
+        for rows, shards, across, order, _ in tables
+    )
+    ids = [np.array(ids, np.int64) % rows for rows, *_, ids in tables]
     values = [rng.normal(size=(rows, WIDTH)).astype(np.float32) for rows, *_ in tables]
     gradients = [rng.normal(size=(len(of_table), WIDTH)).astype(np.float32) for of_table in ids]
     plan = RowPlan.of(partitions, ids)
@@ -32,9 +41,11 @@ def test_a_plan_is_unique_and_add_at_of_each_table(tables: list[tuple[int, int, 
     summed = [np.zeros_like(table) for table in values]
     seen: list[set[int]] = [set() for _ in tables]
     for table, shard, rows, local_ids in plan.shares:
-        block = partitions[table].block(shard)
-        out[rows, block.slices[1]] = values[table][block.slices][local_ids]
-        summed[table][block.slices][local_ids] += sums[rows, block.slices[1]]
+        index, columns = partitions[table].index(shard), partitions[table].block(shard).slices[1]
+        out[rows, columns] = values[table][index][local_ids]
+        of_shard = summed[table][index].copy()
+        of_shard[local_ids] += sums[rows, columns]
+        summed[table][index] = of_shard
         seen[table].add(shard)
         assert len(set(local_ids.tolist())) == len(local_ids)
     assert [len(shards) for shards in seen] == [partition.num_shards for partition in partitions]

@@ -1,6 +1,6 @@
 """Rows of several tables by id, planned at once: one sort finds the distinct rows of all, and who owns them.
 
-Tables are laid end to end, so that an id becomes a place: its row number, after the rows of all tables before. A
+Tables are laid end to end, so that a row's place in its table becomes one after those of all tables before. A
 function usually looks rows up and then applies gradients to the same ones, so each thread keeps its last plan for the
 next request of equal ids. A plan holds no table, and depends on nothing that changes: not on who owns a shard.
 """
@@ -50,8 +50,8 @@ class RowPlan:
         sizes, starts = tuple(map(len, ids)), _starts(partitions)
         places = np.empty(sum(sizes), np.int64)  # a copy in any case: the caller may change its ids
         first = 0
-        for of_table, start in zip(ids, starts, strict=True):
-            np.add(of_table, start, out=places[first : first + len(of_table)])
+        for partition, of_table, start in zip(partitions, ids, starts, strict=True):
+            np.add(partition.places(of_table), start, out=places[first : first + len(of_table)])
             first += len(of_table)
         last: RowPlan | None = getattr(_threads, "last", None)
         if last is None or not last._is_for(partitions, sizes, places):
@@ -108,7 +108,7 @@ def _starts(partitions: tuple[Partition, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _end_to_end(partitions: tuple[Partition, ...]) -> Partition:
-    """Return how the rows of all tables are cut."""
+    """Return how the places of all tables are cut."""
     starts = _starts(partitions)
     ends = tuple(start + end for start, cut in zip(starts, partitions, strict=True) for end in cut.ends[0])
     return Partition((starts[-1] + partitions[-1].shape[0],), (ends,))
