@@ -13,10 +13,12 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.faults.armed import Armed, armed_cluster
 from tests.faults.arming.faults import CALL_KINDS, environment
@@ -39,6 +41,7 @@ from pscluster.coordinator.api import (
     replica_context,
 )
 from pscluster.coordinator.job.live_job import continue_job
+from pscluster.coordinator.moves.balance import PlannedMove
 from pscluster.coordinator.moves.mover import Moved
 from pscluster.core.errors import BusyError, ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.ps.client.reduction import REDUCED_BYTES
@@ -363,8 +366,74 @@ def test_servers_are_balanced() -> None:
         (hot,) = strategy.rebalance(by="load")
         assert hot.shard in ("same-0", "same-1")
         assert [set(variable.numpy().tolist()) for variable in same] == [{200.0}] * 2 + [{0.0}] * 4
-        with pytest.raises(ValueError, match="by is 'luck'; it must be 'bytes' or 'load'"):
-            strategy.rebalance(by="luck")  # type: ignore[arg-type]
+        assert strategy.plan().moves == (), "the counts went along"
+        for call in (strategy.rebalance, strategy.plan):
+            with pytest.raises(ValueError, match="by is 'luck'; it must be 'bytes' or 'load'"):
+                call(by="luck")  # type: ignore[arg-type]
+
+
+def test_a_table_with_skewed_ids_is_planned_and_balanced() -> None:
+    """Its shards are measured one by one; no server then carries more than 1.3 times the mean.
+
+    A plan that no longer fits is refused.
+    """
+    rng, rows = np.random.default_rng(3), 20_000
+    chances = np.arange(1, rows + 1) ** -1.1
+    spread = rng.permutation(rows)  # hot rows are anywhere, as with a cut by hash
+    with (
+        LocalCluster(3, 1, durability="none", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, placement=lambda shard, _: min(shard.ordinal // 12, 2)) as strategy,
+    ):
+        with strategy.scope():
+            table = Variable(np.zeros((rows, 8), np.float32), name="t", partitioner=FixedShardsPartitioner(24))
+            gone = Variable(np.zeros(4, np.float32), name="gone")
+        expected = np.zeros(rows)
+
+        def use() -> npt.NDArray[np.float64]:
+            """Use the table for a while; return the bytes that each server sent and received."""
+            before = strategy.client.statuses()
+            for _ in range(30):
+                ids = spread[rng.choice(rows, 1024, p=chances / chances.sum())]
+                table.gather(ids)
+                table.scatter_add(IndexedSlices(np.ones((len(ids), 8), np.float32), ids))
+                np.add.at(expected, ids, 1)
+            return np.array(
+                [
+                    now.bytes_in + now.bytes_out - then.bytes_in - then.bytes_out
+                    for now, then in zip(strategy.client.statuses(), before, strict=True)
+                ]
+            )
+
+        before = use()
+        assert before.max() > 1.3 * before.mean()
+        plan = strategy.plan()
+        np.testing.assert_allclose(np.array(plan.before) / sum(plan.before), before / before.sum(), atol=0.1)
+        assert plan.moves
+        assert plan.peak <= 1.3
+        moved = strategy.apply(plan)
+        assert [(each.shard, each.source, each.target) for each in moved] == [
+            (f"t/part_{move.shard}", move.source, move.target) for move in plan.moves
+        ]
+        after = use()
+        assert after.max() <= 1.3 * after.mean()
+        assert (table.numpy() == expected[:, None]).all()
+        again = strategy.plan()
+        assert again.peak <= 1.3
+        with pytest.raises(MisuseError, match=r"the plan no longer fits: shard \d+ of 't' is on ps \d by now"):
+            strategy.apply(plan)
+        owners = table.owners
+        (move, *_), index = plan.moves, gone.owners[0]
+        stale = replace(
+            plan, moves=(replace(move, source=move.target, target=0), PlannedMove("gone", 0, index, 0, 1.0))
+        )
+        strategy.delete_variable(gone)
+        with pytest.raises(MisuseError, match="variable 'gone' was deleted; nothing was moved: make a new one"):
+            strategy.apply(stale)
+        with pytest.raises(MisuseError, match=r"ps 3, to which shard .* was removed"):
+            strategy.apply(replace(plan, moves=(replace(move, source=move.target, target=3),)))
+        with pytest.raises(TypeError, match="apply takes a plan"):
+            strategy.apply([])  # type: ignore[arg-type]
+        assert table.owners == owners
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""The cluster in a terminal: `pscluster status --json`, `--watch`, and `pscluster top`."""
+"""The cluster in a terminal: `pscluster status --json`, `--watch`, `pscluster top`, and `pscluster plan`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 def test_a_busy_cluster(tmp_path: Path) -> None:
-    """`status --json` has every task and number, `top` what moves most data, and `--watch` continues until Ctrl-C."""
+    """`status --json` has every task and number, `top` what moves most data, `plan` what would balance the servers.
+
+    `--watch` continues until Ctrl-C.
+    """
     cluster = make_cluster(ps=2, workers=2)
     config = tf_config(cluster, "ps")
     gate = tmp_path / "gate"
@@ -75,6 +78,16 @@ def test_a_busy_cluster(tmp_path: Path) -> None:
         for task in tasks.values():  # where Prometheus finds it
             with urllib.request.urlopen(f"http://{task['metrics_address']}/healthz", timeout=SECONDS) as answer:
                 assert answer.status == 200
+
+        code, output = run("plan", config=config)
+        assert code == 0
+        assert "highest is" in output
+        assert "hot [bold]: its only shard has" in output
+        code, output = run("plan", "--json", config=config)
+        assert code == 0
+        plan = json.loads(output)
+        assert len(plan["before"]) == 2
+        assert plan["cuts"][0]["variable"] == "hot [bold]"
 
         with Process([*PSCLUSTER, "status", "--watch", "--every", "0.2", "--json"], environ(config)) as watch:
             watch.wait_for("all_up", count=3)

@@ -8,6 +8,7 @@ from pscluster.coordinator.dashboard import Dashboard
 from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
@@ -69,6 +70,7 @@ __all__ = [
     "PerReplica",
     "PerWorkerDataset",
     "PerWorkerIterator",
+    "Plan",
     "ProgressLine",
     "ReduceOp",
     "RemoteValue",

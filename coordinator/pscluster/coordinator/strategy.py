@@ -14,6 +14,7 @@ from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.mover import Moved, ShardMover
+from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.moves.servers import add_server, remove_server
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.variables.placement import placement_table
@@ -275,8 +276,7 @@ class ParameterServerStrategy(Strategy):
         """Move shards, one after the other, until all parameter servers have about the same; see `move_shard`.
 
         Args:
-            by: "bytes": of values; or "load": of values read and updated since each server's process began, as far as
-                it is known; shards of one variable on one server count by their bytes.
+            by: as in `plan`.
 
         Returns:
             What was moved: as little as balances the servers to within a few percent, if the shards are small enough.
@@ -285,9 +285,41 @@ class ParameterServerStrategy(Strategy):
             ValueError: `by` is neither.
             PsClusterError: a shard could not be moved. What was moved before stays where it is.
         """
+        with self.context.moving:
+            return self.apply(self.plan(by))
+
+    def plan(self, by: Literal["bytes", "load"] = "load") -> Plan:
+        """Return what would give all parameter servers about the same; changes nothing. `print` shows it.
+
+        Args:
+            by: "load": bytes of values read and updated lately, those of two minutes ago counted half, and so on; or
+                "bytes" of values held, without slots.
+
+        Returns:
+            The shards to move, for `apply`; the variables to cut otherwise in the script, since moves do not help; and
+            the load of each server before and after the moves.
+
+        Raises:
+            ValueError: `by` is neither.
+        """
         if by not in ("bytes", "load"):
             raise ValueError(f"by is {by!r}; it must be 'bytes' or 'load'")
-        return ShardMover(self.context, hold=self.is_synchronous).rebalance(by, range(self._client.num_servers))
+        return ShardMover(self.context).plan(by)
+
+    def apply(self, plan: Plan) -> list[Moved]:
+        """Make the moves of a plan, one after the other, while training runs; see `move_shard`.
+
+        Returns:
+            What was moved.
+
+        Raises:
+            MisuseError: the plan no longer fits: a variable was deleted, a shard is elsewhere by now, or a server was
+                removed; the message names it. Nothing was moved.
+            PsClusterError: a shard could not be moved. What was moved before stays where it is.
+        """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"apply takes a plan, as strategy.plan() returns it, not {type_of(plan)}")
+        return ShardMover(self.context, hold=self.is_synchronous).apply(plan)
 
     def add_server(self, address: str | None = None, *, timeout: float = 60.0) -> int:
         """Take another parameter server for the job, while training runs; return its index.

@@ -55,28 +55,46 @@ class HelloReply(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., store_id: _Optional[int] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., job_name: _Optional[str] = ..., num_servers: _Optional[int] = ..., holder: _Optional[str] = ..., data_port: _Optional[int] = ..., address: _Optional[str] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("busiest", "recorded")
+    __slots__ = ("busiest", "recorded", "shards")
     BUSIEST_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     busiest: int
     recorded: bool
-    def __init__(self, busiest: _Optional[int] = ..., recorded: bool = ...) -> None: ...
+    shards: bool
+    def __init__(self, busiest: _Optional[int] = ..., recorded: bool = ..., shards: bool = ...) -> None: ...
+
+class ShardLoad(_message.Message):
+    __slots__ = ("shard", "bytes", "traffic")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    bytes: int
+    traffic: float
+    def __init__(self, shard: _Optional[int] = ..., bytes: _Optional[int] = ..., traffic: _Optional[float] = ...) -> None: ...
 
 class VariableLoad(_message.Message):
-    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes")
+    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes", "rows", "shape", "shards")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     bytes: int
     reads: int
     read_bytes: int
     updates: int
     update_bytes: int
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ...) -> None: ...
+    rows: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    shards: _containers.RepeatedCompositeFieldContainer[ShardLoad]
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ..., rows: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[ShardLoad, _Mapping]]] = ...) -> None: ...
 
 class Recorded(_message.Message):
     __slots__ = ("run", "asked", "served")

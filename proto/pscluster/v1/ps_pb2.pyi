@@ -778,7 +778,7 @@ class RestoreReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term")
+    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term", "traffic")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -795,6 +795,7 @@ class ShardState(_message.Message):
     FINISHED_STOPS_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     arrays: _containers.RepeatedScalarFieldContainer[str]
     updates: int
     steps: _containers.ScalarMap[int, int]
@@ -804,7 +805,8 @@ class ShardState(_message.Message):
     finished_stops: _containers.RepeatedScalarFieldContainer[int]
     clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
     term: int
-    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ...) -> None: ...
+    traffic: float
+    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
     __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,6 +37,34 @@ class VariableMetrics:
         self.pushed_bytes += nbytes
         self.push_seconds += seconds
         self.rows_updated += rows
+
+
+TRAFFIC_HALF_LIFE = 120.0
+"""Seconds after which the traffic of a shard counts half."""
+
+
+class ShardTraffic:
+    """Bytes of values that were lately read and updated of one shard, which takes them along when it moves.
+
+    Later ones count more: so neither an earlier phase of the job nor a server's restart matters for long.
+    """
+
+    __slots__ = ("_at", "_nbytes")
+
+    def __init__(self, nbytes: float = 0.0) -> None:
+        self._nbytes, self._at = nbytes, time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        self.recent()  # before: nothing is called between the reading and the writing of a counter
+        self._nbytes += nbytes
+
+    def recent(self) -> float:
+        """Return the bytes, those of one half-life ago counted half."""
+        now = time.monotonic()
+        if (past := now - self._at) > 1.0:
+            self._at = now
+            self._nbytes *= 0.5 ** (past / TRAFFIC_HALF_LIFE)
+        return self._nbytes
 
 
 class StoreMetrics:

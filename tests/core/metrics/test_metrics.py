@@ -20,12 +20,13 @@ from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.core.geometry import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
-from pscluster.ps.request_metrics import ServiceMetrics, VariableMetrics
+from pscluster.ps.request_metrics import TRAFFIC_HALF_LIFE, ServiceMetrics, VariableMetrics
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.prepared_reads import PreparedRead
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
+from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.telemetry import WorkerTelemetry
@@ -159,6 +160,29 @@ def test_an_evaluations_copies_take_no_counts_with_them(monkeypatch: pytest.Monk
     reply = node_pb2.StatusReply()
     role.describe_load(reply, 10)
     assert [load.name for load in reply.busiest] == ["own"]
+
+
+def test_loads_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shards if they are asked for, and no more than are allowed; traffic counts half after two minutes."""
+    now = 0.0
+    monkeypatch.setattr("pscluster.ps.request_metrics.time", SimpleNamespace(monotonic=lambda: now))
+    role = ParameterServerRole(0)
+    shards = {index: Shard(np.zeros((2, 4), np.float32)) for index in (1, 3)}
+    spec = ps_pb2.VariableSpec(name="v", shape=[8, 4])
+    held = HeldVariable(spec, np.dtype(np.float32), Partition.even((8, 4), (4,)), shards)
+    monkeypatch.setattr(role.store, "traffic", lambda: [(held, 64)])
+    shards[3].traffic.add(100)
+    now = TRAFFIC_HALF_LIFE
+    shards[3].traffic.add(10)
+    reply = node_pb2.StatusReply()
+    role.describe_load(reply, 1, shards=True)
+    (load,) = reply.busiest
+    assert [(each.shard, each.bytes, each.traffic) for each in load.shards] == [(1, 32, 0.0), (3, 32, 60.0)]
+    assert list(load.shape) == [8, 4]
+    monkeypatch.setattr("pscluster.ps.server.role.MAX_SHARDS", 1)
+    for reply, shown in ((node_pb2.StatusReply(), False), (node_pb2.StatusReply(), True)):
+        role.describe_load(reply, 1, shards=shown)
+        assert [len(load.shards) for load in reply.busiest] == [0]
 
 
 class OneRole(Telemetry):

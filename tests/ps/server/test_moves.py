@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -212,6 +213,10 @@ def test_what_the_target_refuses(sides: tuple[Side, Side]) -> None:
     other = ps_pb2.ShardState(arrays=reply.state.arrays, term=3)
     with pytest.raises(StaleError, match="not in one term"):
         target.ask(Request.COMMIT, state=other, spec=spec)
+    for traffic in (-1.0, math.nan, math.inf):
+        other = ps_pb2.ShardState(arrays=reply.state.arrays, traffic=traffic)
+        with pytest.raises(ProtocolError, match="with a traffic of"):
+            target.ask(Request.COMMIT, state=other, spec=spec)
     for wrong in (spec_of(source.store, 2, 0), spec_of(source.store, 2, 0, 0, 0)):
         with pytest.raises(ProtocolError, match="makes another variable of it"):
             target.store.place(wrong, JOB)

@@ -22,6 +22,7 @@ from pscluster.core.security.tls import INSECURE_VARIABLE, Tls, check_plain, is_
 from pscluster.core.security.tokens import create_token_file, load_token, new_token
 
 if TYPE_CHECKING:
+    from pscluster.coordinator.moves.plan import Measure
     from pscluster.core.transport.channels import PeerAddress
 
 # The commands import slow modules themselves: containers run `pscluster health` every few seconds, and the imports of
@@ -184,6 +185,27 @@ def status_command(watch: bool, every: float, as_json: bool, **credentials: Any)
     from pscluster.coordinator.cli.status import show_status
 
     sys.exit(show_status(_cluster(**credentials), as_text=not as_json, every=every if watch else None))
+
+
+@cli.command("plan")
+@credentials_options
+@click.option(
+    "--by",
+    type=click.Choice(["load", "bytes"]),
+    default="load",
+    show_default=True,
+    help="What servers should have about the same of: bytes read and updated lately, or bytes held.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object, on one line.")
+def plan_command(by: Measure, as_json: bool, **credentials: Any) -> None:
+    """Propose which shards of the cluster in TF_CONFIG should move, and which variables should be cut otherwise.
+
+    Changes nothing: strategy.apply(strategy.plan()) in the script makes the moves. Exit code 1: a server does not
+    answer.
+    """
+    from pscluster.coordinator.cli.plan import show_plan
+
+    sys.exit(show_plan(_cluster(**credentials), by, as_text=not as_json))
 
 
 @cli.command("top")

@@ -106,7 +106,7 @@ def show_status(peers: Sequence[PeerAddress], *, as_text: bool = True, every: fl
         _screen(live=as_text and every is not None) as show,
     ):
         for _ in (0,) if every is None else _rounds(every):
-            answers = _with_joined(asker, peers, explained=True)
+            answers = with_joined(asker, peers, explained=True)
             up = all_up(answers)
             if as_text:
                 show(status_table(answers))
@@ -123,7 +123,7 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
     meter = RateMeter()
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Asker(peers)) as asker, _screen(live=True) as show:
         for round_number in _rounds(every, rounds and rounds + 1):
-            answers = _with_joined(asker, peers, BUSIEST)
+            answers = with_joined(asker, peers, BUSIEST)
             replies = replies_by_task(answers)
             rates = meter.add(time.monotonic(), replies)
             if round_number:
@@ -132,12 +132,14 @@ def show_top(peers: Sequence[PeerAddress], *, every: float, rounds: int = 0, row
     return 0
 
 
-def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False) -> Answers:
+def with_joined(
+    asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *, explained: bool = False, shards: bool = False
+) -> Answers:
     """Return the answers of these tasks, and of those that have joined or moved, from where the coordinator says.
 
     Without those servers that were removed from the job, and do not answer.
     """
-    answers = asker.ask(busiest, explained=explained)
+    answers = asker.ask(busiest, explained=explained, shards=shards)
     coordinator = next((peer for peer, answer in answers.items() if peer.role == "chief"), None)
     answer = answers.get(coordinator) if coordinator is not None else None
     if coordinator is None or answer is None or isinstance(answer, str):
@@ -154,7 +156,7 @@ def _with_joined(asker: Asker, peers: Sequence[PeerAddress], busiest: int = 0, *
     if set(named.values()) == set(answers):
         return answers
     asker.follow(named.values())
-    return asker.ask(busiest, explained=explained)
+    return asker.ask(busiest, explained=explained, shards=shards)
 
 
 def _is_silent(answer: node_pb2.StatusReply | str | None) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pscluster.coordinator.moves.plan import make_plan, measured
 from pscluster.coordinator.observability.events import Event, EventLog, Series
 from pscluster.coordinator.observability.rates import Rates, TaskRates, VariableRates
 from pscluster.coordinator.scheduling.queue_stats import QueueStats, WorkerStats
@@ -292,31 +293,37 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
 
 
 def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:
-    """Describe the servers that slow the job down, with the variable that causes most of their load, and a remedy."""
+    """Describe the servers that slow the job down, with the variable that causes most of their load, and remedies."""
     if sum(row["bytes_in"] + row["bytes_out"] for row in servers) < BUSY_BYTES:
         return []
     problems = []
     for row, peer in zip(servers, snapshot.servers, strict=True):
         if not row["hot"]:
             continue
-        index, count = peer.index, len(servers)
-        text = f"{row['task']} carries {row['share']:.0%} of the load of {count} servers"
+        index = peer.index
+        text = f"{row['task']} carries {row['share']:.0%} of the load of {len(servers)} servers"
         most = max(snapshot.rates.variables, key=lambda variable: variable.servers.get(index, 0.0), default=None)
         if most is not None and (here := most.servers.get(index, 0.0)) > 0:
-            share = here / most.moved
-            if share > 0.99:
-                remedy = (
-                    'strategy.rebalance(by="load") moves shards of it to the others; if it has a single one, divide '
-                    f"it: Variable(..., partitioner=FixedShardsPartitioner({count}))"
-                )
-            else:
-                remedy = (
-                    "its most used rows are there: spread them, with Variable(..., "
-                    f"partitioner=HashPartitioner({count})) and a restored checkpoint"
-                )
-            text += f", most of it for {most.name}, {share:.0%} of whose traffic goes there; {remedy}"
+            text += f", most of it for {most.name}, {here / most.moved:.0%} of whose traffic goes there"
         problems.append(text)
-    return problems
+    return [*problems, *_remedies(snapshot)] if problems else []
+
+
+def _remedies(snapshot: JobSnapshot) -> list[str]:
+    """Return what would balance the servers, by what was lately read and updated."""
+    replies = [snapshot.replies[peer.task] for peer in snapshot.servers if peer.task in snapshot.replies]
+    if len(replies) < len(snapshot.servers):
+        return []
+    plan = make_plan(*measured(replies, "load"), len(replies), "load")
+    remedies = [f"proposed: {cut}" for cut in plan.cuts]
+    if plan.moves:
+        moves = "one shard" if len(plan.moves) == 1 else f"{len(plan.moves)} shards"
+        remedies.insert(
+            0,
+            f"proposed: strategy.apply(strategy.plan()) moves {moves}, after which no server has more than "
+            f"{plan.peak:.2f} times the mean load",
+        )
+    return remedies
 
 
 def _problems(

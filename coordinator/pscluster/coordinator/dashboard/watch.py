@@ -110,7 +110,7 @@ class Watch:
 
         def ask() -> Answers:
             asker.follow(tasks)
-            return asker.ask(BUSIEST, ANSWER_SECONDS)
+            return asker.ask(BUSIEST, ANSWER_SECONDS, shards=True)
 
         new = replies_by_task(await in_thread(ask))
         self._misses = {task: self._misses.get(task, 0) + 1 for task in self._replies if task not in new}

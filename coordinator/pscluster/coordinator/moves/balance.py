@@ -19,21 +19,24 @@ LEAST_GAIN = 0.02
 class PlacedShard:
     """A shard, the server that has it, and its load there."""
 
-    variable: int
+    variable: str
     shard: int
     server: int
     load: float
 
 
 @dataclass(frozen=True, slots=True)
-class Relocation:
-    """A shard that is to move, and where to."""
+class PlannedMove:
+    """A shard that is to move, from one server to another."""
 
-    shard: PlacedShard
+    variable: str
+    shard: int
+    source: int
     target: int
+    load: float
 
 
-def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[Relocation]:
+def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[PlannedMove]:
     """Return the moves that balance these servers; shards of others move to them, the heaviest first."""
     loads = dict.fromkeys(servers, 0.0)
     at: dict[int, list[PlacedShard]] = {server: [] for server in servers}
@@ -56,7 +59,12 @@ def balanced(shards: Iterable[PlacedShard], servers: Sequence[int]) -> list[Relo
         # Afterwards the heavier of the two has this much less than the heavier one before.
         best = max(at[heavy], key=lambda shard: min(shard.load, gap - shard.load), default=None)
         if best is None or min(best.load, gap - best.load) <= least:
-            return [Relocation(shard, server) for server in servers for shard in at[server] if shard.server != server]
+            return [
+                PlannedMove(shard.variable, shard.shard, shard.server, server, shard.load)
+                for server in servers
+                for shard in at[server]
+                if shard.server != server
+            ]
         at[heavy].remove(best)
         at[light].append(best)
         loads[heavy] -= best.load

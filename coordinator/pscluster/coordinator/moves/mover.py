@@ -7,14 +7,14 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pscluster.coordinator.job.context import HasJob, JobContext
-from pscluster.coordinator.moves.balance import PlacedShard, Relocation, balanced
+from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
+from pscluster.coordinator.moves.plan import Measure, Plan, make_plan, measured, misfit
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
@@ -99,7 +99,7 @@ class ShardMover:
 
     def __init__(self, job: HasJob, *, hold: bool = False) -> None:
         self._context, self._hold = job.context, hold
-        self._variables: dict[int, Variable] = {}
+        self._variables: dict[str, Variable] = {}
 
     def move(self, shard: Shard, target: int) -> Moved | None:
         """Move a shard to the server with this index while training runs; None if it is there already.
@@ -133,44 +133,42 @@ class ShardMover:
             )
             return self._run(course)
 
-    def rebalance(self, by: Literal["bytes", "load"], servers: Sequence[int]) -> list[Moved]:
-        """Move shards one after the other until these servers have about the same; see `ParameterServerStrategy`."""
-        moves = balanced(self.shards(by), servers)
-        return [moved for relocation in moves if (moved := self.relocate(relocation)) is not None]
+    def plan(self, by: Measure) -> Plan:
+        """Return what would balance all servers; see `ParameterServerStrategy.plan`."""
+        client, num_servers = self._context.client, self._context.client.num_servers
+        known, uses = measured(client.statuses(MAX_COUNT, shards=True), by)
+        loads = {(shard.variable, shard.shard): shard.load for shard in known}
+        shards = self.shards()
+        if by == "load":
+            shards = [replace(shard, load=loads.get((shard.variable, shard.shard), 0.0)) for shard in shards]
+        return make_plan(shards, uses, num_servers, by)
 
-    def shards(self, by: Literal["bytes", "load"] = "bytes") -> list[PlacedShard]:
-        """Return all shards of the job, also of variables that the script has not made again yet."""
+    def apply(self, plan: Plan) -> list[Moved]:
+        """Make the moves of a plan, one after the other, if all of them fit; see `ParameterServerStrategy.apply`."""
+        with self._context.moving:
+            places = {(shard.variable, shard.shard): shard.server for shard in self.shards()}
+            if (why := misfit(plan, places, self._context.client.num_servers)) is not None:
+                raise MisuseError(f"the plan no longer fits: {why}; nothing was moved: make a new one")
+            return [moved for move in plan.moves if (moved := self.carry_out(move)) is not None]
+
+    def shards(self) -> list[PlacedShard]:
+        """Return all shards of the job by bytes, also of variables that the script has not made again yet."""
         client, shards = self._context.client, list[PlacedShard]()
-        loads = self._loads() if by == "load" else {}
         for spec in client.directory()[0].variables:
             if spec.evaluation:
                 continue
-            variable = self._variables[spec.id] = Variable.of(spec, client)
+            variable = self._variables[spec.name] = Variable.of(spec, client)
             for shard in map(functools.partial(Shard, variable), range(variable.num_shards)):
-                server, load = shard.owners[0], float(shard.nbytes)
-                if by == "load":
-                    here = sum(each.nbytes for each in variable.variables if each.owners == shard.owners)
-                    load *= loads.get((server, variable.name), 0.0) / max(here, 1)
-                shards.append(PlacedShard(spec.id, shard.index, server, load))
+                shards.append(PlacedShard(spec.name, shard.index, shard.owners[0], float(shard.nbytes)))
         return shards
 
-    def relocate(self, relocation: Relocation) -> Moved | None:
+    def carry_out(self, move: PlannedMove) -> Moved | None:
         """Move a shard of those that `shards` has returned; None if its variable was deleted meanwhile."""
         try:
-            return self.move(
-                Shard(self._variables[relocation.shard.variable], relocation.shard.shard), relocation.target
-            )
+            return self.move(Shard(self._variables[move.variable], move.shard), move.target)
         except MisuseError as error:
             logger.info("not moved: %s", error)
             return None
-
-    def _loads(self) -> dict[tuple[int, str], float]:
-        """Return the bytes read and updated, by server and variable, since each server's process began."""
-        return {
-            (server, known.name): float(known.read_bytes + known.update_bytes)
-            for server, status in enumerate(self._context.client.statuses(busiest=MAX_COUNT))
-            for known in status.busiest
-        }
 
     def _run(self, course: _Course) -> Moved | None:
         begin, move = time.monotonic(), course.move

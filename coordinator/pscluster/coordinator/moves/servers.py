@@ -78,8 +78,8 @@ def remove_server(context: JobContext, *, hold: bool = False) -> list[Moved]:
         task = context.servers[last].peer.task
         context.variables.resize(last)
         try:
-            for relocation in balanced(mover.shards(), range(last)):
-                if relocation.shard.server == last and (done := mover.relocate(relocation)) is not None:
+            for move in balanced(mover.shards(), range(last)):
+                if move.source == last and (done := mover.carry_out(move)) is not None:
                     moved.append(done)
             with context.placing_of_servers(), held(context) if hold else contextlib.nullcontext():
                 if any(last in spec.owners for spec in client.directory()[last].variables):

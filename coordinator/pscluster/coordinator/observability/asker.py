@@ -37,12 +37,15 @@ class Asker:
         self._channels = {peer: self._channels.get(peer) or open_peer_channel(peer) for peer in peers}
         self._stubs = {peer: Stub(channel, NODE_SERVICE) for peer, channel in self._channels.items()}
 
-    def ask(self, busiest: int = 0, timeout: float = ASK_SECONDS, *, explained: bool = False) -> Answers:
+    def ask(
+        self, busiest: int = 0, timeout: float = ASK_SECONDS, *, explained: bool = False, shards: bool = False
+    ) -> Answers:
         """Return each task's answer, within `timeout` seconds, with the `busiest` variables of each server.
 
-        `explained`: find out why a task does not answer by connecting to it, which takes a few seconds more.
+        `shards`: with the shards of these variables. `explained`: find out why a task does not answer by connecting to
+        it, which takes a few seconds more.
         """
-        request = node_pb2.StatusRequest(busiest=busiest)
+        request = node_pb2.StatusRequest(busiest=busiest, shards=shards)
 
         def answer(peer: PeerAddress) -> Answer:
             try:

@@ -124,8 +124,8 @@ class Role:
         """Return records of the last functions and requests. Not under the node's lock."""
         return ()
 
-    def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
-        """Fill in the `busiest` most used items. Not under the node's lock."""
+    def describe_load(self, reply: node_pb2.StatusReply, busiest: int, *, shards: bool = False) -> None:
+        """Fill in the `busiest` most used items, perhaps with their shards. Not under the node's lock."""
 
 
 @dataclass
@@ -216,7 +216,7 @@ class NodeService:
         if request.recorded:
             reply.recorded.extend(self._role.recorded())
         if request.busiest:
-            self._role.describe_load(reply, request.busiest)
+            self._role.describe_load(reply, request.busiest, shards=request.shards)
         reply.clock = time.monotonic()
         return reply
 

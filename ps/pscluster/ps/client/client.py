@@ -171,10 +171,10 @@ class PsClient:
                 with contextlib.suppress(ShardMovedError):  # it was removed, and loses nothing any more
                     self._describe(self.exchanges.server(index), ps_pb2.DescribeRequest(job=self.job, seen=seen))
 
-    def statuses(self, busiest: int = 0) -> list[node_pb2.StatusReply]:
-        """Return every server's status, each with as many of the variables that are used most."""
+    def statuses(self, busiest: int = 0, *, shards: bool = False) -> list[node_pb2.StatusReply]:
+        """Return every server's status, each with as many of the variables that are used most, perhaps with shards."""
         self.exchanges.check_open()
-        request = node_pb2.StatusRequest(busiest=busiest)
+        request = node_pb2.StatusRequest(busiest=busiest, shards=shards)
 
         def ask(server: Server) -> node_pb2.StatusReply:
             about = functools.partial(server.ask, "node", "status", request, self._timeout)

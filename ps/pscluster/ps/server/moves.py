@@ -39,6 +39,7 @@ import numpy.typing as npt
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, view
+from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.store import Store
@@ -157,6 +158,7 @@ class Moves:
         _, shard = store.directory.find(request.variable, request.shard)
         if any(change.shard is shard for staged in store.runs.staged() for change in staged.changes):
             raise StaleError("a synchronous step that changes the shard is under way")
+        store.count_reads()
         with shard.lock:
             shard_pages = _tracked(shard, request)
             shard.freeze()
@@ -164,6 +166,7 @@ class Moves:
             state = reply.state
             state.updates = shard.updates
             state.steps.update(shard.steps)
+            state.traffic = shard.traffic.recent()
             with store.ledger() as ledger:
                 state.term = ledger.term
                 state.keys.extend(ledger.saved_keys(request.variable, request.shard))
@@ -264,6 +267,9 @@ class Moves:
         shard = Shard(arrays["value"], state.updates)
         shard.put(arrays)
         shard.steps.update(state.steps)
+        if not 0 <= state.traffic < math.inf:
+            raise ProtocolError(f"a move of {spec.name!r} with a traffic of {state.traffic} bytes")
+        shard.traffic = ShardTraffic(state.traffic)
         shard.arriving = threading.Event()
         with store.ledger() as ledger:
             for keys in (staged.state.keys, state.keys):

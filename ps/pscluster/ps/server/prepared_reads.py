@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from pscluster.core.transport.frames import Buffer, before_payload, padding
-from pscluster.ps.request_metrics import VariableMetrics
+from pscluster.ps.request_metrics import ShardTraffic, VariableMetrics
 from pscluster.v1 import ps_pb2
 
 MAX_PREPARED = 64
@@ -25,7 +25,9 @@ class PreparedRead:
     """The answer to a request that the server has seen before: the current values of its arrays."""
 
     def __init__(
-        self, sources: Sequence[tuple[threading.Lock, memoryview]], metrics: Sequence[VariableMetrics] = ()
+        self,
+        sources: Sequence[tuple[threading.Lock, memoryview]],
+        metrics: Sequence[tuple[VariableMetrics, ShardTraffic]] = (),
     ) -> None:
         self._times, self._seconds = 0, 0.0  # how often it was answered, and the time that took
         self._counted = 0, 0.0
@@ -44,7 +46,8 @@ class PreparedRead:
         self._counted = self._counted[0] + times, self._counted[1] + seconds
         if times:
             total = sum(len(values) for _, values, _ in self._sources) or 1
-            for metrics, (_, values, _) in zip(self._metrics, self._sources, strict=True):
+            for (metrics, traffic), (_, values, _) in zip(self._metrics, self._sources, strict=True):
+                traffic.add(len(values) * times)
                 metrics.read(len(values) * times, seconds * len(values) / total, 0, times)
 
     def reply(self) -> list[Buffer]:

@@ -130,6 +130,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
             segment: Buffer | Snapshot = _gather(source, ids)
         else:
             segment = _block(store, source)
+        traffic = source.shard.traffic
         del source  # it would keep the shard's old array alive if that is replaced while the client is slow
         if isinstance(segment, Snapshot):
             with closing(segment):
@@ -142,6 +143,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         if which not in ("version", "gradients") and (held := store.directory.variables.get(item.variable)) is not None:
             end = time.monotonic()
             held.metrics.read(size, end - begin, item.rows.ids)
+            traffic.add(size)
             begin = end
 
 

@@ -23,8 +23,11 @@ from pscluster.v1 import node_pb2
 OWN_SECONDS = 3.0
 """How long a restarted server is reserved for its previous coordinator, which dials every quarter of a second."""
 
-MAX_BUSIEST = 256
+MAX_BUSIEST = 4096
 """The most variables that a status lists."""
+
+MAX_SHARDS = 16_384
+"""The most shards of these that it lists."""
 
 
 class ParameterServerRole(Role):
@@ -159,16 +162,21 @@ class ParameterServerRole(Role):
         if self.waiting:
             reply.state = "restored, waiting for its coordinator"
 
-    def describe_load(self, reply: node_pb2.StatusReply, busiest: int) -> None:
+    def describe_load(self, reply: node_pb2.StatusReply, busiest: int, *, shards: bool = False) -> None:
         """Report the variables with the most bytes read and updated."""
         most = min(busiest, MAX_BUSIEST)
-        traffic = [
-            (held.spec.name, nbytes, held.metrics) for held, nbytes in self.store.traffic() if not held.spec.evaluation
-        ]
+        traffic = [(held, nbytes, held.metrics) for held, nbytes in self.store.traffic() if not held.spec.evaluation]
         largest = heapq.nlargest(most, traffic, key=lambda item: item[2].pulled_bytes + item[2].pushed_bytes)
-        for name, nbytes, metrics in largest:
-            load = reply.busiest.add(name=name, bytes=nbytes, reads=metrics.pulls, read_bytes=metrics.pulled_bytes)
+        room = MAX_SHARDS
+        for held, nbytes, metrics in largest:
+            load = reply.busiest.add(name=held.spec.name, bytes=nbytes)
+            load.reads, load.read_bytes = metrics.pulls, metrics.pulled_bytes
             load.updates, load.update_bytes = metrics.pushes, metrics.pushed_bytes
+            load.rows = metrics.rows_read + metrics.rows_updated
+            if shards and (room := room - len(held.shards)) >= 0:
+                load.shape.extend(held.spec.shape)
+                for index, shard in held.shards.items():
+                    load.shards.add(shard=index, bytes=shard.array.nbytes, traffic=shard.traffic.recent())
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
         return self.metrics.recording.messages()

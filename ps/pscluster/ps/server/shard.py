@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.kernels import compute_dtype
+from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.spill import SavedBlock, Spill
 
@@ -89,6 +90,7 @@ class Shard:
         self.array = array
         self.updates = updates  # applied so far
         self.changes = 0  # rises before each update, applied or failed
+        self.traffic = ShardTraffic()
         self._first_version = secrets.randbits(62)
         self.lock = threading.Lock()
         self.slots: dict[int, dict[str, Array]] = {}  # by optimizer

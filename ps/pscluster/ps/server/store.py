@@ -213,11 +213,15 @@ class Store:
 
     def traffic(self) -> list[tuple[HeldVariable, int]]:
         """Return each variable, with its counts up to date, and the bytes of its shards here with slots."""
+        self.count_reads()
+        held, _, _ = self.held()
+        return [(variable, sum(shard.nbytes for shard in variable.shards.values())) for variable in held]
+
+    def count_reads(self) -> None:
+        """Bring the counts of reads up to date."""
         with self._lock:
             for prepared in self._prepared.values():
                 prepared.count_reads()
-            held, _, _ = self.directory.contents()
-        return [(variable, sum(shard.nbytes for shard in variable.shards.values())) for variable in held]
 
     def totals(self) -> tuple[int, int]:
         """Return the number of shards and their bytes, slots included."""
@@ -291,7 +295,7 @@ class Store:
             sources = [(shard.lock, view(shard.array)) for _, shard in targets]
             while len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared))).count_reads()
-            self._prepared[data] = PreparedRead(sources, [held.metrics for held, _ in targets])
+            self._prepared[data] = PreparedRead(sources, [(held.metrics, shard.traffic) for held, shard in targets])
 
     def _forget_prepared(self) -> None:
         """Drop all, since their arrays may have been removed. Needs the lock."""

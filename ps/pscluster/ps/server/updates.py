@@ -261,6 +261,7 @@ def apply(
         finally:
             change.shard.lock.release()
         change.held.metrics.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
+        change.shard.traffic.add(item.value_bytes)
         reach("ps.ledger.after")
     if not origin.function:
         with store.ledger() as ledger:
