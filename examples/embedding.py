@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pscluster.coordinator import (
+    CheckpointManager,
     ClusterCoordinator,
     FixedShardsPartitioner,
     IndexedSlices,
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="of the table, all fields together")
     parser.add_argument("--dim", type=int, default=8, help="length of a row")
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy")
+    parser.add_argument("--checkpoints", metavar="DIR", help="save the model there in the end, for serve.py")
     parser.add_argument("--target", type=float, default=0.42, help="the log-loss to reach")
     options = parser.parse_args()
     rows = options.rows
@@ -167,6 +169,9 @@ def main() -> None:
             progress.update(len(results), loss=training_loss.result())
             training_loss.reset_states()
 
+    if options.checkpoints:
+        with CheckpointManager(options.checkpoints) as manager:
+            manager.save()
     ids, x, p = clicks(np.random.default_rng(3), 20_000, rows)
     reached = log_loss(p, predict(embedding_lookup(table, ids), x, *strategy.read([head, w, b])))
     pulled, pushed = np.mean(moved, axis=0)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.roles.processes import run
+
+from pscluster.coordinator import SavedVariables
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -28,12 +34,12 @@ def run_example(name: str, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_embedding(framework: str) -> None:
+def test_embedding(framework: str, tmp_path: Path) -> None:
     """The click model gets below the log-loss that the example promises, and transfers a hundredth of the table per
-    step."""
+    step; then it answers requests."""
     if framework == "torch":
         pytest.importorskip("torch")
-    code, output = run_example("embedding.py", *QUICK, "--framework", framework)
+    code, output = run_example("embedding.py", *QUICK, "--framework", framework, "--checkpoints", str(tmp_path))
     assert code == 0, output
     promised = number_in(r'"--target", type=float, default=([\d.]+)', (EXAMPLES / "embedding.py").read_text())
     reached = number_in(r"log-loss ([\d.]+);", output)
@@ -45,6 +51,31 @@ def test_embedding(framework: str) -> None:
         assert 0 < step < TABLE_BYTES / 100
     assert re.search(r"table/part_0 .* 4,800,000 ", output), output
     assert re.search(r"table/part_1 .* 4,800,000 ", output), output
+    check_answers(tmp_path)
+
+
+def check_answers(directory: Path) -> None:
+    """The trained model answers from its checkpoint, with what it has learned; a bad request gets a reason."""
+    saved = SavedVariables(directory)
+    ids, x = np.random.default_rng(0).integers(0, 300_000, (3, 26)), np.linspace(-1, 1, 39).reshape(3, 13)
+    requests = [
+        {"ids": ids.tolist(), "dense": x.tolist()},
+        {"ids": ids[0].tolist(), "dense": x[0].tolist()},
+        {"ids": [300_000] * 26, "dense": x[0].tolist()},
+        {"ids": ids[0].tolist(), "dense": [1.0]},
+        {},
+        [1],
+    ]
+    command = [sys.executable, str(EXAMPLES / "serve.py"), str(directory)]
+    lines = "".join(f"{json.dumps(request)}\n" for request in requests)
+    served = subprocess.run(command, input=lines, capture_output=True, text=True, check=True, timeout=60)
+    several, one, *wrong = map(json.loads, served.stdout.splitlines())
+    logits = saved["table"][ids].sum(axis=1) @ saved["head"] + x @ saved["w"] + saved["b"]
+    np.testing.assert_allclose(several["click"], 1 / (1 + np.exp(-logits)), rtol=1e-4)
+    assert one == {"click": pytest.approx(several["click"][0]), "version": 1}
+    assert [list(each) for each in wrong] == [["error"]] * 4
+    assert "row id 300000 (position 0) is out of range" in wrong[0]["error"]
+    assert wrong[1]["error"] == "there must be 13 dense features for each list of ids, not [1]"
 
 
 def test_a_bound_that_is_missed() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pscluster.coordinator.checkpoints import Checkpoint, CheckpointManager, RestoredFrom, SavedVariables
+from pscluster.coordinator.checkpoints.checkpoint import Checkpoint
+from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
+from pscluster.coordinator.checkpoints.saved import SavedVariables
 from pscluster.coordinator.checkpoints.sidecar import SidecarEvaluator
 from pscluster.coordinator.dashboard import Dashboard
 from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
@@ -13,6 +15,7 @@ from pscluster.coordinator.observability.progress_line import ProgressLine
 from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
+from pscluster.coordinator.serving import ServingTable, export_delta
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.coordinator.synchronous.strategy import SynchronousStrategy
@@ -79,6 +82,7 @@ __all__ = [
     "RestoredFrom",
     "SavedVariables",
     "Server",
+    "ServingTable",
     "ShardedVariable",
     "SidecarEvaluator",
     "SimpleClusterResolver",
@@ -91,6 +95,7 @@ __all__ = [
     "embedding_lookup",
     "embedding_lookup_sparse",
     "experimental_get_current_worker_index",
+    "export_delta",
     "replica_context",
     "scale_regularization_loss",
 ]

@@ -28,7 +28,7 @@ from pscluster.coordinator import (
     metrics,
     optimizers,
 )
-from pscluster.coordinator.checkpoints import CheckpointManager
+from pscluster.coordinator.checkpoints.manager import CheckpointManager
 from pscluster.coordinator.training.callbacks import CallbackList, Execution, Monitor
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.ps.optim.schedules import ExponentialDecay

@@ -1,7 +1,4 @@
-"""Checkpoints, on the coordinator: when they are made, what is in them, how they are restored."""
+"""Checkpoints, on the coordinator: when they are made, what is in them, how they are restored.
 
-from pscluster.coordinator.checkpoints.checkpoint import Checkpoint
-from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
-from pscluster.coordinator.checkpoints.saved import SavedVariables
-
-__all__ = ["Checkpoint", "CheckpointManager", "RestoredFrom", "SavedVariables"]
+Nothing is imported here: a process that only reads checkpoints (`serving`) needs neither a job nor a client.
+"""

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -96,9 +97,9 @@ def join(directory: str, file: str) -> str:
     return f"{directory.rstrip('/')}/{file}"
 
 
-def _header(tensors: Sequence[ps_pb2.SavedTensor]) -> bytes:
+def _header(tensors: Sequence[ps_pb2.SavedTensor], metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
     """Return the header with its length. CheckpointError if names are not unique."""
-    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "np", **metadata}}
     at = 0
     for tensor in tensors:
         if tensor.tensor in header:
@@ -126,10 +127,13 @@ def lay_out(tensors: Sequence[ps_pb2.SavedTensor]) -> bytes:
 
 
 def stream(
-    put: Callable[[bytes], object], tensors: Sequence[ps_pb2.SavedTensor], data: Iterable[Iterable[bytes]]
+    put: Callable[[bytes], object],
+    tensors: Sequence[ps_pb2.SavedTensor],
+    data: Iterable[Iterable[bytes]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> WrittenFile:
     """Write a file piece by piece, taking each tensor's `data` as it is written; set its offset and checksum."""
-    header = _header(tensors)
+    header = _header(tensors, metadata)
     put(header)
     at = len(header)
     for tensor, chunks in zip(tensors, data, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Literal
 
-from pscluster.coordinator.checkpoints import CheckpointManager, RestoredFrom
+from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.training.callbacks.base import Callback, Logs
 from pscluster.coordinator.training.callbacks.monitor import Mode, Monitor
 from pscluster.core import checks

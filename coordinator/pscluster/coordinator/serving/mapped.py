@@ -1,0 +1,103 @@
+"""A table of a checkpoint, mapped into memory: its pages are read when they are used, and shared by all processes."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.coordinator.checkpoints.folder import reason, where
+from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
+from pscluster.coordinator.serving.versions import TableVersion
+from pscluster.core.errors import CheckpointError, MisuseError, UnknownVariableError
+from pscluster.core.geometry import Partition, split_rows
+from pscluster.ps.storage.tensor_files import Array, join, verified
+
+Ids = npt.NDArray[np.int64]
+Columns = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTable:
+    """The values of a variable in a checkpoint. Read-only; they stay readable if the checkpoint is removed."""
+
+    path: str  # of the checkpoint
+    name: str
+    version: TableVersion
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    rows: Partition  # of the first axis alone; other axes may be cut, too
+    shards: list[list[tuple[Columns, Array]]]  # by range of rows: the columns that an array has, all of them but rarely
+
+    def take(self, ids: Ids) -> Array:
+        """Return the rows with these ids, [n], each in 0..rows-1."""
+        split = split_rows(self.rows, ids)
+        if len(self.shards) == 1 and len(self.shards[0]) == 1:
+            ((_, only),) = self.shards[0]
+            return only.take(split[0].local_ids, axis=0, mode="clip")  # "raise" would copy once more
+        out: Array = np.empty((len(ids), *self.shape[1:]), self.dtype)
+        for pieces, (positions, local_ids) in zip(self.shards, split, strict=True):
+            if len(positions):
+                for columns, array in pieces:
+                    index: Any = (positions, *columns)
+                    out[index] = array.take(local_ids, axis=0, mode="clip")
+        return out
+
+    def check_like(self, other: MappedTable) -> None:
+        """Raise MisuseError if the other has another type or shape."""
+        mine, theirs = ((table.dtype.name, list(table.shape)) for table in (self, other))
+        if mine != theirs:
+            raise MisuseError(
+                f"table {self.name!r} is {mine[0]}{mine[1]} in {self.path}, but {theirs[0]}{theirs[1]} in {other.path}"
+            )
+
+
+def map_table(path: str | Path, name: str, *, verify: bool = True) -> MappedTable:
+    """Map a variable of a checkpoint, or of the newest in a directory of them.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it is not in a file system of this machine.
+        UnknownVariableError: it has no variable of that name.
+        MisuseError: the variable is a scalar, and has no rows.
+    """
+    if "://" in str(path):
+        raise CheckpointError(f"{path} can't be mapped into memory: copy the checkpoint to a disk of this machine")
+    path = where(path)
+    index = read_index(path)
+    check_whole(index, path)
+    if name not in index.variables:
+        raise UnknownVariableError(f"{path} has no variable {name!r}; it has {', '.join(index.variables)}")
+    variable = index.variables[name]
+    if not variable.shape:
+        raise MisuseError(f"{name!r} is a scalar in {path}, and has no rows: read it with SavedVariables")
+    dtype, partition = dtype_of(variable.dtype), variable.partition
+    by_rows: dict[int, list[tuple[Columns, Array]]] = defaultdict(list)
+    side_by_side = math.prod(partition.grid[1:])
+    for saved in sorted(variable.arrays["value"], key=lambda tensor: tensor.shard):
+        array = _mapped(Path(join(path, saved.file)), saved, verify)
+        by_rows[saved.shard // side_by_side].append((partition.block(saved.shard).slices[1:], array))
+    version, shards = TableVersion.of(index.number, variable), [by_rows[at] for at in sorted(by_rows)]
+    return MappedTable(path, name, version, dtype, variable.shape, partition.of_rows, shards)
+
+
+def _mapped(path: Path, saved: SavedTensor, verify: bool) -> npt.NDArray[Any]:
+    """Map a tensor of a file, perhaps after it was read and verified."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < saved.offset + saved.bytes:
+                missing = saved.offset + saved.bytes - size
+                raise CheckpointError(f"{path} is too short: {missing:,} bytes are missing at its end")
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
+    if verify:
+        for _ in verified(path, saved.tensor, saved.offset, saved.bytes, saved.checksum):
+            pass
+    return np.ndarray(saved.shape, dtype_of(saved.dtype), buffer=memory, offset=saved.offset)

@@ -1,0 +1,174 @@
+"""A table that is served: looked up in a checkpoint, and in the rows that have changed since.
+
+    one state = a mapped checkpoint, and an overlay of rows from deltas, sorted by id
+
+A state never changes. `follow` and `refresh` make another one and, once it is complete, put it in place of the one
+before: a lookup on another thread takes all its rows from one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.coordinator.checkpoints.folder import where
+from pscluster.coordinator.checkpoints.index import read_index
+from pscluster.coordinator.serving.deltas import Delta, read_delta
+from pscluster.coordinator.serving.mapped import Ids, MappedTable, map_table
+from pscluster.coordinator.serving.versions import TableVersion
+from pscluster.core.errors import CheckpointError, StaleError
+from pscluster.core.geometry import check_ids
+from pscluster.ps.storage.tensor_files import Array
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    base: MappedTable
+    version: TableVersion
+    ids: Ids  # [n], rising: of the rows that differ from the base
+    rows: Array  # [n, ...]
+
+    @staticmethod
+    def of(base: MappedTable) -> _State:
+        return _State(base, base.version, np.empty(0, np.int64), np.empty((0, *base.shape[1:]), base.dtype))
+
+    def take(self, ids: Ids) -> Array:
+        """Return the rows with these ids, [n]."""
+        found = self.base.take(ids)
+        if len(self.ids):
+            at = np.searchsorted(self.ids, ids)
+            at[at == len(self.ids)] = 0
+            changed = (self.ids[at] == ids).nonzero()[0]
+            if len(changed):
+                found[changed] = self.rows[at[changed]]
+        return found
+
+    def changed(self, version: TableVersion, ids: Ids, rows: Array) -> _State:
+        """Return the state with these rows in place of those that were."""
+        kept = ~np.isin(self.ids, ids)
+        all_ids = np.concatenate((self.ids[kept], ids))
+        order = np.argsort(all_ids)
+        return _State(self.base, version, all_ids[order], np.concatenate((self.rows[kept], rows))[order])
+
+
+class ServingTable:
+    """A variable of a checkpoint, read by rows: without a cluster, in any number of processes. Thread-safe.
+
+    The checkpoint is mapped into memory: it is read as it is used, and all processes of a machine share one copy. Rows
+    that deltas have changed are held in memory besides.
+    """
+
+    def __init__(self, source: str, state: _State, verify: bool) -> None:
+        self._source, self._state, self._verify = source, state, verify
+        self._changing = threading.Lock()  # held by `follow` and `refresh`, not by lookups
+
+    @classmethod
+    def open(cls, path: str | Path, name: str, *, verify: bool = True) -> Self:
+        """Open a table.
+
+        Args:
+            path: a checkpoint, or a directory of checkpoints, of which the newest is opened; not a URL.
+            name: of the variable.
+            verify: whether to read all of the table once, and check that it is what was written. Without, damage to a
+                value is not noticed, and opening takes milliseconds, however large the table is.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged; the message names the file.
+            UnknownVariableError: also a KeyError; it has no variable of that name.
+            MisuseError: the variable is a scalar, and has no rows.
+        """
+        return cls(str(path), _State.of(map_table(path, name, verify=verify)), verify)
+
+    @property
+    def name(self) -> str:
+        return self._state.base.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._state.base.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._state.base.dtype
+
+    @property
+    def path(self) -> str:
+        """The checkpoint that is open; `SavedVariables(table.path)` has the rest of the model."""
+        return self._state.base.path
+
+    @property
+    def version(self) -> TableVersion:
+        """The version that lookups return: the checkpoint's, or that of the last delta."""
+        return self._state.version
+
+    @property
+    def changed_rows(self) -> int:
+        """How many rows are held in memory, since deltas have changed them."""
+        return len(self._state.ids)
+
+    def lookup(self, ids: npt.ArrayLike) -> Array:
+        """Return copies of rows, in the order of the ids.
+
+        Args:
+            ids: integers in 0..rows-1, of any shape; they may repeat.
+
+        Returns:
+            An array of the shape of `ids`, followed by that of a row.
+
+        Raises:
+            InvalidUpdateError: also a ValueError; they are not integers, or one, which is named, is out of range.
+        """
+        state = self._state
+        checked = check_ids(ids, state.base.shape[0], state.base.name)
+        return state.take(checked.reshape(-1)).reshape(*checked.shape, *state.base.shape[1:])
+
+    def follow(self, path: str | Path) -> Delta:
+        """Apply a delta that `export_delta` has written. Lookups go on meanwhile, and see all of it or nothing.
+
+        Raises:
+            StaleError: it does not begin at the version that is open; the message names both.
+            CheckpointError: it is damaged, not complete, or of another table. In both cases nothing has changed.
+        """
+        with self._changing:
+            state, loaded = self._state, read_delta(path)
+            delta, base = loaded.delta, state.base
+            expected, found = (base.name, base.dtype.name, base.shape), (delta.table, loaded.dtype, loaded.shape)
+            if expected != found:
+                raise CheckpointError(
+                    f"{path} is of table {found[0]!r}, {found[1]}{list(found[2])}, not of {expected[0]!r}, "
+                    f"{expected[1]}{list(expected[2])}"
+                )
+            if delta.since.digest != state.version.digest:
+                raise StaleError(
+                    f"{path} leads from version {delta.since} of {base.name!r} to {delta.version}, but {state.version} "
+                    "is open: follow the deltas in order, or open the newest checkpoint with refresh()"
+                )
+            self._state = state.changed(delta.version, loaded.ids, loaded.rows(base.dtype))
+            return delta
+
+    def refresh(self) -> bool:
+        """Open the newest checkpoint in the directory unless it is open, or older; return whether another is open now.
+
+        Rows of deltas are then held no longer. Lookups go on meanwhile, with what was open before.
+
+        Raises:
+            CheckpointError: the newest is damaged, or can't be read.
+            MisuseError: the table has another shape or type there. In both cases nothing has changed.
+        """
+        with self._changing:
+            state, newest = self._state, where(self._source)
+            if newest == state.base.path or read_index(newest).number < state.version.number:
+                return False
+            base = map_table(newest, state.base.name, verify=self._verify)
+            state.base.check_like(base)
+            self._state = _State.of(base)
+            return True
+
+    def __repr__(self) -> str:
+        state = self._state
+        return f"<ServingTable {self.name!r}, {self.dtype}{list(self.shape)}, version {state.version} of {self.path}>"

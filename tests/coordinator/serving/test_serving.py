@@ -1,0 +1,309 @@
+"""Tables served from the checkpoints of a real cluster: what is looked up, and that damage changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.numpy
+
+from pscluster.coordinator import (
+    CheckpointManager,
+    FixedShardsPartitioner,
+    IndexedSlices,
+    LocalCluster,
+    ParameterServerStrategy,
+    Variable,
+)
+from pscluster.coordinator.serving import Delta, ServingTable, export_delta
+from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, StaleError, UnknownVariableError
+
+Array = npt.NDArray[np.float32]
+
+ROWS, DIM = 1000, 6
+TOUCHED = ([3, 500, 999], [3, 4], [0])
+"""The rows that change between two checkpoints."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Array]]:
+    """A directory of four checkpoints, and the table in each of them; and, in it, of one with another table."""
+    directory, values = tmp_path_factory.mktemp("checkpoints"), list[Array]()
+    with (
+        LocalCluster(2, 1, durability="none", log_level="ERROR") as cluster,
+        ParameterServerStrategy(cluster, FixedShardsPartitioner(3)) as strategy,
+        CheckpointManager(str(directory)) as manager,
+    ):
+        start = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+        with strategy.scope():
+            table = Variable(start, name="table")
+            both = Variable(np.arange(84.0).reshape(7, 12), name="both", partitioner=lambda *_: [2, 3])
+            bias = Variable(np.arange(5, dtype=np.int64), name="bias", partitioner=lambda *_: [1])
+            scalar = Variable(1.0, name="scalar")
+        for touched in ([], *TOUCHED):
+            table.scatter_add(IndexedSlices(np.ones((len(touched), DIM), np.float32), np.array(touched, np.int64)))
+            manager.save().result()
+            values.append(table.numpy())
+        del both, bias, scalar
+        strategy.delete_variable(table)
+        with strategy.scope():
+            Variable(np.zeros((4, 2), np.float32), name="table")
+        with CheckpointManager(str(directory / "narrow")) as narrow:
+            narrow.save().result()
+    return directory, values
+
+
+@pytest.fixture
+def copied(made: tuple[Path, list[Array]], tmp_path: Path) -> tuple[Path, list[Array]]:
+    """The same, to be damaged."""
+    shutil.copytree(made[0], tmp_path / "checkpoints")
+    return tmp_path / "checkpoints", made[1]
+
+
+def delta_between(directory: Path, since: int, to: int, out: Path, table: str = "table") -> Delta:
+    return export_delta(directory / f"ckpt-{to:06d}", table, since=since, out=out)
+
+
+def test_rows_are_those_of_the_newest_checkpoint(made: tuple[Path, list[Array]]) -> None:
+    """In the order of the ids, whatever their shape; also of variables that are cut otherwise, or not at all."""
+    directory, values = made
+    table = ServingTable.open(directory, "table")
+    assert (table.name, table.shape, table.dtype.name, table.version.number) == ("table", (ROWS, DIM), "float32", 4)
+    assert table.path == str(directory / "ckpt-000004")
+    assert not table.refresh()
+    many = np.random.default_rng(1).integers(0, ROWS, (5, 40))
+    for ids in (many, [999, 0, 0], 7, [], np.arange(ROWS, dtype=np.uint16)):
+        np.testing.assert_array_equal(table.lookup(ids), values[3][np.asarray(ids, np.int64)])
+    both = ServingTable.open(directory, "both", verify=False)
+    np.testing.assert_array_equal(both.lookup([6, 0, 3]), np.arange(84.0).reshape(7, 12)[[6, 0, 3]])
+    assert ServingTable.open(directory, "bias").lookup([4, 4]).tolist() == [4, 4]
+    first = ServingTable.open(directory / "ckpt-000001", "table")
+    np.testing.assert_array_equal(first.lookup(np.arange(ROWS)), values[0])
+    assert not first.refresh(), "one checkpoint was named"
+    rows = table.lookup([1])
+    rows[:] = 0
+    assert table.lookup([1]).any(), "rows are copies"
+
+
+def test_bad_input(made: tuple[Path, list[Array]]) -> None:
+    directory, _ = made
+    table = ServingTable.open(directory, "table")
+    with pytest.raises(InvalidUpdateError, match=r"'table': row id 1000 \(position 1\) is out of range"):
+        table.lookup([5, 1000])
+    with pytest.raises(InvalidUpdateError, match="row id -1"):
+        table.lookup([-1])
+    with pytest.raises(InvalidUpdateError, match="must be integers, but they are float64"):
+        table.lookup([0.5])
+    with pytest.raises(UnknownVariableError, match="has no variable 'tabel'; it has "):
+        ServingTable.open(directory, "tabel")
+    with pytest.raises(MisuseError, match="'scalar' is a scalar"):
+        ServingTable.open(directory, "scalar")
+    with pytest.raises(CheckpointError, match="copy the checkpoint to a disk"):
+        ServingTable.open("s3://bucket/run", "table")
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        ServingTable.open(directory / "nowhere", "table")
+
+
+def test_deltas_are_followed_in_order(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """Each has the rows that differ; what they lead to is the later checkpoint, and others are refused."""
+    directory, values = made
+    deltas = [delta_between(directory, at, at + 1, tmp_path / f"delta-{at}") for at in (1, 2, 3)]
+    for delta, touched in zip(deltas, TOUCHED, strict=True):
+        assert (delta.table, delta.changed) == ("table", len(touched))
+        assert safetensors.numpy.load_file(delta.path)["ids"].tolist() == touched
+    table = ServingTable.open(directory / "ckpt-000001", "table")
+    every = np.arange(ROWS)
+    with pytest.raises(
+        StaleError, match=r"from version 2 \(\w{8}\) of 'table' to 3 \(\w{8}\), but 1 \(\w{8}\) is open"
+    ):
+        table.follow(deltas[1].path)
+    for at, delta in enumerate(deltas, 1):
+        assert table.follow(delta.path) == delta
+        np.testing.assert_array_equal(table.lookup(every), values[at])
+        assert table.version == ServingTable.open(directory / f"ckpt-{at + 1:06d}", "table").version
+    assert table.changed_rows == len({3, 500, 999, 4, 0})
+    with pytest.raises(StaleError, match="follow the deltas in order"):
+        table.follow(deltas[2].path)
+    np.testing.assert_array_equal(table.lookup(every), values[3])
+    back = delta_between(directory, 4, 1, tmp_path / "back")
+    assert back.changed == 5
+    table.follow(back.path)
+    np.testing.assert_array_equal(table.lookup(every), values[0])
+    same = delta_between(directory, 1, 2, tmp_path / "bias", "bias")
+    assert same.changed == 0
+    bias = ServingTable.open(directory / "ckpt-000002", "bias")
+    bias.follow(same.path)
+    assert bias.lookup([3]).tolist() == [3]
+    with pytest.raises(CheckpointError, match="is of table 'bias', int64"):
+        table.follow(same.path)
+    whole = export_delta(directory, "table", since=directory / "ckpt-000001", out=tmp_path / "whole", verify=False)
+    assert (whole.since.number, whole.version.number, whole.changed) == (1, 4, 5)
+
+
+def test_a_table_follows_newer_checkpoints(copied: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """Also after deltas, whose rows are then dropped; one without an index is none; a damaged one changes nothing."""
+    directory, values = copied
+    for name in ("ckpt-000003", "ckpt-000004"):
+        (directory / name).rename(tmp_path / name)
+    every = np.arange(ROWS)
+    table = ServingTable.open(directory, "table")
+    assert table.version.number == 2
+    since = directory / "ckpt-000002"
+    table.follow(export_delta(tmp_path / "ckpt-000003", "table", since=since, out=tmp_path / "delta").path)
+    assert not table.refresh()
+    assert (table.version.number, table.changed_rows) == (3, 2)
+    (tmp_path / "ckpt-000003").rename(directory / "ckpt-000003")
+    index = directory / "ckpt-000003" / "index.json"
+    index.rename(tmp_path / "index.json")
+    assert not table.refresh(), "it is not complete"
+    (tmp_path / "index.json").rename(index)
+    assert table.refresh()
+    assert (table.version.number, table.changed_rows) == (3, 0)
+    np.testing.assert_array_equal(table.lookup(every), values[2])
+    (tmp_path / "ckpt-000004").rename(directory / "ckpt-000004")
+    for file in (directory / "ckpt-000004").glob("*.safetensors"):
+        data = file.read_bytes()
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        for damaged, problem in ((flipped, "is damaged"), (data[: len(data) // 2], "is too short"), (b"", "")):
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=rf"{file.name} .*{problem}"):
+                _ = [ServingTable.open(directory, name) for name in ("table", "both", "bias")]
+        file.write_bytes(data)
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=file.name):
+        table.refresh()
+    assert table.version.number == 3
+    shutil.rmtree(directory)
+    np.testing.assert_array_equal(table.lookup(every), values[2], "it is mapped, and may be removed")
+
+
+def test_a_delta_that_is_damaged_is_refused(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """Any byte that differs, or is missing; the table is as before."""
+    directory, values = made
+    path = tmp_path / "delta"
+    delta_between(directory, 1, 2, path)
+    data, table = path.read_bytes(), ServingTable.open(directory / "ckpt-000001", "table")
+    before = table.version
+    for position in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=str(path)):
+            table.follow(path)
+    for size in (*range(0, len(data), 31), len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=str(path)):
+            table.follow(path)
+    path.write_bytes(data + b"more")
+    with pytest.raises(CheckpointError, match="it was not written to its end"):
+        table.follow(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="can't be read: No such file"):
+        table.follow(path)
+    assert table.version == before
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[0])
+    path.write_bytes(data)
+    table.follow(path)
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from pscluster.coordinator.serving import deltas, export_delta
+
+    directory, out, when = sys.argv[1:]
+    real = getattr(os, when)
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, when, die)
+    export_delta(directory, "table", since=int(Path(out).name), out=out)
+"""
+
+
+@pytest.mark.parametrize("when", ["fsync", "replace"])
+def test_a_writer_that_is_killed_leaves_the_file_of_before(
+    made: tuple[Path, list[Array]], tmp_path: Path, when: str
+) -> None:
+    """No delta is there under its name, or the one before; the next writer completes it."""
+    directory, values = made
+    table = ServingTable.open(directory / "ckpt-000002", "table")
+    out = tmp_path / "2"
+    for attempt in range(2):
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(directory), str(out), when]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+        assert (tmp_path / "2.new").exists()
+        assert out.exists() == bool(attempt)
+        if not attempt:
+            delta_between(directory, 2, 3, out)
+    os.truncate(tmp_path / "2.new", os.path.getsize(tmp_path / "2.new") // 2)
+    with pytest.raises(CheckpointError, match=r"2\.new"):
+        table.follow(tmp_path / "2.new")
+    table.follow(out)
+    np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[2])
+    with pytest.raises(CheckpointError, match="can't be written: No such file"):
+        delta_between(directory, 2, 3, tmp_path / "nowhere" / "delta")
+
+
+def test_lookups_see_all_of_a_delta_or_nothing(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """While another thread follows deltas back and forth."""
+    directory, values = made
+    there = delta_between(directory, 1, 2, tmp_path / "there").path
+    back = delta_between(directory, 2, 1, tmp_path / "back").path
+    table, over = ServingTable.open(directory / "ckpt-000001", "table"), threading.Event()
+    torn = list[int]()
+
+    def look() -> None:
+        ids = np.array(TOUCHED[0])
+        while not over.is_set():
+            rows = table.lookup(ids)
+            if not any((rows == each[ids]).all() for each in values[:2]):
+                torn.append(1)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(100):
+        table.follow(there)
+        table.follow(back)
+    over.set()
+    thread.join()
+    assert not torn
+
+
+def test_tables_of_another_shape_are_refused(copied: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """In a newer checkpoint, and in the earlier one of a delta."""
+    directory, values = copied
+    narrow = directory / "narrow" / "ckpt-000001"
+    with pytest.raises(MisuseError, match=r"'table' is float32\[1000, 6\] in .*, but float32\[4, 2\] in .*narrow"):
+        export_delta(directory, "table", since=narrow, out=tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+    for name in ("ckpt-000003", "ckpt-000004", "ckpt-000002"):
+        shutil.rmtree(directory / name)
+    table = ServingTable.open(directory, "table")
+    narrow.rename(directory / "ckpt-000002")
+    with pytest.raises(MisuseError, match=r"'table' is float32\[1000, 6\]"):
+        table.refresh()
+    np.testing.assert_array_equal(table.lookup([1, 2]), values[0][[1, 2]])
+
+
+def test_what_serves_imports_no_job() -> None:
+    """Reading needs neither the queue nor a transport."""
+    code = """
+        import sys
+        import pscluster.coordinator.serving
+        print([name for name in sys.modules if name.startswith(("pscluster.coordinator.job", "pscluster.ps.client",
+               "pscluster.coordinator.scheduling", "pscluster.core.transport.tcp", "aiohttp"))])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
