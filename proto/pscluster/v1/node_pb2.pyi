@@ -75,7 +75,7 @@ class ShardLoad(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., bytes: _Optional[int] = ..., traffic: _Optional[float] = ...) -> None: ...
 
 class VariableLoad(_message.Message):
-    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes", "rows", "shape", "shards")
+    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes", "rows", "shape", "shards", "row_order")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class VariableLoad(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     name: str
     bytes: int
     reads: int
@@ -94,7 +95,8 @@ class VariableLoad(_message.Message):
     rows: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     shards: _containers.RepeatedCompositeFieldContainer[ShardLoad]
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ..., rows: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[ShardLoad, _Mapping]]] = ...) -> None: ...
+    row_order: str
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ..., rows: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[ShardLoad, _Mapping]]] = ..., row_order: _Optional[str] = ...) -> None: ...
 
 class Recorded(_message.Message):
     __slots__ = ("run", "asked", "served")

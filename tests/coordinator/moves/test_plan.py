@@ -71,6 +71,10 @@ def test_cuts_are_proposed_by_what_is_used() -> None:
     assert plan_of([[9.0], []], VariableUse((1000, 10), by_rows=True)).cuts[0].proposed == 16
     assert plan_of([[9.0], []], VariableUse((5, 10), by_rows=True)).cuts[0].proposed == 5
     assert not plan_of([[9.0], []], VariableUse((1000,), by_rows=True), by_load=False).cuts[0].by_rows
+    hashed = VariableUse((1000, 10), by_rows=True, row_order="hash")
+    assert str(plan_of([[9.0], []], hashed).cuts[0]).endswith(
+        "cut it into more shards: partitioner=HashPartitioner(16); if a single row has it all, none helps"
+    )
     assert "no more rows" in str(plan_of([[9.0], []], VariableUse(())).cuts[0])
     assert plan_of([[], []]).cuts == ()
     assert plan_of([[], []]).peak == 1.0
@@ -107,7 +111,11 @@ def test_loads_are_those_that_servers_report() -> None:
             identity=node_pb2.Identity(role="ps", index=index),
             busiest=[
                 node_pb2.VariableLoad(
-                    name="t", rows=rows, shape=[8, 2], shards=[node_pb2.ShardLoad(shard=0, bytes=64, traffic=100.0)]
+                    name="t",
+                    rows=rows,
+                    shape=[8, 2],
+                    shards=[node_pb2.ShardLoad(shard=0, bytes=64, traffic=100.0)],
+                    row_order="modulo",
                 )
             ],
         )
@@ -115,5 +123,5 @@ def test_loads_are_those_that_servers_report() -> None:
     ]
     shards, uses = measured(replies, "load")
     assert shards == [PlacedShard("t", 0, 1, 100.0)]
-    assert uses == {"t": VariableUse((8, 2), by_rows=True)}
+    assert uses == {"t": VariableUse((8, 2), by_rows=True, row_order="modulo")}
     assert measured(replies, "bytes")[0] == [PlacedShard("t", 0, 1, 64.0)]

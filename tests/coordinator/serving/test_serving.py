@@ -19,8 +19,10 @@ import safetensors.numpy
 from pscluster.coordinator import (
     CheckpointManager,
     FixedShardsPartitioner,
+    HashPartitioner,
     IndexedSlices,
     LocalCluster,
+    ModuloPartitioner,
     ParameterServerStrategy,
     Variable,
 )
@@ -47,13 +49,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Array]]:
         with strategy.scope():
             table = Variable(start, name="table")
             both = Variable(np.arange(84.0).reshape(7, 12), name="both", partitioner=lambda *_: [2, 3])
+            by_row = [
+                Variable(start, name=name, partitioner=partitioner)
+                for name, partitioner in (("hashed", HashPartitioner(3)), ("modulo", ModuloPartitioner(3)))
+            ]
             bias = Variable(np.arange(5, dtype=np.int64), name="bias", partitioner=lambda *_: [1])
             scalar = Variable(1.0, name="scalar")
         for touched in ([], *TOUCHED):
-            table.scatter_add(IndexedSlices(np.ones((len(touched), DIM), np.float32), np.array(touched, np.int64)))
+            for variable in (table, *by_row):
+                ids = np.array(touched, np.int64)
+                variable.scatter_add(IndexedSlices(np.ones((len(touched), DIM), np.float32), ids))
             manager.save().result()
             values.append(table.numpy())
-        del both, bias, scalar
+        del both, bias, scalar, by_row
         strategy.delete_variable(table)
         with strategy.scope():
             Variable(np.zeros((4, 2), np.float32), name="table")
@@ -92,6 +100,19 @@ def test_rows_are_those_of_the_newest_checkpoint(made: tuple[Path, list[Array]])
     rows = table.lookup([1])
     rows[:] = 0
     assert table.lookup([1]).any(), "rows are copies"
+
+
+@pytest.mark.parametrize("name", ["hashed", "modulo"])
+def test_rows_in_other_orders(made: tuple[Path, list[Array]], tmp_path: Path, name: str) -> None:
+    """Where rows are cut by hash or modulo, ids are those of rows all the same, also in a delta."""
+    directory, values = made
+    every = np.arange(ROWS)
+    np.testing.assert_array_equal(ServingTable.open(directory, name).lookup(every), values[3])
+    table = ServingTable.open(directory / "ckpt-000001", name)
+    delta = delta_between(directory, 1, 2, tmp_path / "delta", name)
+    assert safetensors.numpy.load_file(delta.path)["ids"].tolist() == TOUCHED[0]
+    table.follow(delta.path)
+    np.testing.assert_array_equal(table.lookup(every), values[1])
 
 
 def test_bad_input(made: tuple[Path, list[Array]]) -> None:
@@ -177,7 +198,7 @@ def test_a_table_follows_newer_checkpoints(copied: tuple[Path, list[Array]], tmp
         for damaged, problem in ((flipped, "is damaged"), (data[: len(data) // 2], "is too short"), (b"", "")):
             file.write_bytes(damaged)
             with pytest.raises(CheckpointError, match=rf"{file.name} .*{problem}"):
-                _ = [ServingTable.open(directory, name) for name in ("table", "both", "bias")]
+                _ = [ServingTable.open(directory, name) for name in ("table", "both", "bias", "hashed", "modulo")]
         file.write_bytes(data)
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match=file.name):

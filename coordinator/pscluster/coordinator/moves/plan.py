@@ -31,6 +31,7 @@ class VariableUse:
 
     shape: tuple[int, ...] = ()
     by_rows: bool = False
+    row_order: str = ""  # "modulo" or "hash", if its rows are not cut into ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,16 @@ class ProposedCut:
     num_shards: int  # into which the variable is cut now
     proposed: int  # into how many it is to be cut; as many as now, if it can't be into more
     by_rows: bool  # whether single rows are used, so that it is to be cut by hash or modulo
+    row_order: str = ""  # how its rows are cut already, if not into ranges
 
     def __str__(self) -> str:
         which = f"shard {self.shard} of {self.num_shards}" if self.num_shards > 1 else "its only shard"
         text = f"{self.variable}: {which} has {self.share:.0%} of the load of all servers; "
         if self.proposed <= self.num_shards:
             return text + "it has no more rows to be cut into more shards"
+        if self.row_order:
+            partitioner = f"{self.row_order.capitalize()}Partitioner({self.proposed})"
+            return text + f"cut it into more shards: partitioner={partitioner}; if a single row has it all, none helps"
         if self.by_rows:
             return text + f"cut its rows by hash, into more shards: partitioner=HashPartitioner({self.proposed})"
         return text + f"cut it into more shards: partitioner=FixedShardsPartitioner({self.proposed})"
@@ -121,16 +126,18 @@ def make_plan(shards: Sequence[PlacedShard], uses: Mapping[str, VariableUse], nu
 def measured(replies: Iterable[node_pb2.StatusReply], by: Measure) -> tuple[list[PlacedShard], dict[str, VariableUse]]:
     """Return the shards that servers have reported, with their loads, and how their variables are used."""
     shards = dict[tuple[str, int], PlacedShard]()  # one that moves may be reported by two servers
-    shapes, rows = dict[str, tuple[int, ...]](), Counter[str]()
+    shapes, rows, orders = dict[str, tuple[int, ...]](), Counter[str](), dict[str, str]()
     for reply in replies:
         for variable in reply.busiest:
             shapes[variable.name] = tuple(variable.shape) or shapes.get(variable.name, ())
             rows[variable.name] += variable.rows
+            orders[variable.name] = variable.row_order or orders.get(variable.name, "")
             for load in variable.shards:
                 amount = load.traffic if by == "load" else float(load.bytes)
                 placed = PlacedShard(variable.name, load.shard, reply.identity.index, amount)
                 shards.setdefault((variable.name, load.shard), placed)
-    return list(shards.values()), {name: VariableUse(shape, rows[name] > 0) for name, shape in shapes.items()}
+    uses = {name: VariableUse(shape, rows[name] > 0, orders[name]) for name, shape in shapes.items()}
+    return list(shards.values()), uses
 
 
 def misfit(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) -> str | None:
@@ -153,7 +160,8 @@ def _cut(shard: PlacedShard, shards: int, use: VariableUse, by_rows: bool, total
     """Return into how many shards to cut the variable of this one: not more than it has rows."""
     wanted = max(SHARDS_PER_SERVER * servers if by_rows else servers, 2 * shards)
     most = max(use.shape[0] if use.shape else 1, shards)
-    return ProposedCut(shard.variable, shard.shard, shard.load / total, shards, min(wanted, most), by_rows)
+    share = shard.load / total
+    return ProposedCut(shard.variable, shard.shard, share, shards, min(wanted, most), by_rows, use.row_order)
 
 
 def _peak(loads: Sequence[float]) -> float:

@@ -175,6 +175,7 @@ class ParameterServerRole(Role):
             load.rows = metrics.rows_read + metrics.rows_updated
             if shards and (room := room - len(held.shards)) >= 0:
                 load.shape.extend(held.spec.shape)
+                load.row_order = held.spec.row_order.kind
                 for index, shard in held.shards.items():
                     load.shards.add(shard=index, bytes=shard.array.nbytes, traffic=shard.traffic.recent())
 
