@@ -41,6 +41,7 @@ from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
+from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
@@ -58,6 +59,7 @@ __all__ = [
     "Dashboard",
     "DataPart",
     "DistributedDataset",
+    "EmbeddingTable",
     "FixedShardsPartitioner",
     "HashPartitioner",
     "History",

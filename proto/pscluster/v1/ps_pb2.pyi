@@ -47,8 +47,18 @@ class RowOrder(_message.Message):
     seed: int
     def __init__(self, kind: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
+class TableSpec(_message.Message):
+    __slots__ = ("dim", "initializer", "numbers")
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    dim: int
+    initializer: str
+    numbers: str
+    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ...) -> None: ...
+
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "row_order")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "row_order", "table")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +70,7 @@ class VariableSpec(_message.Message):
     ASYNCHRONOUS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -71,7 +82,8 @@ class VariableSpec(_message.Message):
     asynchronous: bool
     placement: int
     row_order: RowOrder
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ...) -> None: ...
+    table: TableSpec
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
 
 class HeldShard(_message.Message):
     __slots__ = ("variable", "shard", "server")
@@ -142,20 +154,22 @@ class OptimizerSpec(_message.Message):
     def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("all", "slices", "ids", "version", "gradients", "leading")
+    __slots__ = ("all", "slices", "ids", "version", "gradients", "in_use", "leading")
     ALL_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
     all: bool
     slices: Slices
     ids: int
     version: bool
     gradients: bool
+    in_use: bool
     leading: int
-    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., leading: _Optional[int] = ...) -> None: ...
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., in_use: bool = ..., leading: _Optional[int] = ...) -> None: ...
 
 class AxisSlice(_message.Message):
     __slots__ = ("start", "step", "count")

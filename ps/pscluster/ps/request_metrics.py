@@ -25,6 +25,8 @@ class VariableMetrics:
     pushed_bytes: int = 0
     push_seconds: float = 0.0
     rows_updated: int = 0
+    rows_found: int = 0
+    rows_made: int = 0
 
     def read(self, nbytes: int, seconds: float, rows: int, times: int = 1) -> None:
         self.pulls += times

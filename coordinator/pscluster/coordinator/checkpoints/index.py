@@ -88,6 +88,7 @@ class SavedVariable:
     steps: list[dict[str, int]]  # how many gradients each shard had applied, by optimizer
     named: list[list[SavedNamed]]  # which updates under keys each shard had applied
     row_order: RowOrder = RANGE
+    dim: int = 0  # of a table: the values of a row; see TableSpec
 
     @property
     def partition(self) -> Partition:
@@ -131,6 +132,7 @@ class Index:
         ends = tuple(tuple(split.ends) for split in spec.splits)
         variable = SavedVariable(spec.name, tuple(spec.shape), spec.dtype, spec.trainable, ends, {}, [], [], [])
         variable.row_order = row_order_of(spec.row_order)
+        variable.dim = spec.table.dim
         variable.updates = [0] * len(spec.owners)
         variable.steps = [{} for _ in spec.owners]
         variable.named = [[] for _ in spec.owners]

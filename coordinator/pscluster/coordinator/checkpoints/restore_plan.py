@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pscluster.coordinator.checkpoints.index import SavedVariable
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.geometry import moves
+from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import row_order_message
 from pscluster.v1 import ps_pb2
@@ -28,6 +30,9 @@ def plan_variable(
 
     `named`: include the saved shards' updates under keys. CheckpointMisfitError if the shapes or types differ.
     """
+    if isinstance(variable, EmbeddingTable) or saved.dim:
+        _plan_table(variable, saved, path, requests, named=named)
+        return
     if saved.shape != variable.shape or saved.dtype != variable.dtype.name:
         raise CheckpointMisfitError(
             f"variable {variable.name!r} is {variable.dtype.name}{list(variable.shape)}, but {saved.dtype}"
@@ -72,11 +77,43 @@ def plan_variable(
     for shard_index, shard in enumerate(shards):
         if (shard_index, "value") not in arrays:
             shard.arrays.add(array="value")  # an empty shard
-        by_updates: dict[tuple[int, ...], list[int]] = {}
-        for function, nths in updates[shard_index].items():
-            by_updates.setdefault(tuple(sorted(nths)), []).append(function)
-        for nth, keys in by_updates.items():
-            shard.named.add(nth=nth, keys=keys)
+        _add_named(shard, updates[shard_index])
+
+
+def _add_named(shard: ps_pb2.RestoreShard, updates: Mapping[int, set[int]]) -> None:
+    """Add which updates the keys' functions have made."""
+    by_updates: dict[tuple[int, ...], list[int]] = {}
+    for function, nths in updates.items():
+        by_updates.setdefault(tuple(sorted(nths)), []).append(function)
+    for nth, keys in by_updates.items():
+        shard.named.add(nth=nth, keys=keys)
+
+
+def _plan_table(
+    variable: Variable, saved: SavedVariable, path: str, requests: dict[int, ps_pb2.RestoreRequest], *, named: bool
+) -> None:
+    """Have every shard of a table read all saved shards, of which it takes the rows whose ids are its own."""
+    dim = variable.dim if isinstance(variable, EmbeddingTable) else 0
+    if saved.dim != dim:
+        here, there = (f"a table with rows of {n} values" if n else "a variable" for n in (dim, saved.dim))
+        raise CheckpointMisfitError(f"{variable.name!r} is {here}, but {there} in {path}")
+    functions: dict[int, set[int]] = {}
+    for same in itertools.chain.from_iterable(saved.named if named else ()):
+        for function in same.function_keys:
+            functions.setdefault(function, set()).update(same.nth)
+    for shard_index, owner in enumerate(variable.owners):
+        shard = requests[owner].shards.add(variable=variable.id, shard=shard_index)
+        for steps in saved.steps:
+            for optimizer, step in steps.items():
+                shard.steps[optimizer] = max(step, shard.steps[optimizer])
+        for key, tensors in saved.arrays.items():
+            array = shard.arrays.add(array=key)
+            for tensor in sorted(tensors, key=lambda tensor: tensor.shard):
+                fields = asdict(tensor)
+                start = saved.partition.block(fields.pop("shard")).start
+                source = array.sources.add(tensor=ps_pb2.SavedTensor(array=key, **fields))
+                getattr(source, "from").extend(start)  # says which of its arrays belong together
+        _add_named(shard, functions)
 
 
 def sent_ahead(requests: dict[int, ps_pb2.RestoreRequest]) -> Iterator[dict[int, ps_pb2.RestoreRequest]]:

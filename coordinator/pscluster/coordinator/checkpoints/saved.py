@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
@@ -14,6 +15,7 @@ from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.core.row_orders import RANGE
 from pscluster.ps.storage.tensor_files import Array, join, read
+from pscluster.ps.tables import TAIL, ids_in
 
 
 class SavedVariables(Mapping[str, Array]):
@@ -58,6 +60,25 @@ class SavedVariables(Mapping[str, Array]):
             self.failure = error
             raise
         return whole
+
+    def rows(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return the ids and the values, (n, dim), of the rows of an `EmbeddingTable`, in no order.
+
+        `saved[name]` gives them as they are stored, with the ids beside the values and rows that are not in use.
+
+        Raises:
+            CheckpointError: it is damaged, or a variable that is no table.
+            UnknownVariableError: also a KeyError; there is no variable of that name.
+        """
+        stored = self[name]
+        dim = self._index.variables[name].dim
+        if not dim or stored.ndim != 2 or stored.dtype != np.float32 or stored.shape[1] != dim + TAIL:
+            raise CheckpointError(f"{name!r} in {self.path} is not an EmbeddingTable")
+        blocks = self._index.variables[name].partition.blocks
+        shards = [stored[block.slices[0]] for block in blocks]
+        ids = [ids_in(shard, dim) for shard in shards]
+        values = [shard[: len(own), :dim] for shard, own in zip(shards, ids, strict=True)]
+        return np.concatenate(ids), np.concatenate(values)
 
     def _shard(self, saved: SavedTensor) -> Array:
         return read(join(self.path, saved.file), saved)

@@ -81,9 +81,17 @@ class LiveJob:
         remains = {spec.id: spec for spec in specs if spec.id not in whole}
         return live, list(remains.values())
 
-    def take_variable(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ps_pb2.VariableSpec | None:
+    def take_variable(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], table: ps_pb2.TableSpec | None = None
+    ) -> ps_pb2.VariableSpec | None:
         """Return the live variable of this name, if any. Raise MisuseError if it has another shape or type."""
         spec = self.variables.get(name)
+        if spec is not None and spec.HasField("table") is (table is None):
+            kinds = ("a variable", "an EmbeddingTable")[:: 1 if table is None else -1]
+            raise MisuseError(
+                f"{name!r} is {kinds[0]} here, but {kinds[1]} in the job being resumed: start over with "
+                "ParameterServerStrategy(..., resume=False)"
+            )
         if spec is not None and (tuple(spec.shape) != shape or spec.dtype != dtype.name):
             raise MisuseError(
                 f"variable {name!r} is {dtype.name}{list(shape)} here, but {spec.dtype}{list(spec.shape)} in the job "

@@ -65,6 +65,10 @@ class VariableCreator:
             self._placer.move(nbytes, source, target)
 
     @property
+    def num_servers(self) -> int:
+        return self._client.num_servers
+
+    @property
     def all(self) -> list[Variable]:
         return VariableList(self._variables.values())
 
@@ -84,10 +88,10 @@ class VariableCreator:
             return range(self._last_id - count + 1, self._last_id + 1)
 
     def create_variable(self, request: VariableRequest) -> Variable:
-        with self.placing, self.reserving("variable", request.name) as name:
+        with self.placing, self.reserving("variable", request.name, request.kind) as name:
             initial = initial_value_of(request, name, self.serialization)
             shape, dtype = initial.shape, initial.dtype
-            if (spec := self._live.take_variable(name, shape, dtype)) is not None:
+            if (spec := self._live.take_variable(name, shape, dtype, request.table)) is not None:
                 with self._lock:
                     self._placer.adopt(partition_of(spec), dtype, list(spec.owners))
                 variable = self._variables[name] = Variable.of(spec, self._client)
@@ -114,6 +118,7 @@ class VariableCreator:
                     trainable=request.trainable,
                     asynchronous=request.consistency == "async",
                     row_order=row_order_message(partition.order),
+                    table=request.table,
                 )
                 reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)

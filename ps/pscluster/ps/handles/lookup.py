@@ -11,7 +11,6 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import check_ids
 from pscluster.ps.handles.indexing import Array
 from pscluster.ps.handles.variable import Variable, distinct_rows
 
@@ -110,7 +109,7 @@ def _distinct(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     for variable, ids in lookups:
         if not isinstance(variable, Variable):
             raise TypeError(f"an embedding table must be a variable, not {type_of(variable)}")
-        checked = check_ids(ids, variable.shape[0] if variable.shape else 0, variable.name)
+        checked = variable.row_ids(ids)
         wanted.append((variable, checked.reshape(-1)))
         shapes.append((*checked.shape, *variable.shape[1:]))
     return [rows.reshape(shape) for rows, shape in zip(distinct_rows(wanted), shapes, strict=True)]

@@ -25,6 +25,7 @@ from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradie
 from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
 from pscluster.ps.handles.row_requests import gradient_updates
 from pscluster.ps.handles.scope import current_creator
+from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
 from pscluster.ps.optim import rules
 from pscluster.ps.optim.kernels import deduplicate
@@ -242,6 +243,8 @@ class Optimizer(Handle):
             )
         if not name or not isinstance(name, str):
             raise MisuseError(f"a slot's name is a string such as 'm', not {name!r}")
+        if isinstance(variable, EmbeddingTable):
+            raise MisuseError(f"{variable.name!r} is an EmbeddingTable, whose slots and averages can't be read")
         return SlotVariable.beside(variable, self._spec.id, self.name, name)
 
     def average(self, variable: Variable) -> SlotVariable:

@@ -11,12 +11,12 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from pscluster.core.geometry import Partition, split_rows
+from pscluster.core.geometry import Partition, ShardRows, split_rows
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.optim.kernels import Groups, sum_rows, take_rows
 
@@ -26,18 +26,26 @@ class Share(NamedTuple):
 
     table: int
     shard: int
-    rows: slice  # of the distinct rows
+    rows: slice | Ids  # of the distinct rows
     ids: Ids  # their numbers within the shard
+
+
+Split = Callable[[Ids], Sequence[tuple[int, ShardRows]]]
+"""Returns each shard, with which of some ids are its, and under which numbers."""
 
 
 class RowPlan:
     """Which rows of which shards are wanted, each once, and where they are in the lists of ids."""
 
-    def __init__(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids) -> None:
-        self._partitions, self._sizes, self._places = partitions, sizes, places
+    def __init__(
+        self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, split: Split | None = None
+    ) -> None:
+        self._partitions, self._sizes, self._places, self._by_split = partitions, sizes, places, split is not None
         self._groups = Groups.of(places)
         self.spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]
         """Of each table's ids among all."""
+        self.shares = self._shares() if split is None else _shares_of_one(split(self._groups.ids))
+        """Of all shards of all tables, in order, those of no row included."""
 
     @staticmethod
     def of(partitions: tuple[Partition, ...], ids: Sequence[Ids]) -> RowPlan:
@@ -53,22 +61,24 @@ class RowPlan:
         for partition, of_table, start in zip(partitions, ids, starts, strict=True):
             np.add(partition.places(of_table), start, out=places[first : first + len(of_table)])
             first += len(of_table)
-        last: RowPlan | None = getattr(_threads, "last", None)
-        if last is None or not last._is_for(partitions, sizes, places):
-            last = _threads.last = RowPlan(partitions, sizes, places)
-        return last
+        return _last_or_new(partitions, sizes, places, None)
 
-    def _is_for(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids) -> bool:
-        return self._sizes == sizes and self._partitions == partitions and bool((self._places == places).all())
+    @staticmethod
+    def by_split(partition: Partition, ids: Ids, split: Split) -> RowPlan:
+        """Return the plan for any ids of a table whose shards `split` finds by the ids and this partition alone."""
+        return _last_or_new((partition,), (len(ids),), ids.copy(), split)
+
+    def is_for(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, by_split: bool) -> bool:
+        """Return whether a plan for these arguments would be this one."""
+        same = self._sizes == sizes and self._by_split == by_split and self._partitions == partitions
+        return same and bool((self._places == places).all())
 
     @property
     def distinct(self) -> int:
         """The number of distinct rows of all tables."""
         return len(self._groups.ids)
 
-    @functools.cached_property
-    def shares(self) -> list[Share]:
-        """Of all shards of all tables, in order, those of no row included."""
+    def _shares(self) -> list[Share]:
         shares: list[Share] = []
         pieces = iter(split_rows(_end_to_end(self._partitions), self._groups.ids))
         stop = 0
@@ -98,6 +108,19 @@ class RowPlan:
 
 
 _threads = threading.local()
+
+
+def _last_or_new(
+    partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, split: Split | None
+) -> RowPlan:
+    last: RowPlan | None = getattr(_threads, "last", None)
+    if last is None or not last.is_for(partitions, sizes, places, split is not None):
+        last = _threads.last = RowPlan(partitions, sizes, places, split)
+    return last
+
+
+def _shares_of_one(split: Sequence[tuple[int, ShardRows]]) -> list[Share]:
+    return [Share(0, shard, positions, ids) for shard, (positions, ids) in split]
 
 
 @functools.lru_cache(maxsize=256)

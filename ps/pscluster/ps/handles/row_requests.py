@@ -31,8 +31,12 @@ class _Together(NamedTuple):
 
 def _planned(wanted: Sequence[tuple[ShardRequests, Ids]]) -> Iterator[_Together]:
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, (variable, _) in enumerate(wanted):
-        alike.setdefault((variable.dtype, variable.shape[1:]), []).append(number)
+    for number, (variable, ids) in enumerate(wanted):
+        if variable.splits_ids:
+            plan = RowPlan.by_split(variable.partition, ids, variable.split_ids)
+            yield _Together([number], [variable], plan)
+        else:
+            alike.setdefault((variable.dtype, variable.shape[1:]), []).append(number)
     for numbers in alike.values():
         variables = [wanted[number][0] for number in numbers]
         partitions = tuple(variable.partition for variable in variables)
@@ -84,7 +88,7 @@ def row_updates(
         for table, shard, span, ids in together.plan.shares:
             if len(ids) or optimizer:
                 variable = together.variables[table]
-                values = sums[(span, *variable.partition.block(shard).slices[1:])]
+                values = sums[(span, *variable.columns(shard))]
                 update = variable.shard_row_update(kind, shard, nths[table], ids, values, optimizer)
                 updates[summed[together.numbers[table]]].append(update)
     for number, (variable, ids, values) in enumerate(checked):

@@ -35,6 +35,12 @@ class VariableRequest:
     trainable: bool
     partitioner: Partitioner | None
     consistency: str = "sync"
+    table: ps_pb2.TableSpec | None = None  # if it is one
+
+    @property
+    def kind(self) -> str:
+        """What it is, for a name if none is given."""
+        return "variable" if self.table is None else "table"
 
 
 class Creator(Protocol):
@@ -43,6 +49,10 @@ class Creator(Protocol):
     @property
     def serialization(self) -> SerializationPolicy:
         """Whether it may send pickles to the servers."""
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers there are."""
 
     def create_variable(self, request: VariableRequest) -> Variable:
         """Place the variable on the servers."""

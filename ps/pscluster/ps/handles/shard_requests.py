@@ -50,7 +50,24 @@ class ShardRequests:
         """The parameter server of each shard, as far as this process knows: they may have moved."""
         return self.client.placements.owners(self.id, self._owners)
 
+    def columns(self, shard: int) -> tuple[slice, ...]:
+        """Return which part of a row a shard has."""
+        return self.partition.block(shard).slices[1:]
+
     # Reads
+
+    def row_ids(self, ids: npt.ArrayLike) -> Ids:
+        """Return ids of rows to read as int64, of the same shape. InvalidUpdateError names one that is no row."""
+        if not self.shape:
+            raise InvalidUpdateError(f"variable {self.name!r} is a scalar: it has no rows to read")
+        return check_ids(ids, self.shape[0], self.name)
+
+    splits_ids = False
+    """Whether ids are of any size, and `split_ids` alone knows whose they are."""
+
+    def split_ids(self, ids: Ids) -> Sequence[tuple[int, ShardRows]]:
+        """Return each shard, with which of these ids are its, and under which numbers."""
+        return list(_shards_of_rows(self.partition, ids))
 
     def _whole(self) -> WholeVariable:
         owners, index = self.owners, self.partition.index
@@ -173,7 +190,7 @@ class ShardRequests:
         """Return the updates of rows, from `checked_rows`. Their step counts on shards without such rows, too."""
         nth = self.next_update()
         updates = []
-        for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
+        for shard, (positions, local_ids) in self.split_ids(ids):
             if len(positions) or optimizer:
                 values = rows[_row_index(positions, self.partition.block(shard))]
                 updates.append(self.shard_row_update(kind, shard, nth, local_ids, values, optimizer))
@@ -240,10 +257,9 @@ class ShardRequests:
         """Return the update of these rows of a shard by the columns of theirs that it has."""
         return self._shard_update(kind, shard, nth, ps_pb2.Rows(ids=len(local_ids)), values, optimizer, local_ids)
 
-    def shard_row_read(self, shard: int, out: Array, rows: slice, local_ids: Ids) -> ShardRead:
+    def shard_row_read(self, shard: int, out: Array, rows: slice | Ids, local_ids: Ids) -> ShardRead:
         """Return the read of these rows of a shard into those of an array."""
-        index = (rows, *self.partition.block(shard).slices[1:])
-        return self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(local_ids)), local_ids)
+        return self._shard_read(shard, out, (rows, *self.columns(shard)), ps_pb2.Rows(ids=len(local_ids)), local_ids)
 
     def _shard_update(
         self,

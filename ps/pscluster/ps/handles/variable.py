@@ -12,15 +12,15 @@ import json
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import dtype_named
-from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
-from pscluster.core.geometry import Block, Partition, check_ids
+from pscluster.core.errors import MisuseError, ProtocolError
+from pscluster.core.geometry import Block, Partition
 from pscluster.core.handles import Handle
 from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
@@ -129,6 +129,7 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
     handle_kind = "variable"
     trainable: bool
+    _table_type: ClassVar[type[Variable]]  # of tables: `table`, which builds on this module, sets it
 
     def __new__(
         cls,
@@ -149,7 +150,8 @@ class Variable(ShardRequests, Arithmetic, Handle):
     def of(spec: ps_pb2.VariableSpec, client: PsClient) -> Variable:
         """Return the handle of an existing variable."""
         partition = partition_of(spec)
-        handle: Variable = object.__new__(ShardedVariable if partition.num_shards > 1 else Variable)
+        kind = ShardedVariable if partition.num_shards > 1 else Variable
+        handle: Variable = object.__new__(Variable._table_type if spec.HasField("table") else kind)
         handle.name = spec.name
         handle.shape = partition.shape
         handle.dtype = dtype_named(spec.dtype)
@@ -162,7 +164,11 @@ class Variable(ShardRequests, Arithmetic, Handle):
         handle.client = client
         client.placements.learn([spec])
         handle._slot = None
+        handle._described(spec)
         return handle
+
+    def _described(self, spec: ps_pb2.VariableSpec) -> None:
+        """Take what the spec of a subclass says besides."""
 
     @property
     def handle_key(self) -> str:
@@ -436,7 +442,7 @@ def _checked_members(variables: object) -> tuple[Variable, ...]:
     for index, member in enumerate(variables):
         if isinstance(member, Shard):
             raise ValueError(f"variables[{index}] is {member.name!r}, a shard of a variable: give whole variables")
-        if not isinstance(member, Variable) or isinstance(member, SlotVariable):
+        if not isinstance(member, Variable) or isinstance(member, SlotVariable | Variable._table_type):
             raise TypeError(f"variables[{index}] is {describe(member)}, not a variable: make one with Variable(...)")
         if member.num_shards > 1 or isinstance(member, JoinedVariable):
             raise ValueError(f"variables[{index}], {member.name!r}, is itself partitioned: give variables that are not")
@@ -521,9 +527,7 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
     results: list[Array] = []
     reads: list[ShardRead] = []
     for variable, indices in lookups:
-        if not variable.shape:
-            raise InvalidUpdateError(f"variable {variable.name!r} is a scalar: it has no rows to read")
-        ids = check_ids(indices, variable.shape[0], variable.name)
+        ids = variable.row_ids(indices)
         result = np.empty((ids.size, *variable.shape[1:]), variable.dtype)
         results.append(result.reshape((*ids.shape, *variable.shape[1:])))
         reads += variable._row_reads(ids.reshape(-1), result)
@@ -533,10 +537,7 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
 
 
 def distinct_rows(lookups: Sequence[tuple[Variable, Ids]]) -> list[Array]:
-    """Read rows by flat, checked ids from several variables at once, each distinct one once."""
-    for variable, _ in lookups:
-        if not variable.shape:
-            raise InvalidUpdateError(f"variable {variable.name!r} is a scalar: it has no rows to read")
+    """Read rows by flat ids, from `row_ids`, of several variables at once, each distinct one once."""
     reads, rows = distinct_reads(lookups)
     if reads:
         _one_client([variable for variable, _ in lookups]).read(reads)

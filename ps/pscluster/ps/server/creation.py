@@ -20,6 +20,7 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY, partition_of
+from pscluster.ps.tables import check_table
 from pscluster.v1 import ps_pb2
 
 
@@ -33,6 +34,7 @@ def expected_bytes(store: Store, request: ps_pb2.CreateRequest) -> int | None:
         raise ProtocolError("a variable needs an id and a name")
     check_name(spec.name, "a variable's name")
     store.check_name(spec)
+    check_table(spec)
     if request.HasField("initializer"):
         return None
     partition, dtype = partition_of(spec), dtype_named(spec.dtype)
@@ -53,9 +55,13 @@ def make_variable(store: Store, request: ps_pb2.CreateRequest, payload: Payload)
     """Make a variable, with the shards that live here, without entering it in the directory."""
     spec = request.variable
     partition, dtype = partition_of(spec), dtype_named(spec.dtype)
+    check_table(spec)
     if request.initializer.name == COPY:
         return HeldVariable(spec, dtype, partition, _copied(store, spec, request.initializer))
-    if request.HasField("initializer"):
+    fill: Fill | None
+    if spec.HasField("table"):
+        fill = None
+    elif request.HasField("initializer"):
         fill = initializer_of(request.initializer, payload.joined(), spec.name, partition)
     else:
         fill = _given(payload)

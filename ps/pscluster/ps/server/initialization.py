@@ -122,9 +122,12 @@ def _takes(
 
 
 def initial_values(
-    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
+    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill | None
 ) -> dict[int, Array]:
-    """Compute the initial values of one owner's shards. InvalidUpdateError, naming the variable, if that fails."""
+    """Compute the initial values of one owner's shards; without `fill` zeros, which take no memory before they change.
+
+    InvalidUpdateError, naming the variable, if that fails.
+    """
     arrays = {}
     for shard, where in enumerate(spec.owners):
         if where != owner:
@@ -136,9 +139,11 @@ def initial_values(
             "partition it into more shards"
         )
         try:
-            arrays[shard] = np.empty(block.shape, dtype)
+            arrays[shard] = np.zeros(block.shape, dtype) if fill is None else np.empty(block.shape, dtype)
         except (MemoryError, ValueError):  # ValueError if the size in bytes exceeds any integer type
             raise too_large from None
+        if fill is None:
+            continue
         try:
             fill(partition.shape, block.start, arrays[shard])
         except PsClusterError:

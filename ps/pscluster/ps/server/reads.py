@@ -16,12 +16,14 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, Unavailable
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.server import tables
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import Array, Box, Ids, box_of, check_ids, table_of
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import AVERAGE
+from pscluster.ps.tables import InitialRows, initial_rows
 from pscluster.v1 import ps_pb2
 
 
@@ -35,6 +37,7 @@ class _Source:
     size: int
     dtype: np.dtype[Any]  # on the wire; differs from the array's while an average is still the value itself
     index: Box | None = None
+    table: InitialRows | None = None  # of a table whose rows are read by id
     values: bool = False  # reads the values, whose array may have been replaced since
 
 
@@ -126,8 +129,16 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         which, size = item.rows.WhichOneof("kind"), source.size
         if which == "ids":
             ids = payload.ids(at, item.rows.ids)
-            check_ids(source.array, ids, source.name)
-            segment: Buffer | Snapshot = _gather(source, ids)
+            segment: Buffer | Snapshot
+            if source.table is None:
+                check_ids(source.array, ids, source.name)
+                segment = _gather(source, ids)
+            else:
+                with source.shard.lock:
+                    rows, found = tables.read_rows(source.shard, ids, source.table)
+                segment = view(rows)
+                if (held := store.directory.variables.get(item.variable)) is not None:
+                    held.metrics.rows_found += found
         else:
             segment = _block(store, source)
         traffic = source.shard.traffic
@@ -140,7 +151,10 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
         if padding(size):
             yield bytes(padding(size))
         at = next_at
-        if which not in ("version", "gradients") and (held := store.directory.variables.get(item.variable)) is not None:
+        if (
+            which not in ("version", "gradients", "in_use")
+            and (held := store.directory.variables.get(item.variable)) is not None
+        ):
             end = time.monotonic()
             held.metrics.read(size, end - begin, item.rows.ids)
             traffic.add(size)
@@ -174,20 +188,27 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
         dtype = array.dtype
     which, name = item.rows.WhichOneof("kind"), held.spec.name
     index: Box | None = None
+    table = None
     if which == "all":
         size = array.size * dtype.itemsize
     elif which == "slices":
         index = box_of(item.rows.slices, array, name)
         size = math.prod(axis.count for axis in item.rows.slices.axes) * dtype.itemsize
+    elif which == "ids" and held.spec.HasField("table"):
+        if item.slot or item.rows.leading > 1:
+            raise ProtocolError(f"a read of rows of table {name!r} that is not of values by their ids")
+        table = initial_rows(held.spec.table, name)
+        size = item.rows.ids * table.dim * dtype.itemsize
+        _check_rows_bytes(item, size, name)
+        at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "ids":
         array = table_of(array, item.rows.leading, name)
         size = item.rows.ids * array.shape[1] * dtype.itemsize
-        if item.rows.ids > 1 and size > MAX_ROWS_BYTES:
-            raise InvalidUpdateError(
-                f"{item.rows.ids:,} rows of {name!r} take {size:,} bytes, the limit for one item of a read is "
-                f"{MAX_ROWS_BYTES:,}: divide it"
-            )
+        _check_rows_bytes(item, size, name)
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+    elif which == "in_use" and held.spec.HasField("table"):
+        array = np.array([tables.row_count(shard, held.spec.table.dim)], "<u8")
+        dtype, size = array.dtype, array.nbytes
     elif which == "version" or which == "gradients":
         if which == "version":
             array = np.array([shard.version], "<u8")
@@ -197,7 +218,15 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")
-    return _Source(name, shard, array, size, dtype, index, array is values), at
+    return _Source(name, shard, array, size, dtype, index, table, array is values), at
+
+
+def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
+    if item.rows.ids > 1 and size > MAX_ROWS_BYTES:
+        raise InvalidUpdateError(
+            f"{item.rows.ids:,} rows of {name!r} take {size:,} bytes, the limit for one item of a read is "
+            f"{MAX_ROWS_BYTES:,}: divide it"
+        )
 
 
 def _slots(store: Store, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:

@@ -25,6 +25,7 @@ from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
+from pscluster.ps.server.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.spill import SavedBlock, Spill
 
@@ -101,6 +102,7 @@ class Shard:
         # While no update is applied, since it is about to move; set when it has moved or will not.
         self.frozen: threading.Event | None = None
         self.moved = False  # another server has it
+        self.rows: TableRows | None = None  # of a table, once they are needed
         self.arriving: threading.Event | None = None  # while another server may still serve it; set when none does
 
     @property

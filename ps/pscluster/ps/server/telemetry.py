@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import ClassVar
 
 from pscluster.core.metrics.registry import OTHER, Labels, Metric, Snapshot, Telemetry
+from pscluster.ps.server import tables
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.role import ParameterServerRole
 
@@ -20,6 +21,8 @@ _OF_VARIABLES = {  # fields of VariableMetrics
     "push_seconds": Metric("variable_push_seconds_total", "counter", "time to apply them and wait for the shard", _BY),
     "rows_read": Metric("variable_rows_read_total", "counter", "rows read by number", _BY),
     "rows_updated": Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY),
+    "rows_found": Metric("table_rows_found_total", "counter", "rows of tables read that had been updated before", _BY),
+    "rows_made": Metric("table_rows_made_total", "counter", "rows of tables made, for ids that had none", _BY),
 }
 
 
@@ -42,6 +45,7 @@ class ServerTelemetry(Telemetry):
         Metric("in_flight_bytes", "gauge", "bytes reserved for large requests in progress"),
         Metric("variables", "gauge", "variables with shards here"),
         Metric("variable_bytes", "gauge", "bytes of their shards, with optimizer slots and averages", _BY),
+        Metric("table_rows", "gauge", "rows of tables", _BY),
         *_OF_VARIABLES.values(),
         Metric("snapshot_seconds", "histogram", "time to save a snapshot of the state"),
         Metric("snapshot_bytes_total", "counter", "bytes written for snapshots"),
@@ -67,10 +71,15 @@ class ServerTelemetry(Telemetry):
         for name, count in store.lost.items():
             lost[labels.get(name, OTHER)] += count
         sizes: dict[str, float] = defaultdict(float)
+        table_rows: dict[str, float] = defaultdict(float)
         by_metric: dict[str, dict[str, float]] = {metric.name: defaultdict(float) for metric in _OF_VARIABLES.values()}
         for held, nbytes in traffic:
             label = labels.get(held.spec.name, OTHER)
             sizes[label] += nbytes
+            if held.spec.HasField("table"):
+                shards = list(held.shards.values())
+                rows = sum(tables.row_count(shard, held.spec.table.dim) for shard in shards)
+                table_rows[label] += rows
             if held.spec.evaluation:
                 continue  # a counter would fall when the snapshot is deleted
             for field, metric in _OF_VARIABLES.items():
@@ -91,6 +100,7 @@ class ServerTelemetry(Telemetry):
             "in_flight_bytes": self._budget.used,
             "variables": len(traffic),
             "variable_bytes": sizes,
+            "table_rows": table_rows,
             **by_metric,
             "snapshot_seconds": role.manager.saves.plain(),
             "snapshot_bytes_total": role.manager.saved_bytes,

@@ -18,6 +18,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
+from pscluster.ps.server import tables
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.metadata import Metadata, check_texts
@@ -26,6 +27,7 @@ from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_o
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import MAX_TOGETHER, METADATA, OWN_RULE, SESSION_BYTES, check_kind
+from pscluster.ps.tables import initial_rows
 from pscluster.v1 import ps_pb2
 
 _ARITHMETIC: dict[int, np.ufunc] = {
@@ -110,9 +112,10 @@ def changes_of(
         ids_at = at
         which = item.rows.WhichOneof("kind")
         index: Box | None = None
+        if held.spec.HasField("table"):
+            _check_table_item(request, item, name)
         if which == "ids":
-            table = _table(item, shard, name)
-            expected = item.rows.ids * table.shape[1] * table.itemsize
+            expected = item.rows.ids * _row_bytes(item, held, shard)
             at += item.rows.ids * 8 + padding(item.rows.ids * 8)
             if item.scalar:
                 raise ProtocolError("an update of rows by number has a single value")
@@ -141,6 +144,22 @@ def changes_of(
     if at != total_bytes:
         raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
     return changes
+
+
+def _check_table_item(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, name: str) -> None:
+    """Raise ProtocolError for an update of a table that is not of rows by their ids, applied at once."""
+    by_ids = item.rows.WhichOneof("kind") == "ids" and item.rows.leading <= 1
+    piece = item.HasField("offset") or item.gradients or item.kind == ps_pb2.APPLY_CHANGE
+    if not by_ids or piece or request.HasField("contribution"):
+        raise ProtocolError(f"an update of table {name!r} that is not of rows by their ids, applied at once")
+
+
+def _row_bytes(item: ps_pb2.UpdateItem, held: HeldVariable, shard: Shard) -> int:
+    """Return the bytes of the values of one row that an item has by number, or by id."""
+    if held.spec.HasField("table"):
+        return held.spec.table.dim * shard.array.itemsize
+    table = _table(item, shard, held.spec.name)
+    return int(table.shape[1]) * table.itemsize
 
 
 def _check_piece(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, shard: Shard, name: str) -> None:
@@ -270,10 +289,17 @@ def apply(
 
 
 def checked_ids(change: Change, payload: Payload) -> Ids | None:
-    """Return the row numbers of an item; None if it has none. InvalidUpdateError if there are no such rows."""
+    """Return the row numbers of an item, or ids of a table; None if it has none.
+
+    InvalidUpdateError if there are no such rows, or no room in a table for new ones.
+    """
     if change.item.rows.WhichOneof("kind") != "ids":
         return None
     ids = payload.ids(change.ids_at, change.item.rows.ids)
+    if change.held.spec.HasField("table"):
+        with change.shard.lock:
+            tables.check_room(change.shard, ids, change.held.spec.table.dim, change.held.spec.name)
+        return ids
     check_ids(_table(change.item, change.shard, change.held.spec.name), ids, change.held.spec.name)
     return ids
 
@@ -300,7 +326,11 @@ def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload:
 
 
 def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
-    """Apply one item. Needs the shard's lock."""
+    """Apply one item, of a table to the rows of these ids. Needs the shard's lock."""
+    if ids is not None and change.held.spec.HasField("table"):
+        spec, metrics = change.held.spec, change.held.metrics
+        ids, made = tables.places_of(change.shard, ids, initial_rows(spec.table, spec.name), spec.name)
+        metrics.rows_made += made
     shard, dtype = change.shard, change.shard.array.dtype
     slots: dict[str, Array] = {}
     step = 0
@@ -355,12 +385,17 @@ def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: i
 def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
     shard, dtype = change.shard, change.shard.array.dtype
     values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
-    table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
+    whole = table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
+    if is_table := change.held.spec.HasField("table"):
+        table = table[:, : change.held.spec.table.dim]
     rows = values.reshape(len(ids), table.shape[1])
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
-        tables = {name: array.reshape(table.shape) for name, array in slots.items()}
-        apply_rows(change.optimizer.rule, table, ids, rows, tables, step)
+        slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
+        if is_table:
+            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slot_tables, step)
+        else:
+            apply_rows(change.optimizer.rule, whole, ids, rows, slot_tables, step)
     elif change.item.kind == ps_pb2.ASSIGN:
         table[ids] = rows
     elif change.item.kind in (ps_pb2.ADD, ps_pb2.SUB):

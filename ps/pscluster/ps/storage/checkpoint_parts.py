@@ -29,6 +29,7 @@ from pscluster.core.errors import CheckpointMisfitError, StaleError, Unavailable
 from pscluster.core.geometry import Partition, common_rows
 from pscluster.core.row_orders import Ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
+from pscluster.ps.server import tables
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.metadata import check_texts
 from pscluster.ps.server.shard import Shard, Snapshot
@@ -200,6 +201,7 @@ class CheckpointParts:
         self.name(checkpoint_id, shards)
         staged = _Staged(store, texts if request.HasField("metadata") else None)
         numbers = {name: optimizer for optimizer, name in _optimizer_names(store).items()}
+        of_tables: list[tuple[HeldVariable, int, dict[str, Array], dict[str, Sequence[ps_pb2.RestoreSource]]]] = []
         values: _Wanted = {}
         others: _Wanted = {}
         held = {variable.spec.id: variable for variable in store.held()[0]}
@@ -210,19 +212,24 @@ class CheckpointParts:
                 )
             shard = held[item.variable].shards[item.shard]
             arrays: dict[str, Array] = {}
+            is_table = held[item.variable].spec.HasField("table")
+            sources: dict[str, Sequence[ps_pb2.RestoreSource]] = {}
             for wanted_array in item.arrays:
                 try:
                     key = _with_optimizer(wanted_array.array, numbers)
                 except KeyError:
                     continue  # its optimizer does not exist here
                 arrays[key] = blank_array(store, held[item.variable], shard.array.shape, key)
-                for source in wanted_array.sources:
+                sources[key] = wanted_array.sources
+                for source in () if is_table else wanted_array.sources:
                     wanted = values if source.tensor.array == "value" else others
                     target = source, arrays[key], (held[item.variable], item.shard)
                     wanted.setdefault((source.tensor.file, source.tensor.tensor), []).append(target)
             if "value" not in arrays:
                 raise CheckpointMisfitError(f"no values for shard {item.shard} of {held[item.variable].spec.name!r}")
             _check_slots(store, held[item.variable], arrays)
+            if is_table:
+                of_tables.append((held[item.variable], item.shard, arrays, sources))
             steps = {numbers[name]: step for name, step in item.steps.items() if name in numbers}
             staged.shards.append(((item.variable, item.shard), shard, arrays, steps))
         _read_into(values, where)
@@ -231,6 +238,10 @@ class CheckpointParts:
                 if key.startswith("average/"):  # where none was saved, the average is the value
                     array[...] = arrays["value"]
         _read_into(others, where)
+        for table, shard_index, arrays, sources in of_tables:
+            tables.restore_rows(
+                table.spec, shard_index, arrays, sources, lambda tensor: read(where(tensor.file), tensor)
+            )
         with self._lock:
             if checkpoint_id != self._over:
                 self._staged[checkpoint_id] = staged
@@ -276,6 +287,7 @@ class CheckpointParts:
                 shard.updates += 1
                 shard.changes += 1
                 shard.array[...] = arrays.pop("value")
+                shard.rows = None
                 shard.slots.clear()
                 shard.averages.clear()
                 shard.put(arrays)

@@ -202,6 +202,7 @@ class _Here:
     """Makes one optimizer in this process, and is to it what the servers are to others."""
 
     serialization = SerializationPolicy()
+    num_servers = 1
     held: HeldOptimizer
 
     def __init__(self) -> None:

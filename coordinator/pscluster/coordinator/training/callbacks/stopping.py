@@ -16,6 +16,7 @@ from pscluster.coordinator.training.callbacks.checkpoint import manager_of, save
 from pscluster.coordinator.training.callbacks.monitor import EPOCHS, Mode, Monitor
 from pscluster.core import checks
 from pscluster.core.errors import CheckpointError
+from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ class TerminateOnNaN(Callback):
         names = [f"{variable.name!r} ({count:,} value{'s' * (count != 1)})" for variable, count in counts]
         of = "" if self.training.execution is None else f", {self.training.execution}"
         where = f"variables that now hold NaN or infinity: {', '.join(names)}" if names else "all variables are finite"
+        if any(isinstance(variable, EmbeddingTable) for variable in strategy.variables):
+            where += ", not counting embedding tables, which were not searched"
         self.training.stop(
             f"{', '.join(bad)} in step {batch + 1} of epoch {self.training.epoch + 1}{of}; {where}", failed=True
         )
@@ -135,6 +138,8 @@ def _not_finite(variables: Iterable[Variable]) -> Iterator[tuple[Variable, int]]
     """Yield variables with values that are not finite, and their number. Reads few rows at a time: variables may not
     fit into memory."""
     for variable in variables:
+        if isinstance(variable, EmbeddingTable):
+            continue
         if variable.dtype.kind not in "fc" and variable.dtype.name != "bfloat16":
             continue
         if not variable.shape:

@@ -1,0 +1,214 @@
+"""Embedding tables as users hold them: rows by any id, made when they are first updated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core import checks
+from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.geometry import Selection, ShardRows
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.read_plans import ShardRead, WholeVariable
+from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
+from pscluster.ps.handles.lookup import embedding_lookup
+from pscluster.ps.handles.scope import VariableRequest, current_creator
+from pscluster.ps.handles.shard_requests import ALL
+from pscluster.ps.handles.variable import Variable
+from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
+from pscluster.ps.tables import MAX_DIM, MAX_ROWS, TAIL, initial_rows, shards_of, table_ids
+from pscluster.v1 import ps_pb2
+
+_IN_USE = ps_pb2.Rows(in_use=True)
+
+
+class EmbeddingTable(Variable):
+    """A table of rows by id, any int64, on the parameter servers. A row is made when its id is first updated.
+
+    A row that has had no update is not stored: a lookup gives its initial values, which depend on the initializer's
+    seed and the id alone. So lookups make no rows, those of an evaluation neither.
+
+    Update it with `IndexedSlices`: by `optimizer.apply_gradients`, `scatter_update`, `scatter_add` and the others. All
+    updates are applied at once, also in steps of a `SynchronousStrategy`, as those of a variable with
+    `consistency="async"`.
+
+    Args:
+        dim: the number of values of a row, which are float32.
+        capacity: how many rows it can have. Servers take memory as rows are made; but that of all rows after they
+            restart, after a move or a restored checkpoint, and on the disk.
+        initializer: of new rows: `Zeros`, `Ones`, `Constant`, `RandomUniform` (the default), `RandomNormal` or
+            `TruncatedNormal`.
+        name: unique in the strategy; generated if not given.
+        num_shards: how many shards a hash distributes the rows over; default: one for each server.
+        trainable: for the caller; pscluster itself ignores it.
+
+    Raises:
+        MisuseError: outside of `strategy.scope()`, the name is taken, or an argument is wrong.
+        InvalidUpdateError: a server has too little memory. Whatever is raised, nothing has been created.
+    """
+
+    dim: int
+
+    def __new__(
+        cls,
+        dim: int,
+        *,
+        capacity: int,
+        initializer: Initializer | None = None,
+        name: str | None = None,
+        num_shards: int | None = None,
+        trainable: bool = True,
+    ) -> EmbeddingTable:
+        creator = current_creator(f"EmbeddingTable {name!r}" if name else "an EmbeddingTable")
+        initializer = RandomUniform() if initializer is None else initializer
+        try:
+            dim = checks.whole("dim", dim, at_least=1, at_most=MAX_DIM)
+            shards = creator.num_servers if num_shards is None else checks.whole("num_shards", num_shards, at_least=1)
+            capacity = checks.whole("capacity", capacity, at_least=1, at_most=shards * (MAX_ROWS // 2))
+            if not isinstance(initializer, Initializer):
+                raise ValueError(f"initializer is {initializer!r}; it must be an initializer, such as RandomUniform()")
+            table = ps_pb2.TableSpec(dim=dim, initializer=initializer.name)
+            table.numbers = json.dumps(initializer.values_by_name())
+            initial_rows(table, name or "table")
+        except (ValueError, InvalidUpdateError) as error:
+            raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
+        shape = shards * _rows_of_shard(capacity, shards), dim + TAIL
+        request = VariableRequest(Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", table)
+        made = creator.create_variable(request)
+        assert isinstance(made, EmbeddingTable)
+        return made
+
+    def _described(self, spec: ps_pb2.VariableSpec) -> None:
+        self.dim = spec.table.dim
+        self.shape = self.partition.shape[0], self.dim
+
+    # What it is
+
+    @property
+    def capacity(self) -> int:
+        """How many rows all shards together have room for. One may be full earlier: each id has its shard."""
+        return self.shape[0]
+
+    def __len__(self) -> int:
+        """Return how many rows have been made."""
+        counts = np.zeros(self.num_shards, "<u8")
+        self.client.read(
+            [
+                ShardRead(self.owners[shard], self._read_item(shard, _IN_USE), 8, view(counts[shard : shard + 1]))
+                for shard in range(self.num_shards)
+            ]
+        )
+        return int(counts.sum())
+
+    def __bool__(self) -> bool:
+        """Return True, as for any object that has no value; an empty table is a table."""
+        return True
+
+    # Reading
+
+    def lookup(self, ids: npt.ArrayLike) -> Array:
+        """Read the rows of these ids, in their order, duplicates included; each distinct row travels once.
+
+        Args:
+            ids: integers of any shape.
+
+        Returns:
+            An array of shape `ids.shape + (dim,)`, of float32. Ids without a row give their initial values.
+
+        Raises:
+            InvalidUpdateError: ids are not integers, or do not fit in int64.
+        """
+        result: Array = embedding_lookup(self, ids)
+        return result
+
+    def row_ids(self, ids: npt.ArrayLike) -> Ids:
+        return table_ids(ids, self.name)
+
+    splits_ids = True
+
+    def columns(self, shard: int) -> tuple[slice, ...]:
+        del shard
+        return (slice(0, self.dim),)
+
+    def split_ids(self, ids: Ids) -> Sequence[tuple[int, ShardRows]]:
+        if self.num_shards == 1:
+            return [(0, ShardRows(np.arange(len(ids)), ids))]
+        shards = shards_of(ids, self.num_shards)
+        order = np.argsort(shards, kind="stable")
+        ends = np.cumsum(np.bincount(shards, minlength=self.num_shards))[:-1]
+        return [(shard, ShardRows(rows, ids[rows])) for shard, rows in enumerate(np.split(order, ends))]
+
+    def _row_reads(self, ids: Ids, out: Array) -> list[ShardRead]:
+        reads = []
+        for shard, (positions, own_ids) in self.split_ids(ids):
+            if len(positions):
+                index: Any = ... if self.num_shards == 1 else (positions, slice(0, self.dim))
+                reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions)), own_ids))
+        return reads
+
+    # Updating
+
+    def _ids_of(self, slices: IndexedSlices) -> Ids:
+        self._check_slices(slices._replace(dense_shape=None) if isinstance(slices, IndexedSlices) else slices)
+        return table_ids(slices.indices, self.name)
+
+    def dense_gradient_updates(self, gradient: npt.ArrayLike, optimizer: int) -> NoReturn:
+        del optimizer
+        raise InvalidUpdateError(
+            f"table {self.name!r}: a gradient must be IndexedSlices(values, ids), not {checks.type_of(gradient)}"
+        )
+
+    def checked_gradient(self, gradient: Gradient) -> Gradient:
+        if not isinstance(gradient, IndexedSlices):
+            self.dense_gradient_updates(gradient, 0)
+        return super().checked_gradient(gradient)
+
+    # What variables with a value have, and a table does not
+
+    def _shard_read(
+        self, shard: int, out: Array, index: Any, rows: ps_pb2.Rows = ALL, ids: Ids | None = None
+    ) -> ShardRead:
+        if ids is None or rows.leading:
+            self._refuse()
+        return super()._shard_read(shard, out, index, rows, ids)
+
+    def _whole(self) -> WholeVariable:
+        self._refuse()
+
+    def _selection(self, index: Any) -> Selection:
+        del index
+        self._refuse()
+
+    def _dense_updates(self, kind: ps_pb2.UpdateKind, array: Array, optimizer: int) -> list[ShardUpdate]:
+        del kind, array, optimizer
+        self._refuse()
+
+    def _batch_updates(self, slices: IndexedSlices) -> list[ShardUpdate]:
+        del slices
+        self._refuse()
+
+    def read_value(self) -> Array:
+        self._refuse()
+
+    value = read_value
+
+    def _refuse(self) -> NoReturn:
+        raise InvalidUpdateError(
+            f"{self.name!r} is an EmbeddingTable, which has rows by id only: read them with lookup(ids), and update "
+            "them with IndexedSlices(values, ids)"
+        )
+
+
+def _rows_of_shard(capacity: int, shards: int) -> int:
+    """Return for how many rows a shard needs room: a hash gives it its share, and by chance some more."""
+    mean = capacity / shards
+    return min(capacity, math.ceil(mean + 6 * math.sqrt(mean)))
+
+
+Variable._table_type = EmbeddingTable

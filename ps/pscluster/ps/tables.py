@@ -1,0 +1,214 @@
+"""What clients and servers agree on about tables whose rows are made when their ids are first updated.
+
+A table is a variable of shape (rows, dim + TAIL), see `ps_pb2.TableSpec`, cut into a fixed number of shards. A hash of
+an id says which shard its row is in. A row that has had no update yet is not stored: its values follow from the
+initializer's seed and the id alone, so that every server, after every restart, gives the same ones for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.dtypes import as_array
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
+from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
+from pscluster.ps.initializers import from_spec as initializer_from_spec
+from pscluster.ps.spec import partition_of
+from pscluster.v1 import ps_pb2
+
+Ids = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+Doubles = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.float32]
+
+TAIL = 4
+"""Columns of a row beside its values: 8 bytes for the id, 8 that are not 0 if the row is in use."""
+
+MAX_ROWS = (1 << 31) - 2
+"""The most rows of a shard: an index stores their numbers in 32 bits."""
+
+MAX_DIM = 1 << 20
+
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_PIECE = 64 << 10
+"""Elements that are computed at once: they fit in a core's second-level cache."""
+
+
+def mixed(numbers: Hashes) -> Hashes:
+    """Return a hash of each number: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a permutation."""
+    z = numbers + np.uint64(_GOLDEN)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58_476D_1CE4_E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D0_49BB_1331_11EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def shards_of(ids: Ids, num_shards: int) -> Ids:
+    """Return the shard of each id. It follows from the upper half of the hash; a shard's index uses the lower half."""
+    upper = mixed(ids.view(np.uint64)) >> np.uint64(32)
+    return ((upper * np.uint64(num_shards)) >> np.uint64(32)).view(np.int64)
+
+
+def table_ids(ids: npt.ArrayLike, name: str) -> Ids:
+    """Return ids as a contiguous int64 array of their shape. InvalidUpdateError unless they are integers that fit."""
+    array = as_array(ids, name, "ids")
+    if array.size == 0 and not isinstance(ids, np.ndarray | np.generic):
+        array = array.astype(np.int64)  # NumPy makes an empty list float64
+    if array.dtype.kind not in "iu":
+        raise InvalidUpdateError(
+            f"table {name!r}: ids must be integers, but they are {array.dtype}: convert them first, for instance with "
+            "ids.astype(np.int64)"
+        )
+    if array.dtype == np.uint64 and array.size and int(array.max()) >> 63:
+        raise InvalidUpdateError(
+            f"table {name!r}: id {array.max()} does not fit in int64: the largest is {(1 << 63) - 1}"
+        )
+    return np.asarray(array, np.int64, order="C")
+
+
+@dataclass(frozen=True)
+class InitialRows:
+    """The values of rows that have had no update."""
+
+    initializer: Initializer
+    dim: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an initializer whose values do not follow from a row alone."""
+        kinds = Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal
+        if type(self.initializer) not in kinds:
+            raise ValueError(
+                f"{self.initializer.name} can't make the rows of a table, since its values depend on the number of "
+                f"rows: give one of {', '.join(kind.__name__ for kind in kinds)}"
+            )
+        self.initializer.check((1, self.dim), np.float32)
+
+    def of(self, ids: Ids) -> Rows:
+        """Return the rows of these ids, shape (n, dim)."""
+        out = np.empty((len(ids), self.dim), np.float32)
+        initializer = self.initializer
+        if not isinstance(initializer, RandomUniform | RandomNormal):
+            out[...] = initializer((1, self.dim))
+            return out
+        seed = mixed(np.array([initializer.seed], np.uint64))
+        columns = np.arange(1, self.dim + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        scaled = _scaled_by(initializer)
+        step = max(1, _PIECE // self.dim)
+        for start in range(0, len(ids), step):
+            keys = mixed(ids[start : start + step].view(np.uint64) ^ seed)
+            uniform = (mixed(keys[:, None] + columns) >> np.uint64(32)).astype(np.float64)
+            out[start : start + step] = scaled((uniform + 0.5) * 2.0**-32)
+        return out
+
+
+def _scaled_by(initializer: RandomUniform | RandomNormal) -> Callable[[Doubles], Any]:
+    """Return what turns uniform numbers in (0, 1) into the initializer's."""
+    if isinstance(initializer, RandomUniform):
+        low, high = initializer.minval, initializer.maxval
+        highest = np.float32(high)
+        if highest >= high:
+            highest = np.nextafter(highest, np.float32(-np.inf))
+        return lambda uniform: np.minimum((uniform * (high - low) + low).astype(np.float32), highest)
+    mean, stddev = initializer.mean, initializer.stddev
+    within = 0.9544997361036416 if isinstance(initializer, TruncatedNormal) else 1.0  # of a normal's, within 2 of 0
+    return lambda uniform: _normal_quantiles((uniform - 0.5) * within) * stddev + mean
+
+
+# Coefficients of algorithm AS 241, from the highest power on: of the numerators and denominators in the middle, and
+# in the tails as far as sqrt(-log(p)) = 5. Beyond that are none of our numbers, whose smallest p is 2**-33.
+_MIDDLE = (
+    (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457, 13731.693765509461125,
+     1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
+    (5226.495278852854561, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867, 5394.1960214247511077,
+     687.18700749205790830, 42.313330701600911252, 1.0),
+)  # fmt: skip
+_TAILS = (
+    (7.7454501427834140764e-4, 0.0227238449892691845833, 0.241780725177450611770, 1.27045825245236838258,
+     3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.475938084995344946e-4, 0.0151986665636164571966, 0.148103976427480074590,
+     0.689767334985100004550, 1.67638483018380384940, 2.05319162663775882187, 1.0),
+)  # fmt: skip
+
+
+def _normal_quantiles(q: Doubles) -> Doubles:
+    """Return the quantiles of the standard normal distribution at probabilities 0.5 + q (Wichura 1988, AS 241)."""
+    x = _quotient(_MIDDLE, 0.180625 - q * q) * q
+    tails = np.abs(q) > 0.425
+    of_tails = q[tails]
+    r = np.sqrt(-np.log(0.5 - np.abs(of_tails)))
+    x[tails] = np.copysign(_quotient(_TAILS, r - 1.6), of_tails)
+    return x
+
+
+def _quotient(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Doubles) -> Doubles:
+    above, below = np.zeros_like(x), np.zeros_like(x)
+    for of_above, of_below in zip(*coefficients, strict=True):
+        above, below = above * x + of_above, below * x + of_below
+    return above / below
+
+
+@functools.lru_cache(maxsize=256)
+def _made(dim: int, initializer: str, numbers: str) -> InitialRows:
+    return InitialRows(initializer_from_spec(initializer, json.loads(numbers or "{}")), dim)
+
+
+def initial_rows(table: ps_pb2.TableSpec, name: str) -> InitialRows:
+    """Return what makes the rows of a table. InvalidUpdateError, naming the variable, if it can't be made."""
+    if not 0 < table.dim <= MAX_DIM:
+        raise InvalidUpdateError(f"table {name!r} has rows of {table.dim} values; the limits are 1 and {MAX_DIM:,}")
+    try:
+        return _made(table.dim, table.initializer, table.numbers)
+    except (TypeError, ValueError, RecursionError, PsClusterError) as error:
+        raise InvalidUpdateError(f"table {name!r}: {error}") from None
+
+
+def check_table(spec: ps_pb2.VariableSpec) -> None:
+    """Raise InvalidUpdateError or ProtocolError for a table that can't be; nothing for a variable that is none."""
+    if not spec.HasField("table"):
+        return
+    initial_rows(spec.table, spec.name)
+    partition = partition_of(spec)
+    if (
+        spec.dtype != "float32"
+        or len(partition.shape) != 2
+        or partition.shape[1] != spec.table.dim + TAIL
+        or partition.grid[1] != 1
+        or not spec.asynchronous
+    ):
+        raise ProtocolError(
+            f"table {spec.name!r} is {spec.dtype}{list(partition.shape)} in {list(partition.grid)} shards, which are "
+            f"no rows of {spec.table.dim} values, updated at once"
+        )
+    if (rows := max(block.shape[0] for block in partition.blocks)) > MAX_ROWS:
+        raise InvalidUpdateError(
+            f"table {spec.name!r} has shards of {rows:,} rows; the limit is {MAX_ROWS:,}: cut it into more"
+        )
+
+
+def ids_in(array: Rows, dim: int) -> Ids:
+    """Return the ids of the rows that are in use in a shard's array, in order."""
+    ids, in_use = tails_of(array, dim)
+    return ids[: rows_in_use(in_use)].copy()
+
+
+def tails_of(array: Rows, dim: int) -> tuple[Ids, npt.NDArray[np.uint64]]:
+    """Return views of the rows' ids, and of what is not 0 where a row is in use."""
+    at, strides = dim * array.itemsize, array.strides[:1]
+    return np.ndarray(len(array), np.int64, array, at, strides), np.ndarray(
+        len(array), np.uint64, array, at + 8, strides
+    )
+
+
+def rows_in_use(in_use: npt.NDArray[np.uint64]) -> int:
+    """Return how many rows are in use: they are the first ones, and looking at others could give them memory."""
+    return bisect.bisect_left(in_use, True, key=lambda used: not used)

@@ -1,0 +1,437 @@
+"""Embedding tables on real servers against a dictionary: through kills, moves and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.core.metrics.scraping import addresses, scrape
+from tests.faults.support import Job, running_job
+from tests.faults.test_ps_healing import kill
+
+from pscluster.coordinator import (
+    EmbeddingTable,
+    IndexedSlices,
+    LocalCluster,
+    ParameterServerStrategy,
+    SavedVariables,
+    ShardedVariable,
+    SynchronousStrategy,
+    Variable,
+    embedding_bag,
+    embedding_lookup,
+    initializers,
+    metrics,
+    optimizers,
+)
+from pscluster.coordinator.api import Checkpoint
+from pscluster.core.errors import CheckpointMisfitError, InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.read_plans import ShardRead
+from pscluster.ps.client.updates import ShardUpdate
+from pscluster.v1 import ps_pb2
+
+DIM = 4
+INITIAL = initializers.RandomUniform(-1.0, 1.0, seed=3)
+MOST = (1 << 63) - 1
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two servers with logs."""
+    with running_job(num_ps=2, num_workers=2, durability="log") as job:
+        yield job
+
+
+@pytest.fixture
+def table(job: Job) -> EmbeddingTable:
+    with job.strategy.scope():
+        return EmbeddingTable(DIM, capacity=5000, initializer=INITIAL)
+
+
+class Twin:
+    """A table and a dictionary that get the same updates."""
+
+    def __init__(self, table: EmbeddingTable, seed: int) -> None:
+        self.table = table
+        self.rng = np.random.default_rng(seed)
+        self.known: dict[int, Array] = {}
+
+    def some_ids(self, count: int) -> npt.NDArray[np.int64]:
+        ids = self.rng.zipf(1.3, count) % 800
+        return np.where(ids % 3 == 0, ids * 0x1234_5678_9ABC, -ids)
+
+    def update(self) -> None:
+        kind = self.rng.integers(3)
+        ids = self.some_ids(200)
+        values = self.rng.integers(-4, 5, (200, DIM)).astype(np.float32)
+        initial: dict[int, Array] = dict(zip(ids.tolist(), self.table.lookup(ids), strict=True))
+        for row, value in zip(ids.tolist(), values, strict=True):
+            before = self.known.get(row, initial[row])
+            self.known[row] = value.copy() if kind == 0 else before
+        if kind == 0:
+            self.table.scatter_update(IndexedSlices(values, ids))
+            return
+        unique, inverse = np.unique(ids, return_inverse=True)
+        sums = np.zeros((len(unique), DIM), np.float32)
+        np.add.at(sums, inverse, values)
+        for row, total in zip(unique.tolist(), sums, strict=True):
+            self.known[row] = self.known[row] + (total if kind == 1 else -total)
+        (self.table.scatter_add if kind == 1 else self.table.scatter_sub)(IndexedSlices(values, ids))
+
+    def check(self, table: EmbeddingTable | None = None) -> None:
+        table = self.table if table is None else table
+        assert len(table) == len(self.known)
+        ids = np.array(list(self.known), np.int64)
+        np.testing.assert_array_equal(table.lookup(ids), list(self.known.values()))
+
+
+def initial_rows(job: Job, ids: npt.ArrayLike) -> Array:
+    """The rows of these ids that have had no update, by a table of one shard."""
+    with job.strategy.scope():
+        return EmbeddingTable(DIM, capacity=10, initializer=INITIAL, num_shards=1).lookup(ids)
+
+
+@pytest.mark.timeout(120)
+def test_it_is_a_dictionary_through_kills_and_moves(job: Job, table: EmbeddingTable) -> None:
+    twin = Twin(table, 1)
+    for number in range(40):
+        twin.update()
+        if number == 10:
+            kill(job, 0, 1)
+        if number in (20, 25):
+            for shard in table.variables:
+                assert job.strategy.move_shard(shard, 1 - shard.owners[0]) is not None
+        if number == 30:
+            kill(job, 1)
+    twin.check()
+    assert job.strategy.lost_updates() == {}
+
+
+def test_initial_values_are_the_same_however_it_is_cut(job: Job, table: EmbeddingTable) -> None:
+    """They depend on the id alone, and lookups make no rows."""
+    ids = np.array([[0, -1, 5, MOST], [5, 5, -MOST - 1, 77]])
+    rows = table.lookup(ids)
+    assert rows.shape == (2, 4, DIM)
+    np.testing.assert_array_equal(rows, initial_rows(job, ids))
+    np.testing.assert_array_equal(rows, embedding_lookup([table, table], [ids, ids])[1])
+    np.testing.assert_allclose(embedding_bag(table, ids), rows.mean(1), rtol=1e-6)
+    assert table.lookup([]).shape == (0, DIM)
+    assert len(table) == 0
+    table.scatter_add(IndexedSlices(np.zeros((1, DIM)), [5]))
+    assert len(table) == 1
+    np.testing.assert_array_equal(table.lookup(ids), rows)
+    assert table.shape[1] == table.dim == DIM
+    assert table.capacity >= 5000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optimizers.SGD(0.1, momentum=0.9),
+        lambda: optimizers.Adagrad(0.1),
+        lambda: optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=1.0, use_ema=True),
+        lambda: optimizers.Ftrl(0.1),
+        lambda: optimizers.Lion(0.1, nonfinite="refuse"),
+    ],
+)
+def test_optimizers_do_as_with_a_variable(job: Job, make: Callable[[], optimizers.Optimizer]) -> None:
+    """A variable whose rows begin as the table's gets the same values. Ids may look like NaN."""
+    ids = np.array([3, -1, 0x7FA0_0001_7FA0_0001, MOST, 9])
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=5000, initializer=INITIAL, num_shards=1)
+        dense = Variable(table.lookup(ids))
+        optimizer = make()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        rows = rng.integers(0, 5, 7)
+        gradient = rng.normal(size=(7, DIM)).astype(np.float32)
+        optimizer.apply_gradients([(IndexedSlices(gradient, rows), dense)])
+        optimizer.apply_gradients([(IndexedSlices(gradient, ids[rows]), table)])
+        np.testing.assert_allclose(table.lookup(ids), dense.numpy(), rtol=1e-6)
+    with pytest.raises(MisuseError, match="slots and averages can't be read"):
+        optimizer.slot(table, "m")
+
+
+@pytest.mark.timeout(120)
+def test_functions_count_once(job: Job, table: EmbeddingTable) -> None:
+    """Workers find the table by its handle; each function counts once, though servers and workers die."""
+    with job.strategy.scope():
+        sgd = optimizers.SGD(1.0)
+    ids = np.arange(0, 100, 7)
+
+    def step(shift: int) -> int:
+        before = table.lookup(ids + shift)
+        sgd.apply_gradients([(IndexedSlices(np.full((2 * len(ids), DIM), -0.5), np.tile(ids + shift, 2)), table)])
+        return len(before)
+
+    begun = table.lookup(ids)
+    values = [job.coordinator.schedule(step, args=(number % 2,)) for number in range(60)]
+    job.until_done(values, 20)
+    kill(job, 1)
+    job.kill(0)
+    job.join()
+    assert len(table) == 2 * len(ids)
+    np.testing.assert_allclose(table.lookup(ids), begun + 30, rtol=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_checkpoints_fit_any_number_of_shards(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Slots come along: the next gradients do what they would have done. A smaller table is refused."""
+    gradients = IndexedSlices(np.ones((50, DIM), np.float32), np.arange(50) * 0x7777_7777)
+
+    def build(strategy: ParameterServerStrategy, num_shards: int, capacity: int = 100) -> Any:
+        with strategy.scope():
+            table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL, name="t", num_shards=num_shards)
+            return table, optimizers.Adam(0.1, name="adam")
+
+    path = tmp_path / "first"
+    with ParameterServerStrategy(cluster) as strategy:
+        table, adam = build(strategy, 3)
+        for _ in range(3):
+            adam.apply_gradients([(gradients, table)])
+        Checkpoint(strategy).write(str(path))
+        saved = table.lookup(gradients.indices)
+        ids, values = SavedVariables(path).rows("t")
+        np.testing.assert_array_equal(table.lookup(ids), values)
+        np.testing.assert_array_equal(np.sort(ids), gradients.indices)
+        adam.apply_gradients([(gradients, table)])
+        later = table.lookup(gradients.indices)
+        Checkpoint(strategy).read(str(path))
+        assert len(table) == 50
+        np.testing.assert_array_equal(table.lookup(gradients.indices), saved)
+        table.scatter_add(IndexedSlices(np.ones((1, DIM)), [-1]))
+        assert len(table) == 51
+    for num_shards in (1, 2, 7):
+        with ParameterServerStrategy(cluster) as strategy:
+            table, adam = build(strategy, num_shards)
+            Checkpoint(strategy).read(str(path))
+            assert len(table) == 50
+            np.testing.assert_array_equal(table.lookup(gradients.indices), saved)
+            adam.apply_gradients([(gradients, table)])
+            np.testing.assert_allclose(table.lookup(gradients.indices), later, rtol=1e-6)
+    with ParameterServerStrategy(cluster) as strategy:
+        table, _ = build(strategy, 1, capacity=49)
+        with pytest.raises(CheckpointMisfitError, match="'t' has room for 49 rows, and the checkpoint has more"):
+            Checkpoint(strategy).read(str(path))
+        assert len(table) == 0
+    with ParameterServerStrategy(cluster) as strategy:
+        with strategy.scope():
+            Variable(np.zeros((5, DIM), np.float32), name="t")
+        with pytest.raises(CheckpointMisfitError, match="'t' is a variable, but a table with rows of 4 values in"):
+            Checkpoint(strategy).read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda t: t.lookup([0.5]), "ids must be integers, but they are float64"),
+        (lambda t: t.lookup(["a"]), "ids must be integers"),
+        (lambda t: t.lookup(np.array([1 << 63], np.uint64)), "id 9223372036854775808 does not fit in int64"),
+        (lambda t: t.scatter_add(IndexedSlices(np.ones((1, DIM)), [1.5])), "ids must be integers"),
+        (lambda t: t.scatter_add(IndexedSlices(np.ones((1, DIM + 1)), [1])), "shape"),
+        (lambda t: t.scatter_add(IndexedSlices(np.ones((6000, DIM)), np.arange(6000))), "is full: .* larger capacity"),
+        (lambda t: optimizers.SGD(1.0).apply_gradients([(np.ones((5000, DIM)), t)]), "must be IndexedSlices"),
+        (lambda t: t.read_value(), "rows by id only: read them with lookup"),
+        (lambda t: t[3], "rows by id only"),
+        (lambda t: t.variables[0].read_value(), "rows by id only"),
+        (lambda t: t.assign(1.0), "rows by id only"),
+        (lambda t: t.assign_add(np.ones(t.shape)), "rows by id only"),
+        (lambda t: np.asarray(t), "rows by id only"),
+        (lambda t: list(t), "rows by id only"),
+    ],
+)
+def test_what_a_table_refuses_changes_nothing(job: Job, do: Callable[[EmbeddingTable], object], said: str) -> None:
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=5000, initializer=INITIAL, num_shards=1)
+        with pytest.raises(InvalidUpdateError, match=f"{table.name}.*{said}"):
+            do(table)
+    assert len(table) == 0
+
+
+def test_other_refusals(job: Job, table: EmbeddingTable) -> None:
+    with job.strategy.scope():
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"dim": 0, "capacity": 1}, "dim is 0; it must be a whole number"),
+            ({"dim": 4, "capacity": 0}, "capacity is 0"),
+            ({"dim": 4, "capacity": 1 << 60}, "capacity is 1152921504606846976"),
+            ({"dim": 4, "capacity": 4, "num_shards": 0}, "num_shards is 0"),
+            ({"dim": 4, "capacity": 4, "initializer": "zeros"}, "must be an initializer"),
+            ({"dim": 4, "capacity": 4, "initializer": initializers.HeNormal()}, "depend on the number of rows"),
+        ]
+        for wrong, said in cases:
+            with pytest.raises(MisuseError, match=f"EmbeddingTable 'x': .*{said}"):
+                EmbeddingTable(**wrong, name="x")
+        single = EmbeddingTable(DIM, capacity=5, num_shards=1)
+    with pytest.raises(TypeError, match=r"variables\[0\]"):
+        ShardedVariable([single])
+    with pytest.raises(MisuseError, match="outside a strategy's scope"):
+        EmbeddingTable(4, capacity=4)
+    assert job.strategy.client.directory()[0].variables[-1].name == single.name
+
+
+def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
+    """Requests that our clients do not send are refused, and change nothing."""
+    table.scatter_add(IndexedSlices(np.ones((9, DIM)), np.arange(9)))
+    before = table.lookup(np.arange(12))
+    four = np.ones(DIM, np.float32)
+    owner, client, rows = table.owners[0], job.strategy.client, ps_pb2.Rows
+
+    def update(of: ps_pb2.Rows, values: Array, **more: Any) -> None:
+        item = ps_pb2.UpdateItem(variable=table.id, kind=ps_pb2.ADD, rows=of, value_bytes=values.nbytes, **more)
+        ids = np.zeros(of.ids, np.int64) if of.ids else None
+        client.update([ShardUpdate(owner, item, view(values), ids, table.name, table.dtype)])
+
+    def read(of: ps_pb2.Rows, size: int, variable: int = table.id, **more: Any) -> None:
+        item = ps_pb2.ReadItem(variable=variable, rows=of, **more)
+        ids = np.zeros(of.ids, np.int64) if of.ids else None
+        client.read([ShardRead(owner, item, size, view(np.empty(size, np.uint8)), ids)])
+
+    with job.strategy.scope():
+        dense = Variable(np.zeros((8, DIM), np.float32))
+    by_ids_only = "not of rows by their ids, applied at once"
+    requests: list[tuple[Callable[[], None], str]] = [
+        (lambda: update(rows(all=True), np.ones(table.partition.block(0).shape, np.float32)), by_ids_only),
+        (lambda: update(rows(ids=1, leading=2), four), by_ids_only),
+        (lambda: update(rows(ids=1), four, gradients=2), by_ids_only),
+        (lambda: update(rows(ids=1), four, offset=0), by_ids_only),
+        (lambda: update(rows(ids=1), np.ones(DIM + 4, np.float32)), "got 32 bytes of values"),
+        (lambda: read(rows(ids=1, leading=2), 16), "not of values by their ids"),
+        (lambda: read(rows(ids=1), 16, slot="average"), "not of values by their ids"),
+        (lambda: read(rows(in_use=True), 8, variable=dense.id), "without rows"),
+    ]
+    for refused, said in requests:
+        with pytest.raises(PsClusterError, match=said):
+            refused()
+    spec = ps_pb2.VariableSpec()
+    spec.CopyFrom(next(each for each in client.directory()[0].variables if each.id == table.id))
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"dtype": "float64"}, "no rows of 4 values"),
+        ({"asynchronous": False}, "no rows of 4 values"),
+        ({"table": ps_pb2.TableSpec(dim=3, initializer="zeros")}, "no rows of 3 values"),
+        ({"table": ps_pb2.TableSpec(dim=4, initializer="he_normal", numbers='{"seed": 1}')}, "depend on the number"),
+        ({"table": ps_pb2.TableSpec(dim=4)}, "no initializer ''"),
+    ]
+    for change, said in changes:
+        wrong = ps_pb2.VariableSpec()
+        wrong.CopyFrom(spec)
+        wrong.id, wrong.name = 1 << 20, "wrong"
+        for name, value in change.items():
+            if isinstance(value, ps_pb2.TableSpec):
+                wrong.table.CopyFrom(value)
+            else:
+                setattr(wrong, name, value)
+        with pytest.raises(PsClusterError, match=said):
+            client.create_variable(wrong, None, [(ps_pb2.Initializer(name="zeros"), b"")])
+    np.testing.assert_array_equal(table.lookup(np.arange(12)), before)
+    assert len(table) == 9
+
+
+def test_metrics_count_rows_and_hits(job: Job) -> None:
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=100, name="counted", num_shards=1)
+    table.scatter_add(IndexedSlices(np.ones((3, DIM)), [1, 2, 3]))
+    table.scatter_add(IndexedSlices(np.ones((3, DIM)), [2, 3, 4]))
+    table.lookup([1, 1, 2, 7, 8])
+    scraped = scrape(addresses(job.strategy)[f"ps {table.owners[0]}"])
+    for name, expected in {
+        "table_rows": 4,
+        "table_rows_made_total": 4,
+        "table_rows_found_total": 2,
+        "variable_rows_read_total": 4,
+        "variable_rows_updated_total": 6,
+    }.items():
+        assert scraped.value(f"pscluster_ps_{name}", variable="counted") == expected
+
+
+def test_another_coordinator_goes_on_with_it(cluster: LocalCluster) -> None:
+    def make(seed: int) -> EmbeddingTable:
+        initializer = initializers.RandomUniform(seed=seed)
+        return EmbeddingTable(DIM, capacity=100, initializer=initializer, name="t", num_shards=3)
+
+    with ParameterServerStrategy(cluster, job_name="resumed") as first:
+        with first.scope():
+            table = make(1)
+        table.scatter_add(IndexedSlices(np.ones((3, DIM)), [1, 2, 3]))
+        rows = table.lookup(range(6))
+        with ParameterServerStrategy(cluster, job_name="resumed", take_over=True) as second, second.scope():
+            with pytest.raises(MisuseError, match="'t' is a variable here, but an EmbeddingTable in the job"):
+                Variable(np.zeros((1, DIM + 4), np.float32), name="t")
+            table = make(2)
+            assert len(table) == 3
+            np.testing.assert_array_equal(table.lookup(range(6)), rows)
+
+
+def test_more_rows_than_one_request_takes(job: Job) -> None:
+    """Lookups and updates of any length come back in the order of their ids."""
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=400_000, initializer=INITIAL)
+    ids = np.random.default_rng(0).permutation(300_000) * 0x1_0000_0001
+    values = np.arange(len(ids) * DIM, dtype=np.float32).reshape(-1, DIM)
+    table.scatter_update(IndexedSlices(values, ids))
+    assert len(table) == len(ids)
+    np.testing.assert_array_equal(table.gather(ids), values)
+    table.scatter_add(IndexedSlices(values, ids))
+    np.testing.assert_array_equal(table.lookup(ids[::-1]), 2 * values[::-1])
+
+
+def test_replicas_of_synchronous_steps_update_it_at_once(cluster: LocalCluster) -> None:
+    """Each its own rows; a gradient that is clipped is that of all of them."""
+    ids = np.array([5, -1])
+    with SynchronousStrategy(cluster) as strategy:
+        with strategy.scope():
+            table = EmbeddingTable(DIM, capacity=100, initializer=initializers.Zeros())
+            plain, clipped = optimizers.SGD(1.0), optimizers.SGD(1.0, clipvalue=1.5)
+
+        def step(optimizer: optimizers.Optimizer) -> None:
+            optimizer.apply_gradients([(IndexedSlices(np.ones((2, DIM), np.float32), ids), table)])
+
+        strategy.run(step, (plain,))
+        np.testing.assert_array_equal(table.lookup(ids), np.full((2, DIM), -2))
+        strategy.run(step, (clipped,))
+        np.testing.assert_array_equal(table.lookup(ids), np.full((2, DIM), -3.5))
+
+
+@pytest.mark.timeout(120)
+def test_snapshots_have_whole_rows() -> None:
+    """What a killed server has lost, it has lost as a whole: the rows and values of the last snapshot are there."""
+    with running_job(num_ps=1, num_workers=1, durability="snapshot") as job:
+        with job.strategy.scope():
+            table = EmbeddingTable(DIM, capacity=5000, initializer=initializers.Zeros())
+        rows = IndexedSlices(np.ones((1000, DIM)), np.arange(1000))
+        for count in range(1, 30):
+            table.scatter_add(rows)
+            table.scatter_add(IndexedSlices(np.full((1, DIM), 7), [-count]))
+            if count == 15:
+                with job.strategy.scope():
+                    Variable(0.0)  # it is saved, with all there is, before this returns
+        kill(job, 0)
+        kept = len(table) - 1000
+        assert 15 <= kept < 30
+        values = table.lookup(rows.indices)
+        assert (values == values[0, 0]).all()
+        assert values[0, 0] in (kept, kept + 1)
+        np.testing.assert_array_equal(table.lookup(-np.arange(1, 30))[:, 0], 7.0 * (np.arange(29) < kept))
+        assert job.strategy.lost_updates().keys() <= {table.name}
+
+
+@pytest.mark.timeout(120)
+def test_an_evaluation_sees_one_moment(job: Job) -> None:
+    """It reads copies, with their rows, while training goes on, and leaves nothing behind."""
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=100, initializer=initializers.Zeros(), num_shards=2)
+    table.scatter_add(IndexedSlices(np.ones((4, DIM)), [1, 2, 3, 4]))
+
+    data = job.coordinator.distribute_dataset(np.array([1, 2, 3, 99])).batch(2)
+
+    def step(ids: Array) -> tuple[Any]:
+        return (table.lookup(ids)[:, 0],)
+
+    assert job.coordinator.evaluate(step, data, [metrics.Sum()], concurrent=True) == {"sum": 3.0}
+    assert len(table) == 4
+    assert not [spec for each in job.strategy.client.directory() for spec in each.variables if spec.evaluation]
