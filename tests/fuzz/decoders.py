@@ -75,6 +75,7 @@ from pscluster.ps.storage import tensor_files
 from pscluster.ps.storage.generations import DamagedError, StateDirectory
 from pscluster.ps.storage.replay import restored
 from pscluster.ps.storage.roots import Roots
+from pscluster.ps.wire_dtypes import encode as encode_floats
 from pscluster.v1 import data_plane_pb2, definition_pb2, node_pb2, ps_pb2, state_pb2, value_pb2, worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.incoming import Hosted, Receiver
@@ -236,9 +237,13 @@ def _frames_of_requests() -> list[bytes]:
         (ps_pb2.ReadItem(variable=1, rows=rows, optimizer=11, slot="m"), ids),
         (ps_pb2.ReadItem(variable=1, rows=box), b""),
         (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(version=True)), b""),
+        (ps_pb2.ReadItem(variable=1, rows=rows, wire_dtype=ps_pb2.WIRE_INT8), ids),
+        (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True), wire_dtype=ps_pb2.WIRE_BFLOAT16), b""),
     ]
     made = [(ps_pb2.Request(id=1, read=ps_pb2.ReadRequest(job=JOB, items=[item])), payload) for item, payload in reads]
     row = np.ones((2, 4), np.float32).tobytes()
+    elements = np.array([3, 9], "<u4").tobytes()
+    gradient = {"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "optimizer": 11}
     put = {"variable": 0, "shard": 1, "kind": ps_pb2.PUT, "name": "progress", "text": "{}"}
     updates: list[tuple[dict[str, Any], bytes]] = [
         (put, b""),
@@ -247,6 +252,11 @@ def _frames_of_requests() -> list[bytes]:
             np.ones(16, "f4").tobytes(),
         ),
         ({"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": rows, "optimizer": 11, "value_bytes": 32}, ids + row),
+        (
+            {**gradient, "rows": rows, "wire_dtype": ps_pb2.WIRE_INT8, "value_bytes": 16},
+            ids + encode_floats(ps_pb2.WIRE_INT8, np.ones((2, 4), np.float32)).tobytes(),
+        ),
+        ({**gradient, "rows": ps_pb2.Rows(all=True), "elements": 2, "value_bytes": 16}, elements + row[:8]),
         ({"variable": 1, "kind": ps_pb2.ASSIGN, "rows": box, "value_bytes": 4, "scalar": True}, bytes(16)),
     ]
     for sequence, (fields, payload) in enumerate(updates, 1):

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import grpc
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fakes import FakeCall
@@ -21,6 +22,7 @@ from pscluster.core.errors import PsClusterError
 from pscluster.core.transport.frames import pack, padding, unpack
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
+from pscluster.ps.wire_dtypes import encoded_bytes
 from pscluster.v1 import node_pb2, ps_pb2
 
 JOB = 77
@@ -85,6 +87,7 @@ class Server:
 
 counts = st.sampled_from([0, 1, 1, 2, 2, 3, 4, 5]) | st.sampled_from(HUGE)
 numbers = st.sampled_from([*SHAPES, 1, 1, 1, 3, 3, 99, 0, 2**32 - 1])
+wire_dtypes = st.sampled_from([0, 0, 0, 0, 0, 1, 2, 3, 3, 4, -1])
 row_ids = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, -1, 2**31, 2**62, -(2**63)])
 
 
@@ -122,6 +125,16 @@ def row_size(variable: int, chosen: ps_pb2.Rows) -> int:
     return chosen.ids * math.prod(shape[max(chosen.leading, 1) :]) * itemsize
 
 
+def encoded_size(item: ps_pb2.UpdateItem) -> int:
+    """The size of the values of an encoded gradient, if it is one of a shard."""
+    shape = SHAPES.get(item.variable, ("", ()))[1]
+    by_rows = item.rows.WhichOneof("kind") == "ids"
+    width = item.elements or math.prod(shape[max(item.rows.leading, 1) :] if by_rows else shape)
+    wire_dtype = item.wire_dtype if item.wire_dtype in range(4) else 0
+    size = encoded_bytes(wire_dtype, item.rows.ids if by_rows else 1, width) + 4 * item.elements
+    return min(size, 2**64 - 1)
+
+
 def segments(draw: st.DrawFn, sizes: list[tuple[str, int]]) -> bytes:
     """A payload for items of these sizes; values that would be too large are omitted."""
     parts = []
@@ -150,6 +163,7 @@ def reads(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
             rows=chosen,
             optimizer=draw(st.sampled_from([0, *OPTIMIZERS, 99])),
             slot=draw(st.sampled_from(["", "", "", "m", "v", "momentum", "average", "x"])),
+            wire_dtype=cast("Any", draw(wire_dtypes)),
         )
         if chosen.WhichOneof("kind") == "ids":
             sizes.append(("ids", chosen.ids * 8))
@@ -184,6 +198,13 @@ def updates(draw: st.DrawFn) -> tuple[ps_pb2.Request, bytes]:
             value_bytes=min(size, 2**64 - 1),
             scalar=scalar,
         )
+        item = update.items[-1]
+        item.wire_dtype = cast("Any", draw(wire_dtypes))
+        if draw(st.integers(0, 5)) == 0:
+            item.elements = draw(counts)
+        if (item.wire_dtype or item.elements) and draw(st.integers(0, 5)):
+            item.kind, item.scalar = ps_pb2.APPLY_GRADIENT, False
+            size = item.value_bytes = encoded_size(item)
         if chosen.WhichOneof("kind") == "ids":
             sizes.append(("ids", chosen.ids * 8))
         sizes.append(("values", size))
@@ -310,6 +331,52 @@ def test_almost_right(case: tuple[ps_pb2.Request, bytes], pushed: bool) -> None:
                 assert not answer
     if refused or request.HasField("create"):
         assert server.values() == before
+
+
+INT8, ROW = ps_pb2.WIRE_INT8, ps_pb2.Rows(ids=1)
+NAN, UNSORTED, BEYOND = (np.array(numbers, "<u4").tobytes() for numbers in ([0x7FC00000], [3, 1], [1, 16]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "message"),
+    [
+        ({"rows": ROW, "wire_dtype": INT8}, NAN + bytes(4), "scales that are no finite numbers"),
+        ({"rows": ROW, "wire_dtype": INT8}, b"\0\0\x80\xbf" + bytes(4), "scales that are no finite numbers"),
+        ({"rows": ps_pb2.Rows(all=True), "wire_dtype": INT8}, NAN + bytes(16), "scales that are no finite numbers"),
+        ({"rows": ROW, "wire_dtype": INT8}, bytes(9), "got 9 bytes of values .* expected 8"),
+        ({"rows": ROW, "wire_dtype": 9}, bytes(8), "unknown wire type 9"),
+        ({"rows": ps_pb2.Rows(all=True), "elements": 2}, UNSORTED + bytes(8), "not ascending ones below 16"),
+        ({"rows": ps_pb2.Rows(all=True), "elements": 2}, BEYOND + bytes(8), "not ascending ones below 16"),
+        (
+            {"rows": ps_pb2.Rows(all=True), "elements": 17},
+            bytes(17 * 8),
+            "17 elements of a shard of 'v1', which has 16",
+        ),
+        ({"rows": ROW, "elements": 1}, bytes(8), "single elements of rows"),
+        ({"rows": ROW, "wire_dtype": INT8, "kind": ps_pb2.ADD}, bytes(8), "no gradient"),
+        ({"rows": ROW, "wire_dtype": INT8, "gradients": 2}, bytes(8), "several gradients"),
+        ({"rows": ROW, "wire_dtype": INT8, "variable": 7}, bytes(6), "'v7' is float16: only float32 is sent as int8"),
+    ],
+)
+def test_encoded_gradients_that_are_none(fields: dict[str, Any], values: bytes, message: str) -> None:
+    """Nothing of their request is applied, also of the items before."""
+    server = Server()
+    before = server.values()
+    good = ps_pb2.UpdateItem(
+        variable=1, kind=ps_pb2.APPLY_GRADIENT, optimizer=11, rows=ps_pb2.Rows(all=True), nth=1, value_bytes=64
+    )
+    item = ps_pb2.UpdateItem(**{"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "optimizer": 11, "nth": 2, **fields})
+    item.value_bytes = len(values)
+    payload = np.ones(16, np.float32).tobytes()
+    for segment in (bytes(8 * item.rows.ids), values):
+        payload += segment + bytes(padding(len(segment)))
+    request = ps_pb2.Request(update=ps_pb2.UpdateRequest(job=JOB, incarnation=5, sequence=1, items=[good, item]))
+    request.total_bytes, request.last = len(payload), True
+    with pytest.raises(PsClusterError, match=message):
+        server.push(request, payload)
+    reply, _ = server.session(request, payload)
+    assert reply.HasField("refusal")
+    assert server.values() == before
 
 
 @given(data=st.binary(max_size=300))

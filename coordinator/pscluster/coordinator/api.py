@@ -34,7 +34,7 @@ from pscluster.core.cluster.kubernetes import KubernetesClusterResolver
 from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from pscluster.core.cluster.slurm import SlurmClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
-from pscluster.core.context import experimental_get_current_worker_index
+from pscluster.core.context import exact_reads, experimental_get_current_worker_index
 from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers
 from pscluster.ps.handles import metrics as metrics
@@ -96,6 +96,7 @@ __all__ = [
     "embedding_bag",
     "embedding_lookup",
     "embedding_lookup_sparse",
+    "exact_reads",
     "experimental_get_current_worker_index",
     "export_delta",
     "replica_context",

@@ -191,6 +191,24 @@ def current_function() -> FunctionContext | None:
     return next(reversed(steps or contexts), None)
 
 
+_exact: ContextVar[bool] = ContextVar("pscluster-exact-reads", default=False)
+
+
+@contextmanager
+def exact_reads() -> Iterator[None]:
+    """Have functions read variables in this block as their servers hold them, whatever their `wire_dtype`."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def encodes_reads(function: FunctionContext | None) -> bool:
+    """Return whether reads by this function are in the variables' `wire_dtype`; False if it is none."""
+    return function is not None and function.function > 0 and not _exact.get()
+
+
 class running:  # noqa: N801 - it is used like a function
     """Run the block as that function. Unless several run at the same time, other threads also find it.
 

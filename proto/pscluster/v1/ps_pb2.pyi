@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WireDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WIRE_DTYPE_UNSPECIFIED: _ClassVar[WireDtype]
+    WIRE_BFLOAT16: _ClassVar[WireDtype]
+    WIRE_FLOAT16: _ClassVar[WireDtype]
+    WIRE_INT8: _ClassVar[WireDtype]
+
 class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UPDATE_KIND_UNSPECIFIED: _ClassVar[UpdateKind]
@@ -21,6 +28,10 @@ class UpdateKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     APPLY_GRADIENT: _ClassVar[UpdateKind]
     PUT: _ClassVar[UpdateKind]
     APPLY_CHANGE: _ClassVar[UpdateKind]
+WIRE_DTYPE_UNSPECIFIED: WireDtype
+WIRE_BFLOAT16: WireDtype
+WIRE_FLOAT16: WireDtype
+WIRE_INT8: WireDtype
 UPDATE_KIND_UNSPECIFIED: UpdateKind
 ASSIGN: UpdateKind
 ADD: UpdateKind
@@ -58,7 +69,7 @@ class TableSpec(_message.Message):
     def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "row_order", "table")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "table", "wire_dtype", "push_top_k", "row_order")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -69,8 +80,10 @@ class VariableSpec(_message.Message):
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     ASYNCHRONOUS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
-    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_TOP_K_FIELD_NUMBER: _ClassVar[int]
+    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -81,9 +94,11 @@ class VariableSpec(_message.Message):
     evaluation: int
     asynchronous: bool
     placement: int
-    row_order: RowOrder
     table: TableSpec
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ...) -> None: ...
+    wire_dtype: WireDtype
+    push_top_k: float
+    row_order: RowOrder
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., push_top_k: _Optional[float] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ...) -> None: ...
 
 class HeldShard(_message.Message):
     __slots__ = ("variable", "shard", "server")
@@ -188,18 +203,20 @@ class Slices(_message.Message):
     def __init__(self, axes: _Optional[_Iterable[_Union[AxisSlice, _Mapping]]] = ...) -> None: ...
 
 class ReadItem(_message.Message):
-    __slots__ = ("variable", "shard", "rows", "optimizer", "slot")
+    __slots__ = ("variable", "shard", "rows", "optimizer", "slot", "wire_dtype")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     rows: Rows
     optimizer: int
     slot: str
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
+    wire_dtype: WireDtype
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., slot: _Optional[str] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("job", "items")
@@ -214,7 +231,7 @@ class ReadReply(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateItem(_message.Message):
-    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset", "gradients", "slot")
+    __slots__ = ("variable", "shard", "kind", "rows", "optimizer", "nth", "value_bytes", "scalar", "seen", "boot_id", "name", "text", "weight", "offset", "gradients", "slot", "wire_dtype", "elements")
     VARIABLE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +248,8 @@ class UpdateItem(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     variable: int
     shard: int
     kind: UpdateKind
@@ -247,7 +266,9 @@ class UpdateItem(_message.Message):
     offset: int
     gradients: int
     slot: str
-    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ..., gradients: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
+    wire_dtype: WireDtype
+    elements: int
+    def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., kind: _Optional[_Union[UpdateKind, str]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., nth: _Optional[int] = ..., value_bytes: _Optional[int] = ..., scalar: bool = ..., seen: _Optional[int] = ..., boot_id: _Optional[int] = ..., name: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ..., offset: _Optional[int] = ..., gradients: _Optional[int] = ..., slot: _Optional[str] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., elements: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
     __slots__ = ("job", "incarnation", "function", "sequence", "settled", "items", "key", "term", "contribution")

@@ -109,6 +109,8 @@ class ClientMetrics:
         self.pulled_bytes: list[int] = []  # of replies
         self.pushed_bytes: list[int] = []  # of requests
         self.reconnects: list[int] = []  # attempts that failed because the server was unreachable, and were retried
+        self.residual_bytes = self.residual_rows = 0  # kept of pushed gradients, to be added to the next ones
+        self.residual_rows_dropped = 0
         self.recording = Recording()
         self.grow(num_servers)
 
@@ -127,6 +129,9 @@ class ClientMetrics:
             "pulled_bytes_total": _by_server(self.pulled_bytes),
             "pushed_bytes_total": _by_server(self.pushed_bytes),
             "server_reconnects_total": _by_server(self.reconnects),
+            "residual_bytes": self.residual_bytes,
+            "residual_rows": self.residual_rows,
+            "residual_rows_dropped_total": self.residual_rows_dropped,
         }
 
 

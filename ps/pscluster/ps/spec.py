@@ -61,6 +61,12 @@ OWN_RULE = "custom"
 """The name of custom rules in an OptimizerSpec."""
 
 
+NOT_IN_STEP = (
+    "has wire_dtype or push_top_k, and is updated in synchronous steps, in which the gradients of all replicas are "
+    'combined exactly: make it with consistency="async", or the strategy with staleness above 0'
+)
+"""Why a variable can't be encoded."""
+
 RESTORE = "Restore a checkpoint, and start servers with --durability log to lose no step"
 """What to do about synchronous steps that a server has lost."""
 

@@ -32,7 +32,7 @@ from pscluster.coordinator.api import Checkpoint
 from pscluster.core.errors import CheckpointMisfitError, InvalidUpdateError, MisuseError, PsClusterError
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.v1 import ps_pb2
 
 DIM = 4

@@ -91,6 +91,7 @@ class SynchronousStrategy(ParameterServerStrategy):
         )
         self.min_replicas = checks.whole("min_replicas", min_replicas, at_least=1)
         super().__init__(cluster_resolver, variable_partitioner, **options)
+        self.context.variables.combines_gradients = not staleness
 
     def _check_workers(self, count: int) -> None:
         if self.context.options.max_workers is not None and not self.context.connected:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 
 from pscluster.coordinator.job.live_job import LiveJob
+from pscluster.coordinator.variables.encodings import check_shards, encoding_of
 from pscluster.coordinator.variables.initial_values import initial_value_of
 from pscluster.coordinator.variables.partitioners import partition_for
 from pscluster.coordinator.variables.placement import ShardPlacer
@@ -19,8 +21,10 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variable import Variable, VariableList
-from pscluster.ps.spec import RESERVED, partition_of, row_order_message
+from pscluster.ps.spec import NOT_IN_STEP, RESERVED, partition_of, row_order_message
 from pscluster.v1 import definition_pb2, ps_pb2
+
+logger = logging.getLogger(__name__)
 
 _TAKEN = {
     "variable": "names are unique in a strategy, those of variables and optimizers together; give another one or "
@@ -49,6 +53,8 @@ class VariableCreator:
         self._reserved: set[tuple[str, str]] = set()
         self._live = LiveJob()
         self._last_id = 0
+        self.combines_gradients = False
+        """Whether those of all replicas are combined, which must be exact."""
 
     def go_on_with(self, live: LiveJob) -> None:
         """Attach to what an earlier coordinator has left, once the script creates things of those names."""
@@ -91,14 +97,24 @@ class VariableCreator:
         with self.placing, self.reserving("variable", request.name, request.kind) as name:
             initial = initial_value_of(request, name, self.serialization)
             shape, dtype = initial.shape, initial.dtype
+            wire_dtype, push_top_k = encoding_of(request, name, dtype)
+            if (wire_dtype or push_top_k) and request.consistency == "sync" and self.combines_gradients:
+                raise MisuseError(f"variable {name!r} {NOT_IN_STEP}")
             if (spec := self._live.take_variable(name, shape, dtype, request.table)) is not None:
                 with self._lock:
                     self._placer.adopt(partition_of(spec), dtype, list(spec.owners))
+                if (spec.wire_dtype, spec.push_top_k) != (wire_dtype, push_top_k):
+                    logger.warning(
+                        "variable %r keeps the wire_dtype and push_top_k it has in the resumed job; those given here "
+                        "are ignored",
+                        name,
+                    )
                 variable = self._variables[name] = Variable.of(spec, self._client)
                 return variable
             beside = colocation()
             partitioner = None if beside is not None else request.partitioner or self._partitioner
             partition = partition_for(partitioner, shape, dtype, name)
+            check_shards(partition, push_top_k, name)
             with self._lock:
                 if beside is None:
                     owners = list(self._placer.place(name, partition, dtype))
@@ -119,6 +135,8 @@ class VariableCreator:
                     asynchronous=request.consistency == "async",
                     row_order=row_order_message(partition.order),
                     table=request.table,
+                    wire_dtype=wire_dtype,  # type: ignore[arg-type]
+                    push_top_k=push_top_k,
                 )
                 reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)

@@ -10,7 +10,7 @@ Methods are not listed: an object travels as its class and its state, and the us
 from __future__ import annotations
 
 EVERYWHERE: dict[str, tuple[str, ...]] = {
-    "pscluster.core.context": ("experimental_get_current_worker_index",),
+    "pscluster.core.context": ("exact_reads", "experimental_get_current_worker_index"),
     "pscluster.core.errors": (
         *("PsClusterError", "ConfigurationError", "MisuseError", "InvalidUpdateError", "UnknownVariableError"),
         *("RefusedError", "VersionMismatchError", "AuthenticationError", "NotPermittedError", "BusyError"),

@@ -30,7 +30,8 @@ from pscluster.ps.client.connections import Server, Way
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
 from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.reads import Reader
-from pscluster.ps.client.updates import ShardUpdate, Updater
+from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.client.updates import Updater
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.spec import COPY, METADATA, OWN_RULE, part_name, partition_of
 from pscluster.v1 import definition_pb2, node_pb2, ps_pb2
@@ -78,7 +79,7 @@ class PsClient:
         self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
-        self.updater = Updater(job, incarnation, self.exchanges, self.placements)
+        self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)
         self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
         self._declared: dict[int, tuple[str, list[_Form]]] = {}  # optimizers

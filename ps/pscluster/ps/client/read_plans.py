@@ -8,6 +8,7 @@ here and `pscluster.ps.server.prepared_reads` on the server.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pscluster.core.geometry import Block
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import ALIGNMENT, Buffer, padded, padding, parts_of, view
 from pscluster.ps.spec import MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES
+from pscluster.ps.wire_dtypes import decode, encoded_bytes
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]
@@ -96,7 +98,8 @@ def _pieces_of(read: ShardRead) -> Iterator[ShardRead]:
         yield read
         return
     target, row = cast(memoryview, read.target), read.size // len(read.ids)
-    most = max(min((ROWS_IDS_BYTES - ALIGNMENT) // read.ids.itemsize, MAX_ROWS_BYTES // max(row, 1)), 1)
+    rows_bytes = MAX_ROWS_BYTES if not read.item.wire_dtype else MAX_ROWS_BYTES // 4  # the server has them in float32
+    most = max(min((ROWS_IDS_BYTES - ALIGNMENT) // read.ids.itemsize, rows_bytes // max(row, 1)), 1)
     for start in range(0, len(read.ids), most):
         ids, item = read.ids[start : start + most], ps_pb2.ReadItem()
         item.CopyFrom(read.item)
@@ -135,13 +138,19 @@ class WholeReadPlan(ReadPlan):
     def __init__(self, job: int, variables: Sequence[WholeVariable]) -> None:
         self._variables = [(variable.shape, variable.dtype) for variable in variables]
         self._targets: defaultdict[int, list[_Target]] = defaultdict(list)
+        self._encoded: defaultdict[int, list[tuple[_Target, int, int]]] = defaultdict(list)  # wire types, and sizes
         reads: list[ShardRead] = []
         offsets: defaultdict[int, int] = defaultdict(int)
         for result, variable in enumerate(variables):
             for server, item, block, shard_index in variable.shards:
                 size = block.size * variable.dtype.itemsize
                 index = shard_index if len(variable.shards) > 1 else None
-                self._targets[server].append(_Target(result, offsets[server], block.shape, index))
+                if item.wire_dtype:
+                    size = encoded_bytes(item.wire_dtype, 1, block.size)
+                    encoded = _Target(result, offsets[server], block.shape, index or ...)
+                    self._encoded[server].append((encoded, item.wire_dtype, size))
+                else:
+                    self._targets[server].append(_Target(result, offsets[server], block.shape, index))
                 offsets[server] += size + padding(size)
                 reads.append(ShardRead(server, item, size, memoryview(b"")))  # the bytes go where `deliver_to` says
         self._uncut = {server for server, targets in self._targets.items() if any(t.index is None for t in targets)}
@@ -168,3 +177,14 @@ class WholeReadPlan(ReadPlan):
             if results[result] is None:
                 results[result] = np.empty(whole, dtype)
             results[result][index] = np.ndarray(shape, dtype, payload, offset)
+        for target, wire_dtype, size in self._encoded.get(server, ()):
+            self._decode_to(
+                results, target, decode(wire_dtype, payload[target.offset :][:size], 1, math.prod(target.shape))
+            )
+
+    def _decode_to(self, results: list[Any], target: _Target, values: Array) -> None:
+        """Put decoded values in their place."""
+        shape, dtype = self._variables[target.result]
+        if results[target.result] is None:
+            results[target.result] = np.empty(shape, dtype)
+        results[target.result][target.index] = values.reshape(target.shape)

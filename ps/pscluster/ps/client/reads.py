@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 
-from pscluster.core.context import FunctionContext
+from pscluster.core.context import FunctionContext, encodes_reads
 from pscluster.core.errors import UnavailableError
 from pscluster.core.metrics.trace import SESSION_HEADER
 from pscluster.core.transport.frames import Buffer, pack, view
@@ -47,7 +47,7 @@ class Reader:
         self._job = job
         self._exchanges = exchanges
         self._placements = placements
-        # By their variables; each with the `Placements.changes` before it was made.
+        # By whether some may be encoded, and by their variables; each with the `Placements.changes` before it was made.
         self._plans: dict[tuple[int, ...], tuple[int, WholeReadPlan]] = {}
         self._planning = threading.Lock()
         self._cache = ReadCache(cache_bytes())
@@ -99,7 +99,7 @@ class Reader:
     def _read_by_plan(
         self, variables: Sequence[int], describe: Callable[[], list[WholeVariable]], function: FunctionContext | None
     ) -> Sequence[Array | None]:
-        plan = self._plan_of(tuple(variables), describe)
+        plan = self._plan_of((encodes_reads(function), *variables), describe)
         if plan.large:
             return [None] * len(variables)
         if function is not None and function.steps is not None:

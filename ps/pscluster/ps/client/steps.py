@@ -44,7 +44,7 @@ from pscluster.ps.spec import with_step
 from pscluster.v1 import ps_pb2
 
 if TYPE_CHECKING:
-    from pscluster.ps.client.updates import ShardUpdate
+    from pscluster.ps.client.shard_update import ShardUpdate
 
 _Kind = ps_pb2.Contribution
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from pscluster.core.context import FunctionContext
-from pscluster.core.errors import StaleError
+from pscluster.core.errors import MisuseError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, view
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.placements import Placements
+from pscluster.ps.client.residuals import Push, Residuals, limit_bytes
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.client.steps import ReplicaSteps
-from pscluster.ps.spec import SYNCHRONOUS
+from pscluster.ps.request_metrics import ClientMetrics
+from pscluster.ps.spec import NOT_IN_STEP, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -29,23 +28,12 @@ _LAST_EPOCH = (1 << 64) - 1
 """Of a run that is over."""
 
 
-@dataclass(slots=True)
-class ShardUpdate:
-    """One shard's share of an update."""
-
-    server: int
-    item: ps_pb2.UpdateItem
-    values: memoryview
-    ids: npt.NDArray[np.int64] | None = None
-    name: str = ""  # of the variable
-    dtype: np.dtype[Any] | None = None  # of the shard
-    asynchronous: bool = False  # applied at once, also in a synchronous step
-
-
 class Updater:
     """Updates from one client, as one incarnation. Thread-safe."""
 
-    def __init__(self, job: int, incarnation: int, exchanges: Exchanges, placements: Placements) -> None:
+    def __init__(
+        self, job: int, incarnation: int, exchanges: Exchanges, placements: Placements, metrics: ClientMetrics
+    ) -> None:
         self.term = 0  # of updates outside of functions; see UpdateRequest
         self._job = job
         self._incarnation = incarnation
@@ -55,16 +43,45 @@ class Updater:
         self._last = 0  # sequence number of a request outside of functions
         self._open: set[int] = set()  # sequence numbers not answered yet
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: boot id of its server, and updates
+        self._residuals = Residuals(limit_bytes(), metrics)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         """Apply every update once, however often it is sent. Return when all servers have acknowledged."""
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
+            _check_whole([update for update in updates if not update.asynchronous])
             function.steps.add([update for update in updates if not update.asynchronous])
             updates = [update for update in updates if update.asynchronous]
             if not updates:
                 return
             function.steps.updated_at_once = True
+        # The same for all attempts.
+        term = function.term if function is not None and function.function else self.term
+        pushes: dict[int, Push] = {}
+        try:
+            if any(update.encoding is not None for update in updates):
+                updates = self._encoded(updates, term, pushes)
+            self._apply_once(updates, term, function, pushes)
+        finally:
+            with contextlib.suppress(KeyError):  # after Ctrl-C, large requests may still be answered on other threads
+                while True:
+                    self._residuals.fail(pushes.popitem()[1])
+
+    def _encoded(self, updates: Sequence[ShardUpdate], term: int, pushes: dict[int, Push]) -> list[ShardUpdate]:
+        """Return updates as they are to be sent; add what is to be acknowledged of them, by their ids."""
+        result = []
+        for update in updates:
+            if update.encoding is None:
+                result.append(update)
+                continue
+            encoded, push = self._residuals.encode(update, term)
+            pushes[id(encoded)] = push
+            result.append(encoded)
+        return result
+
+    def _apply_once(
+        self, updates: Sequence[ShardUpdate], term: int, function: FunctionContext | None, pushes: dict[int, Push]
+    ) -> None:
         inside = function is not None and function.function
         sequence, settled = (0, 0) if inside else self._next_sequence()
         origin = ps_pb2.UpdateRequest(
@@ -74,19 +91,22 @@ class Updater:
             key=function.key if function is not None else 0,
             sequence=sequence,
             settled=settled,
-            # The same for all attempts.
-            term=function.term if function is not None and inside else self.term,
+            term=term,
         )
         try:
             reach("client.update.before")
-            self._placements.following(lambda: self._send(updates, origin, function))
+            self._placements.following(lambda: self._send(updates, origin, function, pushes))
             reach("client.update.after")
         finally:
             with self._lock:
                 self._open.discard(sequence)
 
     def _send(
-        self, updates: Sequence[ShardUpdate], origin: ps_pb2.UpdateRequest, function: FunctionContext | None
+        self,
+        updates: Sequence[ShardUpdate],
+        origin: ps_pb2.UpdateRequest,
+        function: FunctionContext | None,
+        pushes: dict[int, Push],
     ) -> None:
         """Send each server its updates, of which it may have applied some already."""
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
@@ -105,7 +125,14 @@ class Updater:
                 for segment in ((view(update.ids), update.values) if update.ids is not None else (update.values,))
             ]
             requests[index] = request, padded(segments)
-        self._exchanges.send_updates(requests, lambda index, reply: self._note(by_server[index], reply), function)
+
+        def finish(index: int, reply: ps_pb2.UpdateReply) -> None:
+            self._note(by_server[index], reply)
+            for update in by_server[index] if pushes else ():
+                if (push := pushes.pop(id(update), None)) is not None:
+                    self._residuals.acknowledge(push)
+
+        self._exchanges.send_updates(requests, finish, function)
 
     def header(self, function: FunctionContext) -> ps_pb2.UpdateRequest:
         """Return the origin of a function's updates, for its contributions to synchronous steps."""
@@ -165,3 +192,10 @@ class Updater:
             ps_pb2.SeenUpdates(variable=variable, shard=shard, boot_id=boot_id, updates=updates)
             for (variable, shard), (boot_id, updates) in list(self._seen.items())
         ]
+
+
+def _check_whole(updates: Sequence[ShardUpdate]) -> None:
+    """Raise MisuseError for updates of a synchronous step that would be encoded: replicas combine them as they are."""
+    for update in updates:
+        if update.encoding is not None:
+            raise MisuseError(f"variable {update.name!r} {NOT_IN_STEP}")

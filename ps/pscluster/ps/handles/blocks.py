@@ -18,7 +18,7 @@ from pscluster.core.geometry import Block
 from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import ps_pb2

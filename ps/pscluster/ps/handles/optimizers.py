@@ -20,7 +20,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import capture
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradient_of
 from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
 from pscluster.ps.handles.row_requests import gradient_updates

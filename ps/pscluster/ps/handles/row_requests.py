@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
 from pscluster.ps.handles.row_plans import RowPlan
 from pscluster.ps.handles.shard_requests import ShardRequests

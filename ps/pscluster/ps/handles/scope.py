@@ -35,6 +35,8 @@ class VariableRequest:
     trainable: bool
     partitioner: Partitioner | None
     consistency: str = "sync"
+    wire_dtype: str | None = None
+    push_top_k: float | None = None
     table: ps_pb2.TableSpec | None = None  # if it is one
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.checks import type_of
-from pscluster.core.context import current_function
+from pscluster.core.context import current_function, encodes_reads
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
@@ -23,9 +23,10 @@ from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
 from pscluster.ps.spec import check_kind
+from pscluster.ps.wire_dtypes import decode, encoded_bytes
 from pscluster.v1 import ps_pb2
 
 ALL = ps_pb2.Rows(all=True)
@@ -43,6 +44,8 @@ class ShardRequests:
     client: PsClient  # reads and updates it
     _owners: tuple[int, ...]  # when it was described
     asynchronous: bool = False  # applied at once, also in synchronous steps
+    wire_dtype: int = 0  # of reads in functions, and of gradients; 0: its own
+    push_top_k: float = 0  # of dense gradients, the share of elements that is pushed; 0: all
     _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
 
     @property
@@ -113,6 +116,8 @@ class ShardRequests:
     ) -> ShardRead:
         """Return a read of (a part of) a shard into `out[index]`: slices, or row numbers and slices."""
         item, target = self._read_item(shard, rows), None
+        if item.wire_dtype:
+            return self._encoded_read(self.owners[shard], item, out, index, ids)
         if isinstance(index, tuple) and index and isinstance(index[0], np.ndarray):
             shape = (len(index[0]), *(axis.stop - axis.start for axis in index[1:]))
         else:
@@ -123,10 +128,23 @@ class ShardRequests:
             return ShardRead(self.owners[shard], item, size, view(target), ids)
         return ShardRead(self.owners[shard], item, size, functools.partial(_put, out, index, shape), ids)
 
+    def _encoded_read(self, server: int, item: ps_pb2.ReadItem, out: Array, index: Any, ids: Ids | None) -> ShardRead:
+        """Return a read of values that come in another type."""
+        if ids is not None and isinstance(index, tuple):
+            shape = (len(ids), *(axis.stop - axis.start for axis in index[1:]))
+        else:
+            shape = out[index].shape
+        rows = 1 if ids is None else len(ids)
+        width = math.prod(shape if ids is None else shape[1:])
+        put = functools.partial(_put_decoded, item.wire_dtype, rows, width, out, index, shape)
+        return ShardRead(server, item, encoded_bytes(item.wire_dtype, rows, width), put, ids)
+
     def _read_item(self, shard: int, rows: ps_pb2.Rows = ALL) -> ps_pb2.ReadItem:
         item = ps_pb2.ReadItem(variable=self.id, shard=shard, rows=rows)
         if self._slot is not None:
             item.optimizer, item.slot = self._slot
+        elif self.wire_dtype and encodes_reads(current_function()):
+            item.wire_dtype = self.wire_dtype  # type: ignore[assignment]
         return item
 
     def _selection(self, index: Any) -> Selection:
@@ -277,7 +295,13 @@ class ShardRequests:
             variable=self.id, shard=shard, kind=kind, rows=rows, optimizer=optimizer, nth=nth, value_bytes=len(data)
         )
         row_numbers = None if ids is None else np.ascontiguousarray(ids)
-        return ShardUpdate(self.owners[shard], item, data, row_numbers, self.name, self.dtype, self.asynchronous)
+        encoding = None
+        if kind == ps_pb2.APPLY_GRADIENT and (self.wire_dtype or (self.push_top_k and ids is None)):
+            block = self.partition.block(shard)
+            encoding = Encoding(self.wire_dtype, self.push_top_k, block.start, block.shape, self.partition)
+        return ShardUpdate(
+            self.owners[shard], item, data, row_numbers, self.name, self.dtype, self.asynchronous, encoding
+        )
 
     def next_update(self) -> int:
         """Return the number of the next update in the function that runs."""
@@ -330,6 +354,17 @@ def _put(out: Array, index: Any, shape: tuple[int, ...], data: memoryview) -> No
         rows[index[0]] = np.ndarray((shape[0],), rows.dtype, data)
     else:
         out[index] = np.ndarray(shape, out.dtype, data)
+
+
+def _put_decoded(
+    wire_dtype: int, rows: int, width: int, out: Array, index: Any, shape: tuple[int, ...], data: memoryview
+) -> None:
+    """Set `out[index]` to encoded values."""
+    values = decode(wire_dtype, data, rows, width)
+    if isinstance(index, tuple) and index and isinstance(index[0], np.ndarray):
+        _put(out, index, shape, view(values))
+    else:
+        out[index] = values.reshape(shape)
 
 
 def _row_index(positions: Ids, block: Block) -> Any:

@@ -15,7 +15,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import Selection, ShardRows
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
 from pscluster.ps.handles.lookup import embedding_lookup
 from pscluster.ps.handles.scope import VariableRequest, current_creator
@@ -79,7 +79,9 @@ class EmbeddingTable(Variable):
         except (ValueError, InvalidUpdateError) as error:
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
         shape = shards * _rows_of_shard(capacity, shards), dim + TAIL
-        request = VariableRequest(Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", table)
+        request = VariableRequest(
+            Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", table=table
+        )
         made = creator.create_variable(request)
         assert isinstance(made, EmbeddingTable)
         return made

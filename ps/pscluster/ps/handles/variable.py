@@ -26,7 +26,7 @@ from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead
-from pscluster.ps.client.updates import ShardUpdate
+from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices, advanced_index, gradient_of, wrapped_ids
 from pscluster.ps.handles.operators import Arithmetic
 from pscluster.ps.handles.row_requests import distinct_reads, row_updates
@@ -37,6 +37,7 @@ from pscluster.ps.spec import partition_of
 from pscluster.v1 import ps_pb2
 
 _V = TypeVar("_V", "Variable", "Shard")
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 
 
 class VariableList(list[_V]):
@@ -119,6 +120,12 @@ class Variable(ShardRequests, Arithmetic, Handle):
         consistency: "sync": what all replicas of a `SynchronousStrategy` update in a step is applied together, at its
             end. "async": each update is applied at once, as by functions that run alone. For embedding tables beside
             dense parameters in step.
+        wire_dtype: "bfloat16", "float16" or "int8": in what type functions read a variable of float32, and in what type
+            its gradients are pushed. What that loses of a gradient is added to the next one. Servers keep float32, and
+            all else is exact: assignments, checkpoints, reads outside of functions. Default, or "float32": all is.
+        push_top_k: of a dense gradient push only this share of the elements, above 0 and at most 1: those with the
+            largest absolute values. Optimizers see a dense gradient that is 0 elsewhere; what was not pushed is added
+            to the next gradient. Also with `wire_dtype`, and for float32 only.
 
     Raises:
         MisuseError: outside of `strategy.scope()`, the name is taken, or the arguments describe no variable.
@@ -141,9 +148,13 @@ class Variable(ShardRequests, Arithmetic, Handle):
         trainable: bool = True,
         partitioner: Partitioner | None = None,
         consistency: Literal["sync", "async"] = "sync",
+        wire_dtype: WireDtype | None = None,
+        push_top_k: float | None = None,
     ) -> Variable:
         creator = current_creator(f"Variable {name!r}" if name else "a Variable")
-        request = VariableRequest(initial_value, name, dtype, shape, trainable, partitioner, consistency)
+        request = VariableRequest(
+            initial_value, name, dtype, shape, trainable, partitioner, consistency, wire_dtype, push_top_k
+        )
         return creator.create_variable(request)
 
     @staticmethod
@@ -158,6 +169,8 @@ class Variable(ShardRequests, Arithmetic, Handle):
         handle.trainable = spec.trainable
         handle.asynchronous = spec.asynchronous
         handle.partition = partition
+        if spec.wire_dtype or spec.push_top_k:
+            handle.wire_dtype, handle.push_top_k = spec.wire_dtype, spec.push_top_k
         handle._owners = tuple(spec.owners)
         handle.id = spec.id
         handle.ephemeral = spec.evaluation > 0
@@ -476,6 +489,7 @@ class SlotVariable(Variable):
         handle.name = f"{variable.name}/{optimizer_name}/{slot}"
         handle.dtype = compute_dtype(variable.dtype)
         handle.trainable = False
+        handle.wire_dtype = handle.push_top_k = 0
         handle._slot = (optimizer, slot)
         handle._key = json.dumps([variable.name, optimizer_name, slot])
         return handle

@@ -80,7 +80,9 @@ class Budget:
 
 def memory_of_read(request: ps_pb2.ReadRequest, total: int) -> int:
     """Return the memory that a pull of `total` bytes may need: rows and boxes are copied before they are sent."""
-    return min(total, WHOLE_PULL_BYTES) if all(item.rows.all for item in request.items) else total
+    if all(item.rows.all for item in request.items):
+        return min(total, WHOLE_PULL_BYTES)
+    return total * 5 if any(item.wire_dtype for item in request.items) else total  # they are float32 until then
 
 
 def check_amount(changes: Sequence[Change], total: int, budget: int) -> None:

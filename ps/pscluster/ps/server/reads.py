@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, Unavailable
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
-from pscluster.ps.server import tables
+from pscluster.ps.server import encoded, tables
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import Array, Box, Ids, box_of, check_ids, table_of
@@ -24,6 +24,7 @@ from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import AVERAGE
 from pscluster.ps.tables import InitialRows, initial_rows
+from pscluster.ps.wire_dtypes import encoded_bytes
 from pscluster.v1 import ps_pb2
 
 
@@ -39,6 +40,9 @@ class _Source:
     index: Box | None = None
     table: InitialRows | None = None  # of a table whose rows are read by id
     values: bool = False  # reads the values, whose array may have been replaced since
+    wire_dtype: int = 0  # on the wire, if it is another one
+    rows: int = 1  # of which each begins a block, and their elements
+    width: int = 0
 
 
 def reply_bytes(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> int:
@@ -127,6 +131,7 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
     for item in request.items:
         source, next_at = _locate(store, item, at)
         which, size = item.rows.WhichOneof("kind"), source.size
+        wire_dtype, rows, width, name = source.wire_dtype, source.rows, source.width, source.name
         if which == "ids":
             ids = payload.ids(at, item.rows.ids)
             segment: Buffer | Snapshot
@@ -135,15 +140,18 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
                 segment = _gather(source, ids)
             else:
                 with source.shard.lock:
-                    rows, found = tables.read_rows(source.shard, ids, source.table)
-                segment = view(rows)
+                    values, found = tables.read_rows(source.shard, ids, source.table)
+                segment = view(values)
                 if (held := store.directory.variables.get(item.variable)) is not None:
                     held.metrics.rows_found += found
         else:
             segment = _block(store, source)
         traffic = source.shard.traffic
         del source  # it would keep the shard's old array alive if that is replaced while the client is slow
-        if isinstance(segment, Snapshot):
+        if wire_dtype:
+            with closing(segment) if isinstance(segment, Snapshot) else nullcontext():
+                yield from encoded.replies(wire_dtype, segment, rows, width, name)
+        elif isinstance(segment, Snapshot):
             with closing(segment):
                 yield segment
         else:
@@ -167,7 +175,7 @@ def _block(store: Store, source: _Source) -> Buffer | Snapshot:
     selected = array if source.index is None else array[source.index]
     if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
         start = byte_bounds(selected)[0] - byte_bounds(array)[0]
-        return shard.snapshot(start, start + source.size, store.spill)
+        return shard.snapshot(start, start + selected.nbytes, store.spill)
     with shard.lock:
         copy = np.array(selected, source.dtype, order="C")
     return view(copy)
@@ -218,7 +226,8 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")
-    return _Source(name, shard, array, size, dtype, index, table, array is values), at
+    source = _Source(name, shard, array, size, dtype, index, table, array is values)
+    return _encoded_source(item, source) if item.wire_dtype else source, at
 
 
 def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
@@ -227,6 +236,18 @@ def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
             f"{item.rows.ids:,} rows of {name!r} take {size:,} bytes, the limit for one item of a read is "
             f"{MAX_ROWS_BYTES:,}: divide it"
         )
+
+
+def _encoded_source(item: ps_pb2.ReadItem, source: _Source) -> _Source:
+    """Return what an item reads in another type. ProtocolError if that is no read of values."""
+    which = item.rows.WhichOneof("kind")
+    if item.slot or source.table is not None or which in ("version", "gradients", "in_use"):
+        raise ProtocolError(f"a read of {source.name!r} in another type is not one of values")
+    encoded.check_dtype(item.wire_dtype, source.dtype, source.name)
+    rows = item.rows.ids if which == "ids" else 1
+    width = source.array.shape[1] if which == "ids" else source.size // source.dtype.itemsize
+    size = encoded_bytes(item.wire_dtype, rows, width)
+    return replace(source, size=size, wire_dtype=item.wire_dtype, rows=rows, width=width)
 
 
 def _slots(store: Store, held: HeldVariable, shard: Shard, optimizer: int) -> dict[str, Array]:

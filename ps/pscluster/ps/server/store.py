@@ -283,7 +283,9 @@ class Store:
         """Prepare a request that was just answered, if it reads only whole arrays of variables."""
         if request.job != self.job:  # of the previous job, whose store has answered it
             return
-        if len(data) > MAX_REQUEST_BYTES or any(item.slot or not item.rows.all for item in request.items):
+        if len(data) > MAX_REQUEST_BYTES or any(
+            item.slot or item.wire_dtype or not item.rows.all for item in request.items
+        ):
             return
         with self._lock:
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -18,7 +18,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
-from pscluster.ps.server import tables
+from pscluster.ps.server import encoded, tables
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.metadata import Metadata, check_texts
@@ -60,6 +60,24 @@ class Change:
     index: Box | None
     ids_at: int
     values_at: int
+
+    @property
+    def encoded(self) -> bool:
+        """Whether its values are a gradient in another type, or only some elements of one."""
+        return bool(self.item.wire_dtype or self.item.elements)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """The memory that its values take, in addition to what has come, while they are applied."""
+        elements = self.item.rows.ids * self.unit or self.item.elements
+        return self.item.value_bytes + elements * 4 if self.encoded and elements else 0  # joined, and in float32
+
+    @property
+    def unit(self) -> int:
+        """The number of elements of each of its rows, or of the shard."""
+        if self.item.rows.WhichOneof("kind") != "ids":
+            return self.shard.array.size
+        return math.prod(self.shard.array.shape[self.item.rows.leading or 1 :])
 
     @property
     def replaces_array(self) -> bool:
@@ -132,7 +150,10 @@ def changes_of(
             expected = shard.array.itemsize
         if item.kind == ps_pb2.APPLY_CHANGE and optimizer is not None:
             _check_change(request, item, held, optimizer, from_peer=context is not None)
-        if item.HasField("offset") or item.gradients:
+        if item.wire_dtype or item.elements:
+            array = _table(item, shard, name) if which == "ids" else shard.array
+            expected = encoded.update_bytes(request, item, held.dtype, array, name)
+        elif item.HasField("offset") or item.gradients:
             _check_piece(request, item, shard, name)
             expected = item.value_bytes
         if item.value_bytes != expected:
@@ -149,8 +170,8 @@ def changes_of(
 def _check_table_item(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, name: str) -> None:
     """Raise ProtocolError for an update of a table that is not of rows by their ids, applied at once."""
     by_ids = item.rows.WhichOneof("kind") == "ids" and item.rows.leading <= 1
-    piece = item.HasField("offset") or item.gradients or item.kind == ps_pb2.APPLY_CHANGE
-    if not by_ids or piece or request.HasField("contribution"):
+    piece = item.HasField("offset") or item.gradients or item.elements or item.kind == ps_pb2.APPLY_CHANGE
+    if not by_ids or piece or item.wire_dtype or request.HasField("contribution"):
         raise ProtocolError(f"an update of table {name!r} that is not of rows by their ids, applied at once")
 
 
@@ -234,6 +255,9 @@ def apply(
     origin = _origin(request)
     store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
     ids_of = [checked_ids(change, payload) for change in changes]
+    for change in changes:
+        if change.encoded:
+            encoded.check_values(change.item, change.values_at, change.unit, payload, change.held.spec.name)
     reply = ps_pb2.UpdateReply(boot_id=store.losses.boot_id)
     for change, ids in zip(changes, ids_of, strict=True):
         item, begin = change.item, time.monotonic()
@@ -384,11 +408,14 @@ def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: i
 
 def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
     shard, dtype = change.shard, change.shard.array.dtype
-    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
     whole = table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
     if is_table := change.held.spec.HasField("table"):
         table = table[:, : change.held.spec.table.dim]
-    rows = values.reshape(len(ids), table.shape[1])
+    if change.encoded:
+        rows: Array = encoded.rows_of(change.item, change.values_at, table.shape[1], payload)
+    else:
+        values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+        rows = values.reshape(len(ids), table.shape[1])
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
         slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
@@ -419,13 +446,12 @@ def _apply_slices(change: Change, payload: Payload) -> None:
 
 
 def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Payload) -> None:
-    shard, dtype = change.shard, change.shard.array.dtype
+    shard = change.shard
     if (whole := payload.own(change.values_at)) is not None and shard.replace(whole):
         return
     flat = shard.array.reshape(-1)
-    for offset, piece in payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize):
-        values = np.frombuffer(piece, dtype)
-        span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+    for start, values in _spans(change, payload):
+        span = slice(start, start + len(values))
         # Not for the whole shard at the beginning: old values then take memory only as chunks of new ones are freed.
         shard.before_span_changes(span.start, span.stop)
         if change.optimizer is not None:
@@ -436,6 +462,15 @@ def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Pa
         else:
             operation = _ARITHMETIC[change.item.kind]
             operation(flat[span], values, out=flat[span], casting="same_kind")
+
+
+def _spans(change: Change, payload: Payload) -> Iterator[tuple[int, Array]]:
+    """Return the values for a whole shard in pieces, each with its first element's number."""
+    if change.encoded:
+        return encoded.spans(change.item, change.values_at, change.unit, payload)
+    dtype = change.shard.array.dtype
+    blocks = payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize)
+    return ((offset // dtype.itemsize, np.frombuffer(piece, dtype)) for offset, piece in blocks)
 
 
 def _add(change: Change, ids: Ids | None, array: Array, payload: Payload) -> None:

@@ -174,7 +174,7 @@ class WritePath:
         assembler = Assembler(_MAX_PUSH_BYTES)
         assembler.add(first, payload)
         del data, payload
-        with self._budget.reserve(first.total_bytes, context):
+        with self._budget.reserve(first.total_bytes + sum(change.decoded_bytes for change in changes), context):
             server_call(context).has_taken_memory()
             self._make_room()
             self._incoming.assemble(assembler, frames, context)

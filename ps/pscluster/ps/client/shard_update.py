@@ -1,0 +1,41 @@
+"""One shard's share of an update, as it is requested and as it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.geometry import Partition
+from pscluster.v1 import ps_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How to send a gradient of float32: in what type, and which share of a dense one's elements."""
+
+    wire_dtype: int
+    top_k: float  # 0: all
+    start: tuple[int, ...]  # of the shard, in the variable
+    shape: tuple[int, ...]  # of the shard
+    partition: Partition  # of the variable
+
+    def row_id(self, place: int) -> int:
+        """Return which row is in this place of the first axis."""
+        return int(self.partition.order.row_ids(place, place + 1, self.partition.ends[0])[0])
+
+
+@dataclass(slots=True)
+class ShardUpdate:
+    """One shard's share of an update."""
+
+    server: int
+    item: ps_pb2.UpdateItem
+    values: memoryview
+    ids: npt.NDArray[np.int64] | None = None
+    name: str = ""  # of the variable
+    dtype: np.dtype[Any] | None = None  # of the shard
+    asynchronous: bool = False  # applied at once, also in a synchronous step
+    encoding: Encoding | None = None  # None: it is sent as it is
