@@ -50,6 +50,8 @@ class FunctionContext:
     """The place of its step on the stream of functions. It names this execution: a retry has the attempt's number."""
     asking: Callable[[FunctionContext, Any], Any] | None = field(default=None, init=False)
     """Takes its questions to the coordinator; see `ask`. None: it is not a function that was scheduled."""
+    overlap: Any = field(default=None, init=False)
+    """Its StepOverlap, if its pushes return at once and rows are fetched before it runs. None: they are not."""
     tell_progress: Callable[[FunctionContext], object] | None = field(default=None, init=False)
     """Tells the coordinator that this execution has committed steps of a synchronous run. None: there is no need to."""
     turn: threading.Lock | None = field(default=None, init=False)
@@ -100,6 +102,11 @@ class FunctionContext:
     def updated(self) -> bool:
         """Whether it has requested an update, which may have been applied."""
         return self._has_updated or bool(self._updates)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the function was told to stop."""
+        return self._cancelled
 
     def cancel(self) -> None:
         """Make the function stop at its next library call, and end those that wait."""
@@ -170,6 +177,7 @@ class FunctionContext:
 
 
 _current: ContextVar[FunctionContext | None] = ContextVar("pscluster-function", default=None)
+_in_background: ContextVar[bool] = ContextVar("pscluster-in-background", default=False)
 _of_process: list[FunctionContext] = []
 """What runs in this process: a step, or one of each replica here, and possibly the building of a dataset for later."""
 
@@ -226,6 +234,25 @@ class running:  # noqa: N801 - it is used like a function
     def __exit__(self, *_: object) -> None:
         _of_process.remove(self._context)
         _current.reset(self._token)
+
+
+@contextmanager
+def on_behalf_of(context: FunctionContext) -> Iterator[None]:
+    """Do a function's reads and updates in the block, on a thread where its code does not run.
+
+    Threads that run elsewhere do not find it here: they belong to the function whose code runs.
+    """
+    function, background = _current.set(context), _in_background.set(True)
+    try:
+        yield
+    finally:
+        _in_background.reset(background)
+        _current.reset(function)
+
+
+def in_background() -> bool:
+    """Return whether this thread does something for a function whose code runs elsewhere, or not yet, or is over."""
+    return _in_background.get()
 
 
 def experimental_get_current_worker_index() -> int:

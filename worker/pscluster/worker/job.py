@@ -21,6 +21,7 @@ from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import Buffer
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
+from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.ps.handles.registry import handle_of
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.collectives.membership import Membership
@@ -30,6 +31,7 @@ from pscluster.worker.data.per_worker import InputContext, WorkerDataset, Worker
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.function_metrics import WorkerMetrics
+from pscluster.worker.overlap import Overlap, overlap_of
 from pscluster.worker.programs.store import BlockStore
 from pscluster.worker.strategy import StepStrategy
 
@@ -86,6 +88,8 @@ class Job:
         self._parts: dict[int, list[Part]] = {}  # by function
         self._reader = Reader(self.context(function=0, attempt=0))
         self.membership = Membership(ways)
+        self.overlap_queue: OverlapQueue | None = None
+        """What functions whose steps overlap have pushed; None until there is such a function."""
         self.closed = threading.Event()
 
     def close(self) -> None:
@@ -187,12 +191,20 @@ class Job:
 
     def define(self, definition: definition_pb2.Definition, bulk: memoryview) -> None:
         """Take a function or class. Raise UnresolvedReference if it is a reference that can't be followed here."""
-        self._definitions[definition.digest] = resolve(definition, bulk, self.resolve_handle)
+        function = resolve(definition, bulk, self.resolve_handle)
+        if self.overlap_queue is None and overlap_of(function) is not None:
+            self.overlap_queue = OverlapQueue(self._client.exchanges.submit)
+        self._definitions[definition.digest] = function
 
     def definition(self, digest: str) -> Callable[..., Any]:
         if (function := self._definitions.get(digest)) is None:
             raise ProtocolError(f"function {digest[:12]} was never defined on this worker")
         return function
+
+    def overlap_of(self, digest: str) -> Overlap | None:
+        """Return how the steps of a function overlap; None if they do not."""
+        function = self._definitions.get(digest)
+        return None if function is None else overlap_of(function)
 
     def build(self, resource: worker_pb2.Resource) -> None:
         """Build a dataset or per-worker iterator. Errors of the user's function are raised in the step that uses it."""

@@ -18,6 +18,10 @@ generation is over, and they are told to stop.
 
 What a running function asks the coordinator is sent by the stream's own thread, before any outcome; see `questions`.
 
+Functions whose steps overlap are prepared while the one before runs, and may have pushes outstanding when the next one
+begins; see `overlap`. Such a function still counts as running here: its outcome is sent by the thread that completes
+its last push, and it can be told to stop until then.
+
 Every function that was sent gets exactly one outcome on the stream, or none because the stream ended; in that case the
 coordinator gives it to another worker.
 """
@@ -46,12 +50,14 @@ from pscluster.core.metrics.trace import EACH, SHORT_SECONDS, Run
 from pscluster.core.transport.channels import MAX_INLINE_BYTES
 from pscluster.core.transport.frames import Buffer
 from pscluster.core.values import decode_call, encode
+from pscluster.ps.client.overlap import StepOverlap
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.prefetch import EndOfPart, Part
 from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import SHORTEST_SECONDS
 from pscluster.worker.job import Job
+from pscluster.worker.overlap import Prepared
 from pscluster.worker.questions import Questions
 from pscluster.worker.steps import run_steps
 
@@ -91,7 +97,9 @@ class Runner:
         self._waiting: deque[Received] = deque()
         self._read = 0  # position of the last step that was read
         self._recalled: set[int] = set()  # positions that were recalled before they were read
-        self._running: dict[int, FunctionContext] = {}  # by function: one, or the members of a gang that run here
+        # By function: one, or the members of a gang that run here; and those whose last pushes are outstanding.
+        self._running: dict[int, FunctionContext] = {}
+        self._prepared: dict[int, Prepared] = {}  # by position, of functions that wait
         self._questions = Questions(self._lock, self._running, self._to_send.notify_all)
         self._asking, self._telling = self._questions.ask, self._questions.tell_progress  # one object for all functions
         self._counting = threading.Lock()  # guards the metrics of functions that run at the same time
@@ -124,7 +132,7 @@ class Runner:
                     if first.HasField("gang") and first.gang.HasField("steps"):
                         self._job.host([step.gang.rank for _, step, _ in group])
                     if len(group) == 1:
-                        self._deliver(self._run_one(group[0], self._turn))
+                        self._run_one(group[0], self._turn)
                     else:
                         self._run_together(group)
                 idle = metrics.idle()
@@ -199,11 +207,16 @@ class Runner:
                     if step.parts and self._job.reads_ahead:
                         self._job.expect_parts(step)
             self._reading = False  # in the same critical section: the running thread may want the next message at once
+            if self._running:
+                self._prepare_next()
             self._to_run.notify_all()
 
     def _next(self) -> list[Received]:
         """Return what runs next: a function, or the members of a gang that are here. Empty if there is nothing."""
         with self._lock:
+            if self._job.overlap_queue is not None:
+                self._job.overlap_queue.on_change = self._pushes_changed
+                self._to_run.wait_for(lambda: not self._waiting or self._ended or self._may_begin())
             if not self._waiting or self._ended:
                 return []
             group = [self._waiting.popleft()]
@@ -213,22 +226,85 @@ class Runner:
                     group.append(self._waiting.popleft())
                 turn = threading.Lock() if len(group) > 1 and not step.gang.concurrent else None
             for position, member, _ in group:
-                self._running[member.function] = context = self._job.context(
-                    function=member.function, attempt=member.attempt, key=member.key, term=member.term
-                )
-                context.position, context.asking, context.turn = position, self._asking, turn
+                if (prepared := self._prepared.get(position)) is None:
+                    context = self._context_of(position, member)
+                else:
+                    context = prepared.context
+                self._running[member.function] = context
+                context.turn = turn
                 if is_gang and member.gang.HasField("steps"):
                     context.pipeline = member.gang.rank
                     context.tell_progress = self._telling
-            if (step.parts and self._job.reads_ahead) or (self._seconds > LONG_SECONDS and not self._waiting):
+            overlaps = self._job.overlap_queue is not None
+            if (step.parts and self._job.reads_ahead) or (
+                (self._seconds > LONG_SECONDS or overlaps) and not self._waiting
+            ):
                 self._want_next()
+            if overlaps:
+                self._prepare_next()
             return group
+
+    def _context_of(self, position: int, step: worker_pb2.Step) -> FunctionContext:
+        context = self._job.context(function=step.function, attempt=step.attempt, key=step.key, term=step.term)
+        context.position, context.asking = position, self._asking
+        return context
+
+    # Functions whose steps overlap; see `overlap`
+
+    def _may_begin(self) -> bool:
+        """Return whether few enough earlier steps have outstanding pushes for the next function. Under the lock."""
+        _, step, _ = self._waiting[0]
+        overlap, queue = self._job.overlap_of(step.definition), self._job.overlap_queue
+        return queue is None or queue.may_begin(0 if overlap is None or step.attempt > 1 else overlap.steps)
+
+    def _pushes_changed(self) -> None:
+        """Check again whether the next function may begin. Called without the lock."""
+        with self._lock:
+            self._to_run.notify_all()
+
+    def _prepare_next(self) -> None:
+        """Have another thread prepare the function after the one that has begun last. Under the lock."""
+        queue = self._job.overlap_queue
+        if queue is None or not self._waiting or self._waiting[0][0] in self._prepared:
+            return
+        position, step, _ = self._waiting[0]
+        if (prepared := self._preparation(position, step, None)) is not None:
+            self._prepared[position] = prepared
+            queue.submit_ahead(prepared.prepare)
+
+    def _preparation(self, position: int, step: worker_pb2.Step, context: FunctionContext | None) -> Prepared | None:
+        """Return what is to be prepared for a function, of which this may be the context. None if it is not one."""
+        overlap, queue = self._job.overlap_of(step.definition), self._job.overlap_queue
+        if overlap is None or queue is None or step.attempt > 1:
+            return None
+        context = context or self._context_of(position, step)
+        context.overlap = StepOverlap(queue, context, overlap.steps)
+        attachments = self._job.arguments.pop(position, [])
+
+        def arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            parts = self._job.parts_of(step) if step.parts else ()
+            return self._arguments(step, attachments, parts)
+
+        return Prepared(context, overlap, arguments)
+
+    def _prepare(self, position: int, step: worker_pb2.Step, context: FunctionContext) -> Prepared | None:
+        """Return what was prepared for a function that runs now, or prepare it. None if its steps do not overlap."""
+        with self._lock:
+            prepared = self._prepared.pop(position, None)
+        if prepared is None and (prepared := self._preparation(position, step, context)) is not None:
+            prepared.prepare()
+        return prepared
+
+    def _drop_prepared(self, position: int) -> None:
+        """Forget what was prepared for a function that does not run here. Under the lock."""
+        if (prepared := self._prepared.pop(position, None)) is not None:
+            prepared.context.cancel()
 
     def _run_together(self, group: Sequence[Received]) -> None:
         """Run the members of a gang that are here, at the same time, and deliver their outcomes."""
 
         def run(received: Received) -> None:
-            self._deliver(self._run_one(received, _ALONE))
+            self._run_one(received, _ALONE)
 
         others = [threading.Thread(target=run, args=[member], name="functions", daemon=True) for member in group[1:]]
         with self._turn:
@@ -241,6 +317,7 @@ class Runner:
     def _give_back(self, position: int, function: int) -> None:
         """Give back a function that will not run here. Under the lock."""
         self._job.arguments.pop(position, None)
+        self._drop_prepared(position)
         self._job.drop_parts(function)
         self._metrics.returned += 1
         self._outbox.append(Outcome(function=function, kind=Outcome.RETURNED))
@@ -284,12 +361,15 @@ class Runner:
                     self._to_send.notify_all()
                 self._changed.notify_all()
 
-    def _run_one(self, received: Received, turn: AbstractContextManager[object]) -> Outcome:
+    def _run_one(self, received: Received, turn: AbstractContextManager[object]) -> None:
+        """Run a function, and deliver its outcome, once its pushes are acknowledged."""
         position, step, since = received
         context, metrics, seconds = self._running[step.function], self._metrics, 0.0
+        prepared = None if self._job.overlap_queue is None else self._prepare(position, step, context)
         arguments = self._job.arguments.pop(position, [])
         outcome = Outcome(function=step.function)
         parts: Sequence[Part] = ()
+        error: BaseException | None = None
         reach("worker.run.before")
         begun = begin = time.monotonic()
         data_before = metrics.data_seconds
@@ -301,7 +381,11 @@ class Runner:
                 function = self._job.definition(step.definition)
                 if step.parts:
                     parts = self._job.parts_of(step)
-                args, kwargs = self._arguments(step, arguments, parts)
+                if prepared is None:
+                    args, kwargs = self._arguments(step, arguments, parts)
+                else:
+                    (args, kwargs), fetched = prepared.take()
+                    context.overlap.fetched = fetched
                 begin = time.monotonic()
                 if is_gang and step.gang.HasField("steps"):
                     call = functools.partial(_called, function, args, kwargs, parts)
@@ -316,11 +400,9 @@ class Runner:
         except FunctionCancelled:
             outcome.kind, outcome.updated = Outcome.CANCELLED, context.updated
             outcome.seconds = seconds = time.monotonic() - begin
-        except BaseException as error:  # a step's sys.exit() must not end the worker
-            seconds = time.monotonic() - begin
+        except BaseException as raised:  # a step's sys.exit() must not end the worker
+            error, seconds = raised, time.monotonic() - begin
             outcome = Outcome(function=step.function, kind=Outcome.FAILED, seconds=seconds, updated=context.updated)
-            with self._counting:
-                metrics.failed += 1
             outcome.failure.CopyFrom(failure_of(_without_stop(error)))
         if step.parts:
             self._job.drop_parts(step.function)
@@ -329,21 +411,52 @@ class Runner:
             for index, part in enumerate(parts):
                 for skipped in part.skipped:
                     outcome.skipped.add(examples=skipped.examples, why=str(skipped), part=index)
-        kind = outcome.kind
+        thread = threading.current_thread().name
+        waited = metrics.data_seconds - data_before
+        run = Run(step.function, step.attempt, since, begun, begin, begin + seconds, waited, "", thread)
+        if context.overlap is None:
+            self._end(outcome, run)
+        else:
+            context.overlap.fetched = None
+            context.overlap.returned(functools.partial(self._pushed, outcome, run, context, error))
+
+    def _pushed(
+        self,
+        outcome: Outcome,
+        run: Run,
+        context: FunctionContext,
+        raised: BaseException | None,
+        error: BaseException | None,
+    ) -> None:
+        """End a function that has returned, or has `raised`, and whose pushes are sent; perhaps one failed."""
+        if error is not None and error is not raised and outcome.kind != Outcome.CANCELLED:
+            # The step pushed before it did anything else that can fail: it would not have come any further.
+            self._job.results.pop(outcome.function, None)
+            stopped = isinstance(error, FunctionCancelled)
+            failed = Outcome(function=outcome.function, seconds=outcome.seconds, waited=outcome.waited)
+            failed.kind = Outcome.CANCELLED if stopped else Outcome.FAILED
+            failed.updated = context.updated
+            failed.skipped.extend(outcome.skipped)
+            if not stopped:
+                failed.failure.CopyFrom(failure_of(error))
+            outcome = failed
+        self._end(outcome, run)
+
+    def _end(self, outcome: Outcome, run: Run) -> None:
+        """Count and record a function that has ended, and deliver its outcome."""
+        kind, seconds, metrics = outcome.kind, run.end - run.ready, self._metrics
         with self._counting:
             metrics.done += kind == Outcome.DONE
+            metrics.failed += kind == Outcome.FAILED
             metrics.cancelled += kind == Outcome.CANCELLED
             if seconds <= SHORTEST_SECONDS:
                 metrics.shortest += 1
                 metrics.shortest_seconds += seconds
             else:
                 metrics.runs.add(seconds)
-        if seconds >= SHORT_SECONDS or not context.function & (EACH - 1) or context.attempt > 1:
-            how, thread = Outcome.Kind.Name(outcome.kind).lower(), threading.current_thread().name
-            end, waited = begin + seconds, metrics.data_seconds - data_before
-            run = Run(step.function, step.attempt, since, begun, begin, end, waited, how, thread)
-            metrics.recording.runs.append(run)
-        return outcome
+        if seconds >= SHORT_SECONDS or not run.function & (EACH - 1) or run.attempt > 1:
+            metrics.recording.runs.append(run._replace(how=Outcome.Kind.Name(kind).lower()))
+        self._deliver(outcome)
 
     def _arguments(
         self, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]
@@ -458,6 +571,8 @@ class Runner:
             for _, step, _ in self._waiting:
                 self._job.drop_parts(step.function)
             self._waiting.clear()
+            for position in list(self._prepared):
+                self._drop_prepared(position)
             for context in self._running.values():
                 context.cancel()
             for condition in (self._to_run, self._to_read, self._to_send, self._changed):

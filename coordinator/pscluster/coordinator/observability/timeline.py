@@ -9,7 +9,8 @@ the roles' status. A row has, one within the other:
                                   pull, ..., push             worker: requests to several servers at once
                                   ps 0, ps 0 + ps 1           the servers that worked on them
 
-A second process, "workers", has a row per worker with the functions that it ran.
+A second process, "workers", has a row per worker with the functions that it ran. Where steps overlap (see
+`pscluster.worker.overlap`) two more rows have the requests that were made beside them: pulls ahead, and pushes.
 
 Clocks differ between machines. Each role is asked for its time repeatedly; the quickest round trip gives the difference
 to within half of that trip. The remaining error could place an answer before its question; so a span that another one
@@ -33,6 +34,7 @@ import grpc
 
 from pscluster.coordinator.observability.job_metrics import Attempt
 from pscluster.core.errors import from_rpc
+from pscluster.core.metrics.trace import BACKGROUND
 from pscluster.core.transport.channels import NODE_SERVICE, PeerAddress, open_peer_channel
 from pscluster.core.transport.methods import Stub
 from pscluster.v1 import node_pb2
@@ -41,6 +43,7 @@ ASK_SECONDS = 5.0
 _TRIPS = 5  # to measure a clock's offset
 _AT_ONCE = 32
 _STEPS, _WORKERS = 1, 2  # processes of the trace
+_BESIDE = {"pull": 1 << 20, "push": 2 << 20}  # the rows of requests made in the background, beside a worker's own
 
 
 class Span(NamedTuple):
@@ -128,7 +131,8 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
         for run in worker.runs:
             runs[index, run.function].append((worker.span(run.received, run.end), run))
         for request in worker.asked:
-            asked[index, request.function].append(request)
+            if not request.what.endswith(BACKGROUND):
+                asked[index, request.function].append(request)
     served = {
         (request.session, request.nth): role.span(request.begin, request.end)
         for role in roles
@@ -140,6 +144,8 @@ def events_of(attempts: Sequence[Attempt], roles: Sequence[Recorded]) -> list[di
     trace.name("process", "workers", _WORKERS, sort_index=_WORKERS)
     for index, worker in sorted(workers.items()):
         trace.name("thread", str(worker.peer), _WORKERS, index + 1, index)
+        for what, row in _BESIDE.items():
+            _add_beside(trace, worker, what, row + index)
     for function_id, tries in sorted(by_function.items()):
         tries.sort(key=lambda attempt: attempt.sent)
         whole = Span(min(attempt.scheduled for attempt in tries), tries[-1].end)
@@ -219,6 +225,24 @@ def _add_run(
         ]
         for title, busy in together(answers):
             trace.slice(title, busy, _STEPS, row)
+
+
+def _add_beside(trace: _Trace, worker: Recorded, what: str, row: int) -> None:
+    """Add the requests of one kind that a worker has made in the background, one call after the other."""
+    there = sorted(
+        (
+            (worker.span(request.begin, request.end), request)
+            for request in worker.asked
+            if request.what == what + BACKGROUND and request.begin + worker.offset >= trace.origin
+        ),
+        key=lambda timed: timed[0],
+    )
+    if there:
+        trace.name("thread", f"{worker.peer}, {what}", _WORKERS, row, worker.peer.index)
+    for call in _calls(there):
+        whole = Span(min(span.begin for span, _ in call), max(span.end for span, _ in call))
+        requests = [{"server": request.server, "function": request.function} for _, request in call]
+        trace.slice(what, whole, _WORKERS, row, requests=requests)
 
 
 def _calls(

@@ -21,6 +21,8 @@ from pscluster.ps.handles.metrics import MetricLike
 
 DEFAULTS = {"max_queued": 262_144, "max_attempts": 3, "worker_lease": 30.0}
 
+_MAX_OVERLAP = 16  # of steps: each holds its gradients in the worker's memory
+
 _making = threading.Lock()
 
 
@@ -95,6 +97,8 @@ class ClusterCoordinator(FunctionQueue):
         validation_freq: int = 1,
         callbacks: Sequence[Callback] = (),
         verbose: int | Literal["auto"] = "auto",
+        lookups: Callable[[Any], Any] | None = None,
+        overlap: int = 0,
     ) -> History:
         """Train: take a step with each element of the data, epoch by epoch. Return the logs of the epochs.
 
@@ -123,6 +127,12 @@ class ClusterCoordinator(FunctionQueue):
             callbacks: see `pscluster.coordinator.callbacks`.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
                 2: only that line.
+            lookups: with `overlap` above 0: called on a worker with the next element while a step runs, on another
+                thread; returns the rows that its step will look up, `[(table, ids), ...]`, which are fetched meanwhile.
+                It must not change anything.
+            overlap: how many earlier steps of its worker may have updates under way while a step runs: updates return
+                at once. Rows that `lookups` names may lack the updates of the worker's last `overlap + 1` steps, other
+                reads those of the last `overlap`. 0: none.
 
         Raises:
             ValueError, TypeError, MisuseError: an argument is wrong; nothing was done.
@@ -135,6 +145,7 @@ class ClusterCoordinator(FunctionQueue):
             steps_per_epoch = checks.whole("steps_per_epoch", steps_per_epoch, at_least=1)
         if steps_per_execution != "auto":
             steps_per_execution = checks.whole("steps_per_execution", steps_per_execution, at_least=1)
+        overlap = checks.whole("overlap", overlap, at_least=0, at_most=_MAX_OVERLAP)
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
         training = Fit(
@@ -148,6 +159,8 @@ class ClusterCoordinator(FunctionQueue):
             validation_freq=validation_freq,
             callbacks=callbacks,
             verbose=1 if verbose == "auto" else int(verbose),
+            lookups=lookups,
+            overlap=overlap,
         )
         if not self._training.acquire(blocking=False):
             raise MisuseError("this coordinator is already training: wait until fit() returns, or train in one thread")

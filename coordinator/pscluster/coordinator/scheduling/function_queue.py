@@ -44,9 +44,12 @@ from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
+from pscluster.worker.overlap import overlapped
 from pscluster.worker.step_results import of_steps
 
 _SECONDS = "number of seconds"
+_ELEMENTS = (DataPart, PerWorkerDataset, PerWorkerIterator)
+_MAX_OVERLAPPING = 64  # functions with lookups that are captured once; the least recently used are captured again
 
 
 class FunctionQueue(StaysHere):
@@ -68,6 +71,8 @@ class FunctionQueue(StaysHere):
             weakref.WeakValueDictionary()
         )
         self._remains = deque[EvaluationSnapshot]()  # of evaluations that have ended, on servers that were unreachable
+        # By the digests of a function and its lookups; the last used one at the end.
+        self._overlapping: dict[tuple[str, str], CapturedFunction] = {}
         self._resolve_handle: HandleResolver = self._handle_of  # the same object for all values
         strategy.context.dataset_progress = DatasetProgress(strategy.context.client, dispatcher, self._send_pipeline)
 
@@ -80,6 +85,7 @@ class FunctionQueue(StaysHere):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
+        lookups: Callable[..., Any] | None = None,
         timeout: float | None = None,
         retries: int = 0,
         key: str = "",
@@ -98,6 +104,12 @@ class FunctionQueue(StaysHere):
         Blocks while the queue is full, and, after an earlier function has failed, until all running ones have stopped.
 
         Args:
+            lookups: called on the worker with the same arguments before `fn` runs, while the function before it does.
+                It returns the rows that `fn` will look up, `[(table, ids), ...]`, which are fetched meanwhile: lookups
+                of exactly these ids in `fn` get them. Updates in `fn` then return at once, and are sent while the next
+                function runs; this one ends, for `join`, checkpoints and its RemoteValue, when they are acknowledged.
+                So rows may lack the updates of this worker's last two functions, and other reads those of its last. It
+                runs at the same time as `fn`, on another thread, and must not change anything.
             timeout: seconds that each attempt may run on a worker. After that it fails with FunctionTimeoutError: it is
                 stopped at its next read or update, its further updates are refused, its result is dropped, and its
                 worker is used again once it has ended (see `cancel` for one that never does). None: no limit.
@@ -110,7 +122,8 @@ class FunctionQueue(StaysHere):
             wait: seconds after which to give up where this blocks. None: as long as the slowest function takes.
 
         Raises:
-            MisuseError: a function with this key is scheduled and has not ended.
+            MisuseError: a function with this key is scheduled and has not ended; or `lookups` is given with a
+                `SynchronousStrategy`, or with elements of datasets, which are not there before the function runs.
             ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.
@@ -124,13 +137,18 @@ class FunctionQueue(StaysHere):
             check_arguments(args, kwargs)
         if timeout is not None or wait is not None or type(retries) is not int or retries:
             timeout, retries = _checked_limits(timeout, retries, wait)
-        function = self._functions.get(fn)
+        function = self._functions.get(fn) if lookups is None else self._overlapped(fn, lookups)
         if function.handles:
             _check_no_part(function)
         result = RemoteValue(function.name, self._resolve_handle, self)
         call = Call(function, weakref.ref(result))
         if args or kwargs:
             self._encode(call, args or (), dict(kwargs or {}))
+            if lookups is not None and any(isinstance(handle, _ELEMENTS) for handle in call.handles):
+                raise MisuseError(
+                    f"lookups is called before {function.name} runs, and can't know the elements of a dataset that it "
+                    "will take: pass a batch as an argument, or train with fit(..., lookups=, overlap=1)"
+                )
         if call.parts and not key and (visits := [part for part in call.parts if part.position is not None]):
             key = " and ".join(f"{part.name}/{function.name}" for part in visits)
         limits = NO_LIMITS
@@ -727,6 +745,35 @@ class FunctionQueue(StaysHere):
         if handle is None or handle.handle_kind != kind:
             raise MisuseError(f"a function returned a per-worker {kind} that this coordinator no longer has")
         return handle
+
+    def _overlapped(self, fn: Callable[..., Any], lookups: Callable[..., Any]) -> CapturedFunction:
+        """Return a function that runs with what `lookups` names, captured once. See `schedule`."""
+        self.check_overlap()
+        step, named = self.captured(fn), self.captured_lookups(lookups)
+        key = step.function.digest, named.function.digest
+        if (function := self._overlapping.pop(key, None)) is None:
+            function = self._functions.anew(partial_of(step.function.name, overlapped, step, named, 1))
+            while len(self._overlapping) >= _MAX_OVERLAPPING:
+                self._overlapping.pop(next(iter(self._overlapping)), None)
+        self._overlapping[key] = function  # at the end
+        return function
+
+    def captured_lookups(self, lookups: Callable[..., Any]) -> FunctionHandle:
+        """Capture a function that names the rows of a step. TypeError or MisuseError if it can't be one."""
+        if not callable(lookups):
+            raise TypeError(f"lookups must be a function, not {type_of(lookups)}")
+        named = self.captured(lookups)
+        if any(isinstance(handle, _ELEMENTS) for handle in named.function.handles):
+            raise MisuseError(f"{named.function.name} captures a dataset: lookups must not take elements of it")
+        return named
+
+    def check_overlap(self) -> None:
+        """Raise MisuseError if steps can't overlap."""
+        if self.strategy.is_synchronous:
+            raise MisuseError(
+                "a SynchronousStrategy applies each step before the next one begins: steps overlap only with a "
+                "ParameterServerStrategy; leave out lookups and overlap"
+            )
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:
         """Capture a user's function as `schedule` does, to be part of another one."""

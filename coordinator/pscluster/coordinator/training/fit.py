@@ -38,11 +38,12 @@ from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Over
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.checks import type_of
 from pscluster.core.errors import CancelledError, EndOfDatasetError, FunctionError, MisuseError, PsClusterError
-from pscluster.core.functions.definitions import partial_of
+from pscluster.core.functions.definitions import FunctionHandle, partial_of
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import worker_pb2
 from pscluster.worker.evaluation import by_name
+from pscluster.worker.overlap import logs_of_overlapped_steps
 from pscluster.worker.training import StepLogs, logs_of_replicas, logs_of_steps
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Fit:
         validation_freq: int,
         callbacks: Sequence[Callback],
         verbose: int,
+        lookups: Callable[[Any], Any] | None,
+        overlap: int,
     ) -> None:
         self._coordinator = coordinator
         self._epochs = epochs
@@ -112,10 +115,15 @@ class Fit:
             self._feed = PerWorkerFeed(data, steps_per_epoch)
         else:
             raise TypeError(f"fit takes a dataset, not {type_of(data)}: give {_DATASETS[self._together]}")
+        named = _checked_overlap(coordinator, lookups, overlap)
         captured = coordinator.captured(step)
         # Logs and errors show the step's own name.
         self._name = captured.function.name
-        self._run: Callable[..., StepLogs] = partial_of(self._name, logs_of_steps, captured)
+        self._run: Callable[..., StepLogs] = (
+            partial_of(self._name, logs_of_overlapped_steps, captured, named, overlap)
+            if overlap
+            else partial_of(self._name, logs_of_steps, captured)
+        )
         self._steps_per_execution = steps_per_execution
         steps = self._feed.per_epoch if self._feed.unit == "step" else None
         params = {"epochs": epochs, "steps": steps, "verbose": verbose, "validation": validation is not None}
@@ -418,6 +426,19 @@ class Fit:
         with contextlib.suppress(PsClusterError):
             self._coordinator.cancel_waiting([value for value, _ in self._pending])
             self._feed.save()
+
+
+def _checked_overlap(
+    coordinator: FunctionQueue, lookups: Callable[[Any], Any] | None, overlap: int
+) -> FunctionHandle | None:
+    """Return the captured `lookups`, if there are any. Raise as `ClusterCoordinator.fit` if steps can't overlap so."""
+    if overlap:
+        coordinator.check_overlap()
+    if lookups is None:
+        return None
+    if not overlap:
+        raise ValueError("lookups names the rows of the next step, which needs overlap: give overlap=1 as well")
+    return coordinator.captured_lookups(lookups)
 
 
 def validation_of(

@@ -26,6 +26,10 @@ SESSION_HEADER = "pscluster-session"
 the messages need no number."""
 
 
+BACKGROUND = " in the background"
+"""Ends the kind of a request that was made for a function beside its code: rows fetched ahead, pushes sent after."""
+
+
 class Run(NamedTuple):
     """A function on a worker."""
 
@@ -44,7 +48,7 @@ class Asked(NamedTuple):
     """A request to a server, with the function that made it."""
 
     function: int
-    what: str  # "pull" or "push"
+    what: str  # "pull" or "push", perhaps with BACKGROUND
     server: int
     session: str
     nth: int

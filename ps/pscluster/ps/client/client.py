@@ -44,8 +44,10 @@ _SLOWEST_FUNCTION = 600.0  # seconds for a user's function that makes an initial
 
 
 def _need_servers() -> None:
-    """Have a synchronous step be taken by itself: it changes, or asks for, what only the servers have."""
+    """Have a synchronous step be taken by itself, and what was pushed be sent: it asks for what only servers have."""
     function = current_function()
+    if function is not None and function.overlap is not None:
+        function.overlap.settle()
     if function is not None and function.steps is not None:
         function.steps.need_servers()
 

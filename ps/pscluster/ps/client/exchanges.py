@@ -12,15 +12,16 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import tenacity
 
-from pscluster.core.context import FunctionContext, current_function
+from pscluster.core.context import FunctionContext, current_function, in_background
 from pscluster.core.errors import PSUnavailableError, ShardMovedError, StaleError, UnavailableError, from_kind, from_rpc
 from pscluster.core.fault_points import reach
-from pscluster.core.metrics.trace import SESSION_HEADER, Asked
+from pscluster.core.metrics.trace import BACKGROUND, SESSION_HEADER, Asked
 from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain
 from pscluster.core.transport.frames import Buffer, parts_of, pieces, unpack
 from pscluster.core.transport.retry import may_pass, until
@@ -334,12 +335,14 @@ class Exchanges:
             metrics.pushed_bytes[index] += sent
         if function is not None and function.function:
             name, nth = asked
-            metrics.recording.asked.append(Asked(function.function, kind, index, name, nth, begin, end, sent, received))
+            what = f"{kind}{BACKGROUND}" if in_background() else kind
+            metrics.recording.asked.append(Asked(function.function, what, index, name, nth, begin, end, sent, received))
 
     def on_each(self, work: Iterable[Callable[[], _T]]) -> list[_T]:
         """Run the bulk work of several servers at once. When all has ended, raise the first error, if any."""
         own, *others = work  # this thread does its share
-        futures = [self._bulk_threads.submit(job) for job in others]
+        # As this function: of several that run, or push, at the same time, a thread would find the wrong one.
+        futures = [self._bulk_threads.submit(copy_context().run, job) for job in others]
         try:
             first = own()
         except KeyboardInterrupt:

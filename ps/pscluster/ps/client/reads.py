@@ -57,10 +57,17 @@ class Reader:
 
         `whole`: they are of all values of their variables.
         """
-        function = self._exchanges.begin()
+        function = self._begin()
         if function is not None and function.steps is not None:
             function.steps.note_reads([read.item.variable for read in reads], whole=whole)
         self._placements.following(lambda: self._read_all(reads, function))
+
+    def _begin(self) -> FunctionContext | None:
+        """Do what `Exchanges.begin` does. A step reads what it has pushed, even if pushes return at once."""
+        function = self._exchanges.begin()
+        if function is not None and function.overlap is not None:
+            function.overlap.settle_step()
+        return function
 
     def _read_all(self, reads: Sequence[ShardRead], function: FunctionContext | None) -> None:
         for read in reads:
@@ -83,7 +90,7 @@ class Reader:
 
         Their plan is made only once, from what `describe` returns.
         """
-        function = self._exchanges.begin()
+        function = self._begin()
         own = {} if function is None or function.steps is None else function.steps.copies_of(variables, describe)
         if own:
             others = [at for at, variable in enumerate(variables) if variable not in own]

@@ -8,12 +8,14 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from pscluster.core.context import FunctionContext
+from pscluster.core.context import FunctionContext, in_background
 from pscluster.core.errors import MisuseError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, view
 from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.client.overlap import StepOverlap
 from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.residuals import Push, Residuals, limit_bytes
 from pscluster.ps.client.shard_update import ShardUpdate
@@ -46,7 +48,10 @@ class Updater:
         self._residuals = Residuals(limit_bytes(), metrics)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
-        """Apply every update once, however often it is sent. Return when all servers have acknowledged."""
+        """Apply every update once, however often it is sent. Return when all servers have acknowledged.
+
+        In a function whose steps overlap return at once: see `overlap`.
+        """
         function = self._exchanges.begin()
         if function is not None and function.steps is not None:
             _check_whole([update for update in updates if not update.asynchronous])
@@ -55,6 +60,30 @@ class Updater:
             if not updates:
                 return
             function.steps.updated_at_once = True
+        if function is not None and (overlap := function.overlap) is not None:
+            self._push(updates, function, overlap)
+        else:
+            self._apply(updates, function)
+
+    def _push(self, updates: Sequence[ShardUpdate], function: FunctionContext, overlap: StepOverlap) -> None:
+        """Have another thread apply updates, with copies of their values: the caller may use its arrays again."""
+        if in_background():
+            raise MisuseError("lookups must not change variables: it only names the rows that its step will read")
+        copies = [
+            replace(
+                update,
+                values=memoryview(bytes(update.values)),
+                ids=None if update.ids is None else update.ids.copy(),
+            )
+            for update in updates
+        ]
+        if overlap.fetched is not None:
+            overlap.fetched.drop({update.item.variable for update in updates})
+        nbytes = sum(len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in copies)
+        overlap.push(lambda: self._apply(copies, function), nbytes)
+
+    def _apply(self, updates: Sequence[ShardUpdate], function: FunctionContext | None) -> None:
+        """Send updates, those with an encoding in that, until all servers have acknowledged."""
         # The same for all attempts.
         term = function.term if function is not None and function.function else self.term
         pushes: dict[int, Push] = {}

@@ -107,13 +107,27 @@ class RowPlan:
         return sum_rows(self._groups, rows[0] if len(rows) == 1 else np.concatenate(rows))
 
 
-_threads = threading.local()
+class _Threads(threading.local):
+    last: RowPlan | None = None
+
+
+_threads = _Threads()
+
+
+def last_plan() -> RowPlan | None:
+    """Return this thread's last plan."""
+    return _threads.last
+
+
+def use_plan(plan: RowPlan | None) -> None:
+    """Make a plan of another thread the last one of this: it made the plan for what this one does next."""
+    _threads.last = plan
 
 
 def _last_or_new(
     partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, split: Split | None
 ) -> RowPlan:
-    last: RowPlan | None = getattr(_threads, "last", None)
+    last = _threads.last
     if last is None or not last.is_for(partitions, sizes, places, split is not None):
         last = _threads.last = RowPlan(partitions, sizes, places, split)
     return last

@@ -25,6 +25,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.overlap import fetched_rows
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices, advanced_index, gradient_of, wrapped_ids
@@ -540,22 +541,38 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
     """Read rows by id from several variables at once; see `Variable.sparse_read`."""
     results: list[Array] = []
     reads: list[ShardRead] = []
+    fetched = fetched_rows()
     for variable, indices in lookups:
         ids = variable.row_ids(indices)
-        result = np.empty((ids.size, *variable.shape[1:]), variable.dtype)
+        known = None if fetched is None else fetched.take(variable, ids.reshape(-1))
+        result = np.empty((ids.size, *variable.shape[1:]), variable.dtype) if known is None else known
         results.append(result.reshape((*ids.shape, *variable.shape[1:])))
-        reads += variable._row_reads(ids.reshape(-1), result)
+        if known is None:
+            reads += variable._row_reads(ids.reshape(-1), result)
     if lookups:
-        _one_client([variable for variable, _ in lookups]).read(reads)
+        _read_rows(
+            _one_client([variable for variable, _ in lookups]), reads, all_known=not reads and fetched is not None
+        )
     return results
 
 
 def distinct_rows(lookups: Sequence[tuple[Variable, Ids]]) -> list[Array]:
     """Read rows by flat ids, from `row_ids`, of several variables at once, each distinct one once."""
-    reads, rows = distinct_reads(lookups)
-    if reads:
-        _one_client([variable for variable, _ in lookups]).read(reads)
-    return rows()
+    fetched = fetched_rows()
+    known = [None if fetched is None else fetched.take(variable, ids) for variable, ids in lookups]
+    reads, rows = distinct_reads([lookup for lookup, there in zip(lookups, known, strict=True) if there is None])
+    if lookups:
+        all_known = fetched is not None and not any(there is None for there in known)
+        _read_rows(_one_client([variable for variable, _ in lookups]), reads, all_known=all_known)
+    read = iter(rows())
+    return [next(read) if there is None else there for there in known]
+
+
+def _read_rows(client: PsClient, reads: Sequence[ShardRead], *, all_known: bool) -> None:
+    if all_known:
+        client.exchanges.begin()  # the function may have been told to stop
+    else:
+        client.read(reads)
 
 
 def read_structure(structure: Any) -> Any:

@@ -1,0 +1,204 @@
+"""Overlapping steps: pushes that return at once, and work that is done ahead, on threads of the client's pool.
+
+What is sent when, and what that means for functions, is decided by `push_order`. Here are the lock, the threads and the
+waits. At most two threads of the pool are in use: one that sends pushes while there are any, one that does what is
+submitted ahead (calls `lookups`, fetches rows). Both work on behalf of the function that is concerned: what they do
+ends as the function's own calls would when it is told to stop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from pscluster.core.context import FunctionContext, current_function, in_background, on_behalf_of
+from pscluster.ps.client.push_order import Owner, PushOrder
+
+MOST_BYTES = 64 << 20
+"""Of pushes that are queued, beyond the first: a step that pushes more waits until they are sent."""
+
+Submit = Callable[[Callable[[], None]], Future[None]]
+Ended = Callable[[BaseException | None], object]
+"""Called with the error of the first push that has failed, if any."""
+
+
+class OverlapQueue:
+    """The pushes of one attachment's functions, and what is done ahead for them. Thread-safe.
+
+    Args:
+        submit: runs something on a thread of a pool. It may raise RuntimeError once the job is over.
+        on_change: called, without a lock, when another step may be able to begin.
+    """
+
+    def __init__(self, submit: Submit, most_bytes: int = MOST_BYTES) -> None:
+        self._submit = submit
+        self.on_change: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._order: PushOrder[tuple[FunctionContext, Callable[[], None]]] = PushOrder(most_bytes)
+        self._ended: dict[Owner, Ended] = {}  # of functions that have returned
+        self._ahead: deque[Callable[[], None]] = deque()
+
+    def may_begin(self, overlap: int) -> bool:
+        """Return whether a step may begin while at most so many earlier ones have outstanding pushes."""
+        with self._lock:
+            return self._order.may_begin(overlap)
+
+    # Pushes
+
+    def wake(self) -> None:
+        """Have all that wait check whether their function was told to stop."""
+        with self._lock:
+            self._changed.notify_all()
+
+    def _wait(self, context: FunctionContext, until: Callable[[], bool]) -> None:
+        """Wait until this holds, or raise FunctionCancelled. Under the lock."""
+        self._changed.wait_for(lambda: until() or context.is_cancelled)
+        context.check()
+
+    def add(self, context: FunctionContext, owner: Owner, send: Callable[[], None], nbytes: int) -> None:
+        """Queue a push. Raise the error of an earlier one of the function."""
+        with self._lock:
+            self._wait(context, lambda: self._order.may_add(owner, nbytes))
+            _raise_error_of(owner)
+            start = self._order.add(owner, (context, send), nbytes)
+        if start:
+            self._run(self._send_all)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            self._submit(work)
+        except RuntimeError:  # the pool is closed: the job is over, and what is sent says so
+            threading.Thread(target=work, name="overlap", daemon=True).start()
+
+    def _send_all(self) -> None:
+        while True:
+            with self._lock:
+                push, ended = self._order.next()
+                callbacks = self._callbacks(ended)
+            self._tell(callbacks)
+            if push is None:
+                return
+            context, send = push.payload
+            error: BaseException | None = None
+            try:
+                with on_behalf_of(context):
+                    context.check()
+                    send()
+            except BaseException as raised:  # it is the function's
+                error = raised
+            with self._lock:
+                callbacks = self._callbacks(self._order.sent(error))
+            del push, send, error
+            self._tell(callbacks)
+
+    def _callbacks(self, ended: list[Owner]) -> list[Callable[[], object]]:
+        """Return what to call, without the lock. Under the lock."""
+        self._changed.notify_all()
+        return [_bound(self._ended.pop(owner), owner.error) for owner in ended]
+
+    def _tell(self, callbacks: list[Callable[[], object]]) -> None:
+        for callback in callbacks:
+            callback()
+        self.on_change()
+
+    def begin_step(self, context: FunctionContext, owner: Owner, overlap: int) -> None:
+        with self._lock:
+            self._wait(context, lambda: owner.error is not None or self._order.may_begin(overlap))
+            _raise_error_of(owner)
+            self._order.begin_step(owner)
+
+    def wait_own(self, context: FunctionContext, owner: Owner, *, all_steps: bool) -> None:
+        if owner.outstanding:
+            with self._lock:
+                self._wait(context, lambda: not (owner.outstanding if all_steps else owner.of_step))
+        _raise_error_of(owner)
+
+    def returned(self, owner: Owner, ended: Ended) -> None:
+        with self._lock:
+            if not (now := self._order.returned(owner)):
+                self._ended[owner] = ended
+        if now:
+            ended(owner.error)
+
+    # What is done ahead
+
+    def submit_ahead(self, work: Callable[[], None]) -> None:
+        """Run this on a thread of the pool, after what was submitted before. It must not raise."""
+        with self._lock:
+            self._ahead.append(work)
+            start = len(self._ahead) == 1
+        if start:
+            self._run(self._do_ahead)
+
+    def _do_ahead(self) -> None:
+        while True:
+            with self._lock:
+                work = self._ahead[0]
+            work()
+            with self._lock:
+                self._ahead.popleft()
+                if not self._ahead:
+                    return
+
+
+def _raise_error_of(owner: Owner) -> None:
+    if owner.error is not None:
+        raise owner.error
+
+
+def _bound(ended: Ended, error: BaseException | None) -> Callable[[], object]:
+    return lambda: ended(error)
+
+
+class StepOverlap:
+    """What a function whose steps overlap knows of that; see `FunctionContext.overlap`."""
+
+    def __init__(self, queue: OverlapQueue, context: FunctionContext, overlap: int) -> None:
+        self._queue, self._context, self._overlap = queue, context, overlap
+        self._owner = Owner()
+        context.on_cancel(queue.wake)  # briefly takes the queue's lock, under which nothing waits for anything else
+        self.fetched: Any = None
+        """The FetchedRows of the step that runs."""
+
+    def push(self, send: Callable[[], None], nbytes: int) -> None:
+        """Have this sent by another thread, after all that was pushed before.
+
+        Raise the error of an earlier push of the function, or FunctionCancelled.
+        """
+        self._queue.add(self._context, self._owner, send, nbytes)
+
+    def begin_step(self) -> None:
+        """Begin another step of the function, once at most `overlap` earlier ones have outstanding pushes.
+
+        Raise what an earlier push has raised, or FunctionCancelled.
+        """
+        self._queue.begin_step(self._context, self._owner, self._overlap)
+
+    def settle_step(self) -> None:
+        """Wait for the pushes of the step that runs, before a read of it. Do nothing for what is read ahead."""
+        if not in_background():
+            self._queue.wait_own(self._context, self._owner, all_steps=False)
+
+    def settle(self) -> None:
+        """Wait for all pushes of the function."""
+        self._queue.wait_own(self._context, self._owner, all_steps=True)
+
+    def returned(self, ended: Ended) -> None:
+        """Call `ended` once the function, whose code is over, has no outstanding pushes: now, or by another thread."""
+        self._queue.returned(self._owner, ended)
+
+    def submit_ahead(self, work: Callable[[], None]) -> None:
+        """Do something for a later step on another thread."""
+        self._queue.submit_ahead(work)
+
+
+def fetched_rows() -> Any:
+    """Return the FetchedRows of the step that runs on this thread; None if there are none."""
+    function = current_function()
+    if function is None or function.overlap is None or in_background():
+        return None
+    return function.overlap.fetched

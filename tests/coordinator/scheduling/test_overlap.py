@@ -1,0 +1,320 @@
+"""Steps that overlap: `schedule(lookups=)` and `fit(overlap=, lookups=)` on a cluster: values, and errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import run_cluster
+from tests.waiting import TIMEOUT
+
+from pscluster.coordinator import (
+    Checkpoint,
+    ClusterCoordinator,
+    IndexedSlices,
+    LocalCluster,
+    ParameterServerStrategy,
+    SynchronousStrategy,
+    Variable,
+    embedding_lookup,
+    optimizers,
+)
+from pscluster.core.errors import FunctionError, FunctionTimeoutError, MisuseError
+
+ROWS, WIDTH, STEPS = 60, 3, 80
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[LocalCluster]:
+    """Two servers and one worker, whose functions have an order."""
+    yield from run_cluster(2, 1)
+
+
+@pytest.fixture
+def strategy(one_worker: LocalCluster) -> Iterator[ParameterServerStrategy]:
+    """A strategy for this test alone."""
+    with ParameterServerStrategy(one_worker) as strategy:
+        yield strategy
+
+
+def table_of(strategy: ParameterServerStrategy) -> Variable:
+    """A table of zeros."""
+    with strategy.scope():
+        return Variable(np.zeros((ROWS, WIDTH), np.float32), name="table")
+
+
+def batches(distinct: bool) -> list[Any]:
+    """Ids for each step; `distinct`: no row is in two neighbouring steps."""
+    rng = np.random.default_rng(3)
+    if distinct:
+        return [np.arange(7) + 10 * (step % 6) for step in range(STEPS)]
+    return [rng.integers(0, ROWS, (4, 2)) for _ in range(STEPS)]
+
+
+def test_rows_lack_at_most_the_last_two_steps(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """A row counts the steps: one reads all but the last two, whichever lookup asks for them; no update is lost."""
+    table = table_of(strategy)
+    everything = np.arange(ROWS)
+
+    def named(_index: int) -> Any:
+        return [(table, everything)]
+
+    def step(index: int) -> tuple[int, float]:
+        rows = embedding_lookup(table, everything) if index % 2 else table.sparse_read(everything)
+        assert len(set(rows.reshape(-1).tolist())) == 1
+        delta = np.ones((ROWS, WIDTH), np.float32)
+        table.scatter_add(IndexedSlices(delta, everything))
+        delta[:] = 1000  # it was taken as it was
+        return index, float(rows[0, 0])
+
+    seen = coordinator.fetch([coordinator.schedule(step, args=(at,), lookups=named) for at in range(STEPS)], TIMEOUT)
+    lag = [index - count for index, count in seen]
+    assert min(lag) >= 0
+    assert max(lag) in (1, 2)
+    assert np.all(table.numpy() == STEPS)
+
+
+def test_values_are_those_of_steps_in_turn(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """Where neighbouring steps have no rows in common, the values are bit for bit those without overlap."""
+    results = []
+    for overlaps in (False, True):
+        with strategy.scope():
+            table = Variable(np.zeros((ROWS, WIDTH), np.float32), name=f"table-{overlaps}")
+            adam = optimizers.Adam(0.1)
+
+        def named(ids: Any, table: Variable = table) -> Any:
+            return [(table, ids)]
+
+        def step(ids: Any, table: Variable = table, adam: Any = adam) -> float:
+            rows = embedding_lookup(table, ids)
+            adam.apply_gradients([(IndexedSlices(np.cos(rows + ids[:, None]), ids), table)])
+            return float(rows.sum())
+
+        lookups = named if overlaps else None
+        values = [coordinator.schedule(step, args=(ids,), lookups=lookups) for ids in batches(distinct=True)]
+        results.append((coordinator.fetch(values, TIMEOUT), table.numpy().tobytes(), adam.iterations))
+    assert results[0] == results[1]
+
+
+def test_a_step_reads_what_it_has_pushed(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """After a push, rows that were fetched before are not given out; whole reads wait for the push, too."""
+    table = table_of(strategy)
+
+    def named(ids: Any) -> Any:
+        return [(table, ids), (table, ids)]
+
+    def step(ids: Any) -> tuple[Any, Any, Any]:
+        before = embedding_lookup(table, ids)
+        table.scatter_add(IndexedSlices(np.ones((len(ids), WIDTH), np.float32), ids))
+        return before, embedding_lookup(table, ids), table.numpy()[ids]
+
+    for at in range(20):
+        before, after, whole = coordinator.schedule(step, args=(np.arange(3),), lookups=named).fetch(TIMEOUT)
+        assert np.all(before == at)
+        assert np.all(after == at + 1)
+        assert np.all(whole == at + 1)
+
+
+def test_a_push_that_fails_fails_its_function(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """A function that has returned long before its push fails has failed, with the error of the push."""
+    table = table_of(strategy)
+    with strategy.scope():
+        gone = Variable(np.zeros(2, np.float32), name="gone")
+
+    def step(deleted: bool) -> str:
+        if deleted:
+            gone.assign_add(np.ones(2, np.float32))
+        table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [0]))
+        return "returned"
+
+    run = [(table, [0])]
+    assert coordinator.schedule(step, args=(False,), lookups=lambda _: run).fetch(TIMEOUT) == "returned"
+    coordinator.schedule(lambda: gone.name).fetch(TIMEOUT)
+    strategy.delete_variable(gone)
+    coordinator.schedule(step, args=(True,), lookups=lambda _: run)
+    with pytest.raises(FunctionError, match="there is no variable") as caught:
+        coordinator.join()
+    assert caught.value.partly_applied
+    assert table.numpy()[0, 0] == 1  # what the step pushed after that was not sent
+
+
+def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """Both are the function's errors. What a step has pushed before it raises is applied, as without overlap."""
+    table = table_of(strategy)
+
+    def raises(_: Any) -> Any:
+        raise KeyError("no such table")
+
+    for lookups, error, words in (
+        (raises, KeyError, "no such table"),
+        (lambda _: table, MisuseError, "pairs"),
+        (lambda _: [table], MisuseError, "pairs"),
+        (lambda _: [(table, [ROWS])], Exception, str(ROWS)),
+        (lambda _: table.assign_add(1.0), MisuseError, "must not change"),
+    ):
+        value = coordinator.schedule(lambda _: "ran", args=(0,), lookups=lookups)
+        with pytest.raises(error, match=words):
+            value.fetch(TIMEOUT)
+        with pytest.raises(FunctionError):
+            coordinator.join()
+    assert np.all(table.numpy() == 0)
+
+    def step(at: int) -> None:
+        table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [at]))
+        raise ValueError(f"step {at}")
+
+    coordinator.schedule(step, args=(5,), lookups=lambda at: [(table, [at])])
+    with pytest.raises(ValueError, match="step 5"):
+        coordinator.join()
+    assert table.numpy()[:, 0].tolist() == [float(at == 5) for at in range(ROWS)]
+
+
+def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """Elements of datasets, which are not there before; wrong arguments; and synchronous steps."""
+    table = table_of(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset([1, 2, 3]))
+    part = next(iter(coordinator.distribute_dataset(np.arange(10)).batch(5)))
+    for argument in (iterator, part):
+        with pytest.raises(MisuseError, match="elements of a dataset"):
+            coordinator.schedule(lambda _: None, args=(argument,), lookups=lambda _: [(table, [0])])
+    with pytest.raises(TypeError, match="lookups must be a function"):
+        coordinator.schedule(lambda: None, lookups=[(table, [0])])
+    data = coordinator.distribute_dataset(np.arange(10)).batch(5)
+    with pytest.raises(ValueError, match="overlap=1"):
+        coordinator.fit(lambda _: None, data, lookups=lambda _: [])
+    with pytest.raises(ValueError, match="overlap is -1"):
+        coordinator.fit(lambda _: None, data, overlap=-1)
+    strategy.close()
+    with SynchronousStrategy(one_worker) as in_step, pytest.raises(MisuseError, match="steps overlap only"):
+        ClusterCoordinator(in_step).schedule(lambda: None, lookups=list)
+
+
+def test_nothing_is_cut_while_pushes_are_under_way(
+    strategy: ParameterServerStrategy, coordinator: Any, tmp_path: Any
+) -> None:
+    """A checkpoint and `join` have all updates of all functions that have begun; a cancelled one is over."""
+    table = table_of(strategy)
+
+    def step(at: int) -> int:
+        for row in range(ROWS):
+            table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [row]))
+        return at
+
+    values = [coordinator.schedule(step, args=(at,), lookups=lambda at: [(table, [at])]) for at in range(12)]
+    until_one = values[2].fetch(TIMEOUT)
+    Checkpoint(strategy).write(tmp_path / "cut")
+    coordinator.join()
+    assert until_one == 2
+    final = table.numpy()
+    assert np.all(final == 12)
+    Checkpoint(strategy).read(tmp_path / "cut")
+    cut = table.numpy()
+    assert np.all(cut == cut[0, 0])  # no half of a function
+    assert 3 <= cut[0, 0] <= 12
+    many = [coordinator.schedule(step, args=(at,), lookups=lambda at: [(table, [at])]) for at in range(40)]
+    many[0].fetch(TIMEOUT)
+    coordinator.cancel(many)
+    coordinator.join()
+    after = table.numpy()
+    coordinator.schedule(time.sleep, args=(0.05,)).fetch(TIMEOUT)
+    assert np.array_equal(after, table.numpy())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("per_execution", [1, 7])
+def test_fit(strategy: ParameterServerStrategy, coordinator: Any, named: bool, per_execution: int) -> None:
+    """Every element is a step, in the data's order; updates count once, and losses are those of the steps."""
+    table = table_of(strategy)
+    with strategy.scope():
+        order = Variable(np.zeros(1, np.float32), name="order")
+        sgd = optimizers.SGD(1.0)
+
+    def step(ids: Any) -> float:
+        rows = embedding_lookup(table, ids)
+        sgd.apply_gradients([(IndexedSlices(-np.ones_like(rows), ids), table)])
+        order.assign(ids[:1].astype(np.float32))
+        return float(ids[0])
+
+    data = coordinator.distribute_dataset(np.arange(ROWS)).batch(5)
+    lookups = (lambda ids: [(table, ids)]) if named else None
+    history = coordinator.fit(
+        step, data, epochs=2, steps_per_execution=per_execution, verbose=0, overlap=1, lookups=lookups
+    )
+    assert np.all(table.numpy() == 2)
+    assert order.numpy()[0] == ROWS - 5
+    assert history.history["loss"] == [np.arange(0, ROWS, 5).mean()] * 2
+
+
+def test_fit_of_per_worker_data_takes_no_element_too_many(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """An iterator goes on where the training has ended, though elements are taken ahead."""
+    table = table_of(strategy)
+    data = coordinator.create_per_worker_dataset(lambda: iter(range(1000)))
+    seen: list[float] = []
+
+    def step(at: int) -> float:
+        table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [at]))
+        return float(at)
+
+    history = coordinator.fit(
+        step, data, epochs=3, steps_per_epoch=10, steps_per_execution=4, verbose=0, overlap=2,
+        lookups=lambda at: [(table, [at])],
+    )  # fmt: skip
+    seen += history.history["loss"]
+    assert seen == [4.5, 14.5, 24.5]
+    assert table.numpy()[:, 0].tolist() == [1.0] * 30 + [0.0] * 30
+
+
+def test_a_timeline_shows_pull_step_and_push_side_by_side(
+    strategy: ParameterServerStrategy, coordinator: Any, tmp_path: Any
+) -> None:
+    """While a step runs rows of the next are pulled, and gradients pushed, each in a row of its own."""
+    table = table_of(strategy)
+
+    def step(ids: Any) -> None:
+        table.scatter_add(IndexedSlices(embedding_lookup(table, ids) + 1, ids))
+        time.sleep(0.005)
+
+    ids = np.arange(ROWS)
+    for _ in range(20):
+        coordinator.schedule(step, args=(ids,), lookups=lambda ids: [(table, ids)])
+    coordinator.join()
+    coordinator.timeline(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    workers = [event for event in events if event["pid"] == 2]
+    rows = {event["tid"]: event["args"]["name"] for event in workers if event["name"] == "thread_name"}
+    assert {name.partition(", ")[2] for name in rows.values()} == {"", "pull", "push"}
+    spans = {kind: [event for event in workers if event["name"] == kind] for kind in ("pull", "push")}
+    spans["step"] = [event for event in workers if event["ph"] == "X" and rows[event["tid"]].endswith("0")]
+    for kind in ("pull", "push"):
+        assert any(
+            run["ts"] < request["ts"] and request["ts"] + request["dur"] < run["ts"] + run["dur"]
+            for run in spans["step"]
+            for request in spans[kind]
+        ), kind
+
+
+def test_a_function_that_runs_too_long(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """It is stopped at its next update, though that would return at once; nothing of it arrives later."""
+    table = table_of(strategy)
+
+    def step(at: int) -> int:
+        while at == 1:
+            table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [1]))
+        table.scatter_add(IndexedSlices(np.ones((1, WIDTH), np.float32), [0]))
+        return at
+
+    def named(at: int) -> Any:
+        return [(table, [at])]
+
+    assert coordinator.schedule(step, args=(0,), lookups=named).fetch(TIMEOUT) == 0
+    coordinator.schedule(step, args=(1,), lookups=named, timeout=0.3)
+    with pytest.raises(FunctionTimeoutError):
+        coordinator.join()
+    before = table.numpy()
+    assert coordinator.schedule(step, args=(2,), lookups=named).fetch(TIMEOUT) == 2
+    assert np.array_equal(before[1:], table.numpy()[1:])
+    assert table.numpy()[0, 0] == 2

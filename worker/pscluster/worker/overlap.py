@@ -1,0 +1,190 @@
+"""Functions whose steps overlap, on a worker: what they are called with, and what is prepared before they run.
+
+A function that the coordinator has scheduled with `lookups` is a partial of `overlapped` (or, in a training, of
+`logs_of_overlapped_steps`): by that the runner recognizes it. From the runner's point of view it goes through these
+states; what is below the line can last while the next one runs:
+
+    WAITING --the function before it begins--> PREPARING   another thread decodes its arguments, calls `lookups` with
+                                                           them, and fetches the rows that it names
+            --nothing runs-------------------> PREPARING   the same, on the running thread: it is next
+    PREPARING --all is there-----------------> PREPARED
+              --anything is raised-----------> PREPARED    its error is raised when it is run: the function fails
+    WAITING, PREPARING, PREPARED
+            --it is recalled, or the stream ends--> gone   what was fetched is dropped; if it comes back, on this worker
+                                                           or another, it is prepared anew
+    PREPARED --its turn, and of the steps before
+               it at most `overlap` have pushes
+               outstanding-------------------> RUNNING     lookups of exactly these ids get these rows
+    RUNNING --it returns, or raises----------> PUSHING     the next function may run
+    ------------------------------------------------------------------------------------------------------------------
+    PUSHING --all pushes are acknowledged----> ENDED       its outcome is sent
+            --one fails, or it is told to stop-> ENDED     as failed, or cancelled; the pushes after that are dropped
+
+Only the function after the one that runs is prepared. So its rows have the updates of all steps of this worker but the
+last two (or `overlap + 1`): the step that runs now, and the one before, whose pushes may be under way.
+
+One that runs again, since its worker died or it failed, is not overlapped: it reads its rows itself, and its pushes
+return when they are acknowledged. Otherwise it could be held responsible for the death of a worker that the next
+function has killed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pscluster.core.context import FunctionContext, current_function, on_behalf_of
+from pscluster.core.errors import FunctionCancelled
+from pscluster.ps.client.overlap import StepOverlap
+from pscluster.ps.handles.fetched_rows import FetchedRows
+from pscluster.worker.training import StepLogs, logs_of_steps
+
+Lookups = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Overlap(NamedTuple):
+    """How the steps of a function overlap with those before and after."""
+
+    steps: int
+    """How many earlier steps may have outstanding pushes while one runs."""
+    lookups: Lookups | None
+    """Called with the function's arguments, before it runs. None: not for the whole function."""
+
+
+def overlapped(step: Callable[..., Any], lookups: Lookups, overlap: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a step; the runner has called `lookups` with its arguments."""
+    del lookups, overlap
+    return step(*args, **kwargs)
+
+
+def logs_of_overlapped_steps(
+    step: Callable[[Any], Any],
+    lookups: Lookups | None,
+    overlap: int,
+    elements: Iterable[Any],
+    steps: int | None = None,
+) -> StepLogs:
+    """Do what `logs_of_steps` does. While a step runs, `lookups` is called with the next element, and rows fetched."""
+    del overlap  # it is in the function's StepOverlap
+    function = current_function()
+    if function is None or function.overlap is None:
+        # It runs again, since its worker died.
+        return logs_of_steps(step, elements, steps)
+    return logs_of_steps(step, _Ahead(elements, steps, lookups, function, function.overlap), steps)
+
+
+def overlap_of(function: Callable[..., Any]) -> Overlap | None:
+    """Return how the steps of a function overlap; None if they do not."""
+    if isinstance(function, functools.partial):
+        if function.func is overlapped:
+            return Overlap(function.args[2], function.args[1])
+        if function.func is logs_of_overlapped_steps:
+            return Overlap(function.args[2], None)
+    return None
+
+
+class Prepared:
+    """What a function needs before its step runs. Prepared by one thread, taken by another."""
+
+    def __init__(self, context: FunctionContext, overlap: Overlap, arguments: Callable[[], Arguments]) -> None:
+        self.context = context
+        self._overlap, self._decode = overlap, arguments
+        self._result: Future[tuple[Arguments, FetchedRows]] = Future()
+
+    def prepare(self) -> None:
+        """Decode the arguments and fetch the rows. Never raises."""
+        try:
+            with on_behalf_of(self.context):
+                self.context.check()
+                args, kwargs = self._decode()
+                fetched = FetchedRows()
+                if self._overlap.lookups is not None:
+                    fetched.fetch(self._overlap.lookups(*args, **kwargs))
+        except BaseException as error:  # it is the function's
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(((args, kwargs), fetched))
+
+    def take(self) -> tuple[Arguments, FetchedRows]:
+        """Wait for it, and return it. Raise what was raised."""
+        try:
+            return self._result.result()
+        finally:
+            self._result = Future()  # so that neither rows nor errors are held
+
+
+@dataclass(slots=True)
+class _Next:
+    """An element that was taken ahead, or what was raised instead of it."""
+
+    element: Any = None
+    error: BaseException | None = None
+    fetched: Future[FetchedRows] | None = None
+
+
+class _Ahead(Iterator[Any]):
+    """The elements of a function's steps, each with its rows. One is taken ahead; never more than the function takes.
+
+    Elements are taken on the function's thread, in the data's order.
+    """
+
+    def __init__(
+        self,
+        elements: Iterable[Any],
+        steps: int | None,
+        lookups: Lookups | None,
+        function: FunctionContext,
+        overlap: StepOverlap,
+    ) -> None:
+        self._elements = iter(elements)
+        self._left = steps
+        self._lookups = lookups
+        self._function, self._overlap = function, overlap
+        self._next: _Next | None = None
+        self._is_first = True
+
+    def __next__(self) -> Any:
+        self._overlap.fetched = None
+        if self._is_first:
+            self._is_first = False
+        else:
+            self._overlap.begin_step()
+        if self._lookups is None:
+            return next(self._elements)
+        taken = self._next or self._taken()
+        if taken.error is not None:
+            raise taken.error
+        self._next = None
+        if self._left is None or self._left > 0:
+            self._next = self._taken()
+        if taken.fetched is not None:
+            self._overlap.fetched = taken.fetched.result()
+        return taken.element
+
+    def _taken(self) -> _Next:
+        """Take an element, and begin to fetch its rows."""
+        if self._left is not None:
+            self._left -= 1
+        try:
+            element = next(self._elements)
+        except (FunctionCancelled, Exception) as error:
+            return _Next(error=error)
+        result: Future[FetchedRows] = Future()
+        self._overlap.submit_ahead(functools.partial(self._fetch, element, result))
+        return _Next(element, fetched=result)
+
+    def _fetch(self, element: Any, result: Future[FetchedRows]) -> None:
+        assert self._lookups is not None  # see __next__
+        try:
+            with on_behalf_of(self._function):
+                self._function.check()
+                fetched = FetchedRows()
+                fetched.fetch(self._lookups(element))
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(fetched)
