@@ -10,7 +10,6 @@ import contextlib
 import itertools
 from typing import Any
 
-import numpy as np
 import torch
 from driver import THREADS, Handlers, serve, timed
 from recommender import LEARNING_RATE, WIDTH, Dense, batches, loss_of
@@ -43,12 +42,13 @@ class Bench:
         self.coordinator = ClusterCoordinator(self.strategy)
         self._made: dict[tuple[int, int], Any] = {}
 
-    def _step(self, tables: int, rows: int) -> tuple[Any, Any]:
+    def _model(self, tables: int, rows: int) -> tuple[Any, Any, Any]:
+        """A training step, the data of each worker, and what names the rows of a batch."""
         if (tables, rows) not in self._made:
             strategy = self.strategy
             with strategy.scope():
                 initial = initializers.RandomNormal(seed=0)
-                embeddings = [Variable(initial((rows, WIDTH), np.float32)) for _ in range(tables)]
+                embeddings = [Variable(initial, shape=(rows, WIDTH)) for _ in range(tables)]
                 parameters = [Variable(value.detach().numpy()) for value in Dense(tables).parameters()]
                 adagrad = optimizers.Adagrad(LEARNING_RATE)
             data = self.coordinator.create_per_worker_dataset(
@@ -56,36 +56,40 @@ class Bench:
             )
             modules: dict[int, Dense] = {}  # of this worker
 
-            def steps(iterator: Any) -> None:
+            def step(batch: Any) -> None:
                 torch.set_num_threads(1)
-                dense = modules.setdefault(tables, Dense(tables))
-                for ids, features, labels in itertools.islice(iterator, AT_ONCE):
-                    looked_up = embedding_lookup(embeddings, ids)
-                    for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
-                        parameter.data = torch.from_numpy(value)
-                    leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
-                    loss = loss_of(dense, features, leaves, labels)
-                    gradients = torch.autograd.grad(loss, [*leaves, *dense.parameters()])
-                    sparse = [
-                        (IndexedSlices(gradient.numpy(), of_table), table)
-                        for gradient, of_table, table in zip(gradients, ids, embeddings, strict=False)
-                    ]
-                    rest = zip((gradient.numpy() for gradient in gradients[tables:]), parameters, strict=True)
-                    adagrad.apply_gradients([*sparse, *rest])
+                ids, features, labels = batch
+                dense = modules.get(tables) or modules.setdefault(tables, Dense(tables))
+                looked_up = embedding_lookup(embeddings, ids)
+                for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
+                    parameter.data = torch.from_numpy(value)
+                leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
+                loss = loss_of(dense, features, leaves, labels)
+                gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *dense.parameters()])]
+                sparse = [IndexedSlices(*pair) for pair in zip(gradients, ids, strict=False)]
+                adagrad.apply_gradients(zip([*sparse, *gradients[tables:]], [*embeddings, *parameters], strict=True))
 
-            self._made[tables, rows] = steps, iter(data)
+            def rows_of(batch: Any) -> Any:
+                return list(zip(embeddings, batch[0], strict=True))
+
+            self._made[tables, rows] = step, data, rows_of
         return self._made[tables, rows]  # type: ignore[no-any-return]
 
-    def recommend(self, n: int, tables: int, rows: int) -> float:
+    def recommend(self, n: int, tables: int, rows: int, overlap: int) -> float:
         """Seconds for this many training steps, on all workers together."""
-        steps, iterator = self._step(tables, rows)
-
-        def work() -> None:
-            for _ in range(n // AT_ONCE):
-                self.coordinator.schedule(steps, args=(iterator,))
-            self.coordinator.join()
-
-        return timed(work)
+        step, data, rows_of = self._model(tables, rows)
+        lookups = rows_of if overlap else None
+        return timed(
+            lambda: self.coordinator.fit(
+                step,
+                data,
+                steps_per_epoch=n,
+                steps_per_execution=AT_ONCE,
+                lookups=lookups,
+                overlap=overlap,
+                verbose=0,
+            )
+        )
 
 
 def main() -> None:

@@ -313,17 +313,22 @@ def _recommender_rows(ps: int, workers: int) -> list[Row]:
     goal = {(2, 2): 1.2, (2, 1): 0.9}.get((ps, workers))
     return [
         Row(
-            f"recommend-{tables}-{ps}-{workers}",
-            f"recommender, {tables} tables of {rows:,} x 32, {ps} servers, {workers} workers",
+            f"recommend-{tables}-{ps}-{workers}{'-overlap' * overlap}",
+            f"recommender, {tables} tables of {rows:,} x 32, {ps} servers, {workers} workers"
+            + ", steps that overlap" * overlap,
             "steps/s",
             "recommend",
-            dict.fromkeys((OURS, ALONE, ALONE_2), n),
-            (((ALONE,), goal),) if goal else (),
+            dict.fromkeys(beside, n),
+            (((ALONE,), goal),) if goal and overlap else (),
             _rate(1),
-            {"tables": tables, "rows": rows},
+            {"tables": tables, "rows": rows, "overlap": overlap},
             slow_to_prepare=True,
         )
-        for tables, rows, n in ((8, 100_000, 200), (26, 1_000_000, 80))
+        for tables, rows, n, beside in (
+            (8, 100_000, 200, (OURS, ALONE, ALONE_2)),
+            (26, 1_000_000, 80, (OURS, ALONE)),  # 7 GB of tables and slots on each side
+        )
+        for overlap in (0, 1)
     ]
 
 

@@ -44,8 +44,9 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
     torch.sparse.check_sparse_tensor_invariants.disable()
     made: dict[tuple[int, int], Trainer] = {}
 
-    def recommend(n: int, tables: int, rows: int) -> float:
+    def recommend(n: int, tables: int, rows: int, overlap: int) -> float:
         """Seconds for this many training steps."""
+        del overlap
         if (tables, rows) not in made:
             made[tables, rows] = Trainer(tables, rows)
         trainer = made[tables, rows]

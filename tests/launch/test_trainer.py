@@ -314,6 +314,7 @@ def test_a_launcher(tmp_path: Path) -> None:
         return Elsewhere(options.pop("ps"), options.pop("workers"), **options)
 
     def train() -> tuple[int, ...]:
+        barrier()  # else one worker may run two members, one after the other
         context = get_context()
         return context.get_node_rank(), context.get_local_rank(), context.get_local_world_size()
 

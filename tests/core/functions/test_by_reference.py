@@ -415,13 +415,12 @@ def test_what_peers_may_name(module: Any, closed: Path) -> None:
 
 NOT_FOR_PEERS = {
     *("Checkpoint", "CheckpointManager", "ClusterCoordinator", "ClusterResolver", "ClusterSpec", "Dashboard"),
-    *("DataPart", "DistributedDataset", "FixedShardsPartitioner", "History", "LocalCluster", "MaxSizePartitioner"),
-    *("MinSizePartitioner", "ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorkerDataset"),
-    *("PerWorkerIterator", "ReplicaContext"),
-    *("ProgressLine", "RemoteValue", "RemoteValueStatus", "RestoredFrom", "SavedVariables", "Server"),
-    *("SidecarEvaluator", "SimpleClusterResolver", "SynchronousStrategy", "TFConfigClusterResolver"),
-    *("KubernetesClusterResolver", "SlurmClusterResolver"),
-    *("callbacks", "optimizers"),
+    *("DataPart", "DistributedDataset", "EmbeddingTable", "FixedShardsPartitioner", "HashPartitioner", "History"),
+    *("KubernetesClusterResolver", "LocalCluster", "MaxSizePartitioner", "MinSizePartitioner", "ModuloPartitioner"),
+    *("ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorkerDataset", "PerWorkerIterator", "Plan"),
+    *("ProgressLine", "RemoteValue", "RemoteValueStatus", "ReplicaContext", "RestoredFrom", "SavedVariables", "Server"),
+    *("ServingTable", "SidecarEvaluator", "SimpleClusterResolver", "SlurmClusterResolver", "SynchronousStrategy"),
+    *("TFConfigClusterResolver", "callbacks", "export_delta", "optimizers"),
 }
 """Of the public names those that make sense on the coordinator alone, or that only the library makes."""
 
