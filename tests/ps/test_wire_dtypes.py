@@ -136,7 +136,7 @@ def test_a_stream_is_the_same_in_any_chunks(name: str, values: Any, data: Any) -
     assert b"".join(map(bytes, encode_stream(CODES[name], chunks))) == bytes(whole)
 
 
-def test_scales_that_nobody_makes() -> None:
+def test_scales_that_no_client_makes() -> None:
     """Infinite, NaN and negative scales are found, in any block; and sizes and types that there are not."""
     values = np.ones((2, BLOCK + 10), np.float32)
     good = encode(CODES["int8"], values)

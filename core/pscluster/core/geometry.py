@@ -234,14 +234,7 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
     They may be of any shape and integer dtype, or an empty list. Raise InvalidUpdateError for another dtype, or if ids,
     the first of which is named, are not in 0..rows-1.
     """
-    array = as_array(ids, name, "row ids")
-    if array.size == 0 and not isinstance(ids, np.ndarray | np.generic):
-        array = array.astype(np.int64)  # NumPy makes an empty list float64
-    if array.dtype.kind not in "iu":
-        raise InvalidUpdateError(
-            f"variable {name!r}: row ids must be integers, but they are {array.dtype}. "
-            "Convert them first, for instance with ids.astype(np.int64)."
-        )
+    array = integers(as_array(ids, name, "row ids"), ids, f"variable {name!r}: row ids")
     # As unsigned, negative ids become very large; as signed, large unsigned ids would become negative.
     unsigned = np.asarray(array, np.int64).view(np.uint64) if array.dtype.kind == "i" else array
     if array.size and unsigned.max() >= rows:
@@ -253,6 +246,21 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
             f"the variable has {rows} rows, {limit}"
         )
     return np.asarray(array, dtype=np.int64, order="C")
+
+
+def integers(array: npt.NDArray[Any], given: object, subject: str) -> npt.NDArray[Any]:
+    """Return the array of the ids that were given, an empty list as int64. InvalidUpdateError unless they are integers.
+
+    `subject` begins the message.
+    """
+    if array.size == 0 and not isinstance(given, np.ndarray | np.generic):
+        return array.astype(np.int64)  # NumPy makes an empty list float64
+    if array.dtype.kind not in "iu":
+        raise InvalidUpdateError(
+            f"{subject} must be integers, but they are {array.dtype}. "
+            "Convert them first, for instance with ids.astype(np.int64)."
+        )
+    return array
 
 
 _FEW_SHARDS = 8  # up to here, scanning all ids for each shard is faster than sorting them
@@ -285,9 +293,8 @@ def split_rows(partition: Partition, ids: Ids) -> list[ShardRows]:
         return _grouped(owners, local_ids, shards)
     ends = np.array(partition.ends[0], dtype=np.int64)
     starts = np.concatenate((np.zeros(1, dtype=np.int64), ends[:-1]))
-    if kind == "range" and bool(
-        (flat[1:] >= flat[:-1]).all()
-    ):  # sorted, as from np.unique: common, and several times faster
+    # Sorted, as from a plan of distinct rows: common, and several times faster.
+    if kind == "range" and bool((flat[1:] >= flat[:-1]).all()):
         order = np.arange(flat.size, dtype=np.int64)
         cuts = itertools.pairwise((0, *np.searchsorted(flat, ends).tolist()))
         return [ShardRows(order[a:b], flat[a:b] - starts[shard]) for shard, (a, b) in enumerate(cuts)]

@@ -12,8 +12,8 @@ Hashing: on k bits, `x ^= x >> s` and `x = (x + a) * m`, with an odd m, are bije
 finalizer of MurmurHash3 (Appleby 2011), scramble 0..2**k - 1. The constants a are drawn from the seed by SplitMix64
 (Steele et al. 2014). For a number of rows that is no power of two, whatever leaves 0..rows - 1 is scrambled again until
 it is back: cycle walking (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). That is less than one more
-time on average. All is arithmetic on unsigned integers, the same everywhere. It is no cryptography: whoever chooses ids
-on purpose can gather them on one shard.
+time on average. All is arithmetic on unsigned integers, the same everywhere. It is no cryptography: ids can
+be picked so that they meet on one shard.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
+from pscluster.core.geometry import integers
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec
 from pscluster.ps.spec import partition_of
@@ -61,14 +62,7 @@ def shards_of(ids: Ids, num_shards: int) -> Ids:
 
 def table_ids(ids: npt.ArrayLike, name: str) -> Ids:
     """Return ids as a contiguous int64 array of their shape. InvalidUpdateError unless they are integers that fit."""
-    array = as_array(ids, name, "ids")
-    if array.size == 0 and not isinstance(ids, np.ndarray | np.generic):
-        array = array.astype(np.int64)  # NumPy makes an empty list float64
-    if array.dtype.kind not in "iu":
-        raise InvalidUpdateError(
-            f"table {name!r}: ids must be integers, but they are {array.dtype}: convert them first, for instance with "
-            "ids.astype(np.int64)"
-        )
+    array = integers(as_array(ids, name, "ids"), ids, f"table {name!r}: ids")
     if array.dtype == np.uint64 and array.size and int(array.max()) >> 63:
         raise InvalidUpdateError(
             f"table {name!r}: id {array.max()} does not fit in int64: the largest is {(1 << 63) - 1}"

@@ -71,7 +71,7 @@ def name_of(wire_dtype: int) -> str:
 
 
 def encoded_bytes(wire_dtype: int, rows: int, width: int) -> int:
-    """Return the size of so many rows on the wire. ProtocolError for an unknown type."""
+    """Return the bytes of this many rows on the wire. ProtocolError for an unknown type."""
     if wire_dtype == ps_pb2.WIRE_INT8:
         return rows * (width + _SCALE_BYTES * -(-width // BLOCK))
     name_of(wire_dtype)

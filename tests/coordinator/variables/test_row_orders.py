@@ -122,7 +122,7 @@ def by_block(shape: Any, dtype: Any, partition_shape: Any, partition_offset: Any
 
 
 def test_initial_values(make: Make, cut: Any) -> None:
-    """Rows begin with the values that they have in contiguous shards, whoever makes them; also in many pieces."""
+    """Rows begin with the values of contiguous shards, from the script or the servers; also in pieces."""
     contiguous = FixedShardsPartitioner(cut.num_shards)
     for initial in (
         initializers.RandomNormal(seed=1),

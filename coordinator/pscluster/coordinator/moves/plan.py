@@ -18,7 +18,7 @@ TOLERANCE = 1.3
 """A server that has more than this many times the mean load is worth a cut."""
 
 SHARDS_PER_SERVER = 8
-"""The number of shards that is proposed for a variable: so many of unequal loads can be spread well."""
+"""The number of shards that is proposed for a variable: enough to spread unequal loads well."""
 
 Measure = Literal["bytes", "load"]
 

@@ -43,7 +43,7 @@ class OverlapQueue:
         self._ahead: deque[Callable[[], None]] = deque()
 
     def may_begin(self, overlap: int) -> bool:
-        """Return whether a step may begin while at most so many earlier ones have outstanding pushes."""
+        """Return whether a step may begin while at most `overlap` earlier ones have outstanding pushes."""
         with self._lock:
             return self._order.may_begin(overlap)
 

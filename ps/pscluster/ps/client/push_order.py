@@ -68,7 +68,7 @@ class PushOrder(Generic[P]):
         return not self._queue
 
     def may_begin(self, overlap: int) -> bool:
-        """Return whether a step may begin while at most so many earlier ones have outstanding pushes."""
+        """Return whether a step may begin while at most `overlap` earlier ones have outstanding pushes."""
         return len(self._queue) <= overlap or len({(id(push.owner), push.step) for push in self._queue}) <= overlap
 
     def may_add(self, owner: Owner, nbytes: int) -> bool:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
-from pscluster.ps.handles.indexing import Array
+from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
 from pscluster.ps.handles.variable import JoinedVariable, Variable, distinct_rows
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

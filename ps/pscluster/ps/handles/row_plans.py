@@ -42,8 +42,7 @@ class RowPlan:
     ) -> None:
         self._partitions, self._sizes, self._places, self._by_split = partitions, sizes, places, split is not None
         self._groups = Groups.of(places)
-        self.spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]
-        """Of each table's ids among all."""
+        self._spans = [slice(a, b) for a, b in itertools.pairwise((0, *itertools.accumulate(sizes)))]  # of the ids
         self.shares = self._shares() if split is None else _shares_of_one(split(self._groups.ids))
         """Of all shards of all tables, in order, those of no row included."""
 
@@ -96,7 +95,7 @@ class RowPlan:
         if self._groups.order is not None:
             flat, inverse = rows.reshape(len(rows), math.prod(rows.shape[1:])), self._groups.inverse
             rows = take_rows(flat, inverse).reshape(len(inverse), *rows.shape[1:])
-        return [rows[span] for span in self.spans]
+        return [rows[span] for span in self._spans]
 
     def sums(self, rows: Sequence[Array]) -> Array:
         """Return the sum of the rows of each distinct one, of shape (distinct, width), in the order given.

@@ -18,7 +18,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function, encodes_reads
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.geometry import AxisSlice, Block, Partition, Selection, ShardRows, check_ids, select, split_rows
+from pscluster.core.geometry import AxisSlice, Partition, Selection, ShardRows, check_ids, select, split_rows
 from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
@@ -102,12 +102,13 @@ class ShardRequests:
 
     def _row_reads(self, ids: Ids, out: Array) -> list[ShardRead]:
         reads = []
-        for shard, (positions, local_ids) in _shards_of_rows(self.partition, ids):
+        for shard, (positions, local_ids) in self.split_ids(ids):
             if not len(positions):
                 continue
-            block = self.partition.block(shard)
-            everything = len(positions) == ids.size and block.shape[1:] == self.shape[1:]  # then they are in order
-            index = ... if everything else _row_index(positions, block)
+            columns = self.columns(shard)
+            whole = tuple(axis.stop - axis.start for axis in columns) == self.shape[1:]
+            everything = len(positions) == ids.size and whole  # then they are in order
+            index = ... if everything else _row_index(positions, columns)
             reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions)), local_ids))
         return reads
 
@@ -210,7 +211,7 @@ class ShardRequests:
         updates = []
         for shard, (positions, local_ids) in self.split_ids(ids):
             if len(positions) or optimizer:
-                values = rows[_row_index(positions, self.partition.block(shard))]
+                values = rows[_row_index(positions, self.columns(shard))]
                 updates.append(self.shard_row_update(kind, shard, nth, local_ids, values, optimizer))
         return updates
 
@@ -367,14 +368,14 @@ def _put_decoded(
         out[index] = values.reshape(shape)
 
 
-def _row_index(positions: Ids, block: Block) -> Any:
-    """Return the index of a block's columns in an array of rows, at these rows, in ascending order.
+def _row_index(positions: Ids, columns: tuple[slice, ...]) -> Any:
+    """Return the index of these columns in an array of rows, at these rows, in ascending order.
 
     Consecutive rows, as sorted ids have, are a slice: it selects without a copy.
     """
     first, last = (int(positions[0]), int(positions[-1])) if len(positions) else (0, -1)
     rows = slice(first, last + 1) if last - first == len(positions) - 1 else positions
-    return (rows, *block.slices[1:])
+    return (rows, *columns)
 
 
 def _slices_of(axes: Sequence[AxisSlice]) -> ps_pb2.Rows:

@@ -146,14 +146,6 @@ class EmbeddingTable(Variable):
         ends = np.cumsum(np.bincount(shards, minlength=self.num_shards))[:-1]
         return [(shard, ShardRows(rows, ids[rows])) for shard, rows in enumerate(np.split(order, ends))]
 
-    def _row_reads(self, ids: Ids, out: Array) -> list[ShardRead]:
-        reads = []
-        for shard, (positions, own_ids) in self.split_ids(ids):
-            if len(positions):
-                index: Any = ... if self.num_shards == 1 else (positions, slice(0, self.dim))
-                reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions)), own_ids))
-        return reads
-
     # Updating
 
     def _ids_of(self, slices: IndexedSlices) -> Ids:

@@ -108,7 +108,7 @@ class TableRows:
             self._tails[places] = tails
 
     def _reserve(self, count: int) -> None:
-        """Have enough slots for so many rows; enter all again if there are more slots than before."""
+        """Have enough slots for this many rows; enter all again if there are more slots than before."""
         size = len(self._slots)
         while count > _FULL * size:
             size *= 2
