@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 TIMEOUT = 90.0
 """Seconds to wait for something that takes less than one on an idle machine."""
@@ -18,3 +20,10 @@ def until(
         waited = time.monotonic() - begin
         assert waited < timeout, f"waited in vain until {condition}: {state()}"
         time.sleep(min(0.002 + waited / 50, 0.5))  # poll less often as the wait gets longer
+
+
+def write_whole(path: Path | str, content: object) -> None:
+    """Write a file that others wait for: as soon as it is there, all of its text is."""
+    draft = f"{path}.draft-{os.getpid()}"
+    Path(draft).write_text(str(content))
+    os.replace(draft, path)

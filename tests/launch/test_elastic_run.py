@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.launch.test_trainer import first_time
 from tests.roles.processes import run as command
-from tests.waiting import TIMEOUT, until
+from tests.waiting import TIMEOUT, until, write_whole
 
 from pscluster.coordinator import IndexedSlices, LocalCluster, Variable, errors, experimental_get_current_worker_index
 from pscluster.launch import (
@@ -143,8 +143,7 @@ def test_workers_come_go_and_die_at_random(tmp_path: Path, seed: int) -> None:
         trainer.scale(3)
         wait(lambda record: len(record["metrics"]) == 3)
         last = records(tmp_path / "random")[-1]["rows"]["train"]["epoch"] + 3
-        (tmp_path / "ends.new").write_text(str(last))
-        os.replace(tmp_path / "ends.new", tmp_path / "ends")
+        write_whole(tmp_path / "ends", last)
     check_rows(ended[0], last)
     sizes = [[metrics["size"] for metrics in record["metrics"].values()] for record in records(tmp_path / "random")]
     assert {3} in map(set, sizes)
@@ -192,8 +191,7 @@ def test_killed_in_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
                 context.variables.scatter_add(IndexedSlices(np.ones(len(rows), np.int64), rows))
                 taken += len(rows)
                 if context.world_rank == 1 and taken == 30 and first_time(config["folder"], "first"):
-                    reports.with_suffix(".new").write_text(str(experimental_get_current_worker_index()))
-                    os.replace(reports.with_suffix(".new"), reports)
+                    write_whole(reports, experimental_get_current_worker_index())
                     report({"taken": taken})
             until(Path(config["folder"], "has-left").exists, "the other one is gone")
             report({"taken": taken})

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.launch.test_trainer import epochs
+from tests.waiting import write_whole
 
 from pscluster.coordinator import LocalCluster, ParameterServerStrategy, Variable, errors
 from pscluster.launch import (
@@ -128,7 +129,7 @@ def test_a_function_that_is_told_to_stop_is_killed(tmp_path: Path) -> None:
     """Also one that is in the middle of something that nothing interrupts."""
 
     def train(folder: str) -> None:
-        Path(folder, f"pid-{get_context().world_rank}").write_text(str(os.getpid()))
+        write_whole(f"{folder}/pid-{get_context().world_rank}", os.getpid())
         if get_context().world_rank:
             while not Path(folder, "pid-0").exists():
                 pass

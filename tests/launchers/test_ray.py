@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import pytest
 from tests.launchers.ray_cluster import FOURTH, OTHER, THIRD, Nodes, missing, ray_nodes
-from tests.waiting import until
+from tests.waiting import until, write_whole
 
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.ids import VERSION
@@ -269,7 +269,7 @@ def test_an_elastic_run(run: Run, nodes: Nodes, tmp_path: Path) -> None:
     nodes.add(THIRD)
     ask(4)
     has(4)
-    (tmp_path / "ends").write_text(str(json.loads(script.log.rpartition("epoch ")[2].split()[0]) + 3))
+    write_whole(tmp_path / "ends", json.loads(script.log.rpartition("epoch ")[2].split()[0]) + 3)
     assert script.wait() == 0, script.log[-5000:]
     seen, again = json.loads(script.until(r"result (\[.*\])")[1])
     assert script.log.count("not scaled") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.conftest import run_cluster
-from tests.waiting import TIMEOUT, until
+from tests.waiting import TIMEOUT, until, write_whole
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -64,8 +64,7 @@ def meet(folder: str, name: str, others: int) -> int:
 def process_of(folder: str, counted: Variable, rank: int) -> int:
     """Count once, then hold until a file appears; return the rank."""
     counted.assign_add(1)
-    with open(f"{folder}/pid-{rank}", "w") as file:
-        file.write(str(os.getpid()))
+    write_whole(f"{folder}/pid-{rank}", os.getpid())
     until(lambda: os.path.exists(f"{folder}/go"), "the test goes on")
     return rank
 
@@ -211,8 +210,7 @@ def test_two_overlapping_gangs_and_a_kill(mortal: ClusterCoordinator, tmp_path: 
 def add_up(counted: Variable, folder: str) -> float:
     """Compute sums together until a file appears; count once; return the last sum."""
     replica = replica_context()
-    with open(f"{folder}/pid-{replica.replica_id}", "w") as file:
-        file.write(str(os.getpid()))
+    write_whole(f"{folder}/pid-{replica.replica_id}", os.getpid())
     total = np.zeros(())
     done = False
     while not done:
@@ -227,10 +225,10 @@ def test_a_worker_that_dies_amid_collectives_has_all_run_again(mortal: ClusterCo
     with mortal.strategy.scope():
         counted = Variable(np.zeros(()), name="counted")
     values = mortal.schedule_together(add_up, (counted, str(tmp_path)))
-    until(lambda: (tmp_path / "pid-2").exists() and (tmp_path / "pid-2").read_text(), "they run")
+    until((tmp_path / "pid-2").exists, "they run")
     killed = int((tmp_path / "pid-2").read_text())
     os.kill(killed, signal.SIGKILL)
-    until(lambda: (tmp_path / "pid-2").read_text() not in ("", str(killed)), "it runs again")
+    until(lambda: (tmp_path / "pid-2").read_text() != str(killed), "it runs again")
     (tmp_path / "go").touch()
     assert mortal.fetch(values, TIMEOUT) == [6.0] * WORKERS
     mortal.join(TIMEOUT)
