@@ -10,7 +10,7 @@ LAUNCH := .venv-launch
 # Tests and examples start many processes; without the files of compiled modules each would compile all of ours.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test frameworks test-launch check proto bench bench-peers chaos fuzz soak clean
+.PHONY: run test test-frameworks test-launch check proto bench bench-peers chaos fuzz soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -20,7 +20,7 @@ run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter s
 test: $(STAMP)  ## run all tests, the longest files first
 	$(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 10
 
-frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch, JAX and Keras, which make test leaves out
+test-frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch, JAX and Keras, which make test leaves out
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
 
@@ -34,7 +34,7 @@ check: $(STAMP)  ## lint, types, import directions and circles, generated stubs,
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_imports.py
 	$(BIN)/python scripts/generate_stubs.py --check
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive coordinator core launch ps spmd worker
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive adapters coordinator core launch ps spmd worker
 	$(BIN)/python scripts/audit.py
 
 proto: $(STAMP)  ## regenerate the stubs from proto/

@@ -195,7 +195,7 @@ def commit() -> str:
         done = subprocess.run(["git", "-C", os.fspath(REPO), *arguments], capture_output=True, text=True)
         return done.stdout.strip()
 
-    sources = ("coordinator", "core", "launch", "proto", "ps", "spmd", "worker")
+    sources = ("adapters", "coordinator", "core", "launch", "proto", "ps", "spmd", "worker")
     changed = git("status", "--porcelain", "--", *sources)
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (" with changes" if changed else "")
 

@@ -399,7 +399,7 @@ class Bench:
         if not rows:
             return
         if python == FRAMEWORKS and not FRAMEWORKS.exists():
-            self.report.notes.append("our side with torch is left out: `make frameworks` installs it.")
+            self.report.notes.append("our side with torch is left out: `make test-frameworks` installs it.")
             return
         names = list(dict.fromkeys(name for row in rows for name in row.sides))
         with contextlib.ExitStack() as stack:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PORTIONS = ["v1", "core", "ps", "worker", "coordinator", "launch", "spmd"]
+PORTIONS = ["v1", "core", "ps", "worker", "coordinator", "launch", "spmd", "torch", "jax", "keras"]
 
 # Building and installing fetch packages, over the network the first time.
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
