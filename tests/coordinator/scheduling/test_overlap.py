@@ -174,7 +174,7 @@ def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordina
 
 
 def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStrategy, coordinator: Any) -> None:
-    """Elements of datasets, which are not there before; wrong arguments; and synchronous steps."""
+    """Elements of datasets, which are not there before; wrong arguments; and functions of a synchronous strategy."""
     table = table_of(strategy)
     iterator = iter(coordinator.create_per_worker_dataset([1, 2, 3]))
     part = next(iter(coordinator.distribute_dataset(np.arange(10)).batch(5)))
@@ -189,7 +189,7 @@ def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStra
     with pytest.raises(ValueError, match="overlap is -1"):
         coordinator.fit(lambda _: None, data, overlap=-1)
     strategy.close()
-    with SynchronousStrategy(one_worker) as in_step, pytest.raises(MisuseError, match="steps overlap only"):
+    with SynchronousStrategy(one_worker) as in_step, pytest.raises(MisuseError, match="runs a function on one worker"):
         ClusterCoordinator(in_step).schedule(lambda: None, lookups=list)
 
 

@@ -9,18 +9,31 @@ What happens if an attempt ends too early (a worker dies, a replica fails, the c
 - If all steps are complete, and only their results are lost, the last one is repeated for its result.
 
 Results of steps that only an earlier attempt had computed are lost.
+
+Where steps overlap (`fit(..., overlap=n)`, see `overlap`), a step is taken when the function returns, and complete when
+its pushes are acknowledged:
+
+    TAKING --the function returns--> TAKEN --all pushes acknowledged--> COMPLETE, reported with the next step's end
+           --it raises, or a push of an earlier step has failed--> the attempt fails; steps that are not complete run
+                                                                   again, and their updates count once
+
+The next step begins when at most n are taken and not complete, and the bound holds; the last one of a call, and one
+that finds the data at its end, wait for all. Elements of steps that are not complete, and the one that is taken ahead
+for `lookups`, are given again by the next attempt.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pscluster.core.context import FunctionContext
 from pscluster.core.errors import ProtocolError
 from pscluster.ps.client.bounded import BoundedSteps
-from pscluster.v1 import worker_pb2
+from pscluster.ps.client.overlap import StepOverlap
+from pscluster.v1 import ps_pb2, worker_pb2
 from pscluster.worker.collectives.gang import Gang
 from pscluster.worker.collectives.replica import ReplicaContext
 from pscluster.worker.data.per_worker import EndOfIterator
@@ -40,6 +53,10 @@ class Bounded:
 
     replicas: int
     iterators: StepIterators
+    ahead: Any = None
+    """What takes elements for overlapping steps, one ahead, made by the first step of the call."""
+    has_next: bool = False
+    """Whether the call has another step after the present one."""
 
     def take_from(self, iterator: Any) -> None:
         """Note that the step has taken an element from an iterator."""
@@ -69,6 +86,7 @@ def run_bounded(
         metrics=job.metrics.of_replica(gang.rank),
     )
     iterators, results = StepIterators(), NumberedResults(asked.collect)
+    bounded, overlap = Bounded(gang.size, iterators), _overlap_of(context, asked.staleness)
     replica: ReplicaContext = context.replica
     replica.refuse_collectives(_NO_COLLECTIVES)
     last = asked.first + asked.count
@@ -77,31 +95,65 @@ def run_bounded(
         if asked.open or (asked.first and job.steps_taken.get(gang.rank) != (asked.run, asked.first)):
             repeats = _go_on(steps, iterators, last, job, gang.rank)
             goes_on = repeats or steps.may_begin(context, steps.report({}, {}))
-        while goes_on and steps.completed < last:
-            context.begin_step(steps.completed - asked.first)
+        steps.taken = base = steps.completed
+        positions: deque[tuple[dict[int, int], dict[int, int]]] = deque()  # before and after steps not yet complete
+
+        def complete(number: int) -> ps_pb2.Contribution:
+            """Take note that so many steps are complete; return what to report."""
+            before, after = dict[int, int](), dict[int, int]()
+            while steps.completed < number:
+                before, after = positions.popleft()
+                steps.completed += 1
+                iterators.confirm(after)
+            job.steps_taken[gang.rank] = asked.run, steps.completed
+            if after:
+                job.before_last_step[gang.rank] = before
+            return steps.report(before, after)
+
+        while goes_on and steps.taken < last:
+            context.begin_step(steps.taken - asked.first)
             iterators.begin()
-            context.bounded = Bounded(gang.size, iterators)
+            context.bounded, bounded.has_next = bounded, steps.taken + 1 < last
             try:
                 with context.in_turn():
                     result = call()
             except EndOfIterator:
-                steps.all_complete(context, steps.report({}, {}, ended=True))
+                if overlap is not None:
+                    overlap.settle()
+                report = complete(steps.taken)
+                report.ended = True
+                steps.all_complete(context, report)
                 break
             finally:
                 context.bounded = None
-            iterators.confirm()
-            results.add(steps.completed - asked.first, result)
-            steps.completed += 1
-            job.steps_taken[gang.rank] = asked.run, steps.completed
-            job.before_last_step[gang.rank] = iterators.before
-            report = steps.report(iterators.before, iterators.given)
-            goes_on = (steps.all_complete if steps.completed == last else steps.may_begin)(context, report)
+            results.add(steps.taken - asked.first, result)
+            positions.append((iterators.before, iterators.given))
+            steps.taken += 1
+            if steps.taken == last:
+                if overlap is not None:
+                    overlap.settle()
+                goes_on = steps.all_complete(context, complete(steps.taken))
+            else:
+                if overlap is not None:
+                    overlap.begin_step()
+                done = steps.taken if overlap is None else base + overlap.steps_acknowledged
+                goes_on = steps.may_begin(context, complete(done))
             if context.tell_progress is not None:
                 context.tell_progress(context)
+        if steps.completed < steps.taken and overlap is not None:
+            overlap.settle()  # the data of another replica has ended
+            steps.all_complete(context, complete(steps.taken))
     finally:
         iterators.rewind()
         steps.leave()
     return steps.completed, results.collected()
+
+
+def _overlap_of(context: FunctionContext, staleness: float) -> StepOverlap | None:
+    overlap: StepOverlap | None = context.overlap
+    if overlap is not None and overlap.steps > staleness:
+        raise ProtocolError(f"an overlap of {overlap.steps} steps with a staleness of {staleness:g}")
+    return overlap
 
 
 def _go_on(steps: BoundedSteps, iterators: StepIterators, last: int, job: Job, rank: int) -> bool:

@@ -74,6 +74,9 @@ def logs_of_overlapped_steps(
     if function is None or function.overlap is None:
         # It runs again, since its worker died.
         return logs_of_steps(step, elements, steps)
+    if (bounded := function.bounded) is not None:  # it is called anew for each step
+        bounded.ahead = bounded.ahead or _AheadInRun(elements, lookups, function, function.overlap)
+        return logs_of_steps(step, bounded.ahead, steps)
     return logs_of_steps(step, _Ahead(elements, steps, lookups, function, function.overlap), steps)
 
 
@@ -149,21 +152,27 @@ class _Ahead(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._overlap.fetched = None
-        if self._is_first:
-            self._is_first = False
-        else:
-            self._overlap.begin_step()
+        self._begin_step()
         if self._lookups is None:
             return next(self._elements)
         taken = self._next or self._taken()
         if taken.error is not None:
             raise taken.error
         self._next = None
-        if self._left is None or self._left > 0:
+        if self._has_next():
             self._next = self._taken()
         if taken.fetched is not None:
             self._overlap.fetched = taken.fetched.result()
         return taken.element
+
+    def _begin_step(self) -> None:
+        if self._is_first:
+            self._is_first = False
+        else:
+            self._overlap.begin_step()
+
+    def _has_next(self) -> bool:
+        return self._left is None or self._left > 0
 
     def _taken(self) -> _Next:
         """Take an element, and begin to fetch its rows."""
@@ -188,3 +197,30 @@ class _Ahead(Iterator[Any]):
             result.set_exception(error)
         else:
             result.set_result(fetched)
+
+
+class _AheadInRun(_Ahead):
+    """The same in a run with bounded staleness, which begins the steps, and knows where its iterators are.
+
+    An element that is taken ahead does not count as given: if the step it is for is not taken, it is given again.
+    """
+
+    def __init__(self, elements: Any, *args: Any) -> None:
+        """Take elements of a worker's iterator."""
+        self._iterator = iter(elements)
+        super().__init__(self._iterator, None, *args)
+
+    def __next__(self) -> Any:
+        ahead = self._function.bounded.iterators.ahead
+        ahead.clear()
+        element = super().__next__()
+        if self._next is not None and self._next.error is None:
+            ahead[int(self._iterator.handle_key)] = 1
+        return element
+
+    def _begin_step(self) -> None:
+        """Do nothing: see `bounded_steps`."""
+
+    def _has_next(self) -> bool:
+        has_next: bool = self._function.bounded.has_next
+        return has_next

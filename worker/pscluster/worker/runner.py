@@ -277,6 +277,10 @@ class Runner:
         overlap, queue = self._job.overlap_of(step.definition), self._job.overlap_queue
         if overlap is None or queue is None or step.attempt > 1:
             return None
+        if step.HasField("gang"):  # its arguments are decoded as a member, which it is only once it runs
+            if context is not None:
+                context.overlap = StepOverlap(queue, context, overlap.steps)
+            return None
         context = context or self._context_of(position, step)
         context.overlap = StepOverlap(queue, context, overlap.steps)
         attachments = self._job.arguments.pop(position, [])

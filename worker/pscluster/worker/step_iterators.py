@@ -15,6 +15,8 @@ class StepIterators:
         self._iterators: dict[int, WorkerIterator] = {}
         self.before: dict[int, int] = {}
         """By iterator, how many elements it had given before the last step."""
+        self.ahead: dict[int, int] = {}
+        """By iterator, how many of the elements that it has given are for later steps."""
 
     def take_from(self, iterator: WorkerIterator) -> None:
         """Note that a step has taken an element from an iterator."""
@@ -24,8 +26,8 @@ class StepIterators:
 
     @property
     def given(self) -> dict[int, int]:
-        """By iterator, how many elements it has given."""
-        return {key: iterator.given for key, iterator in self._iterators.items()}
+        """By iterator, how many elements it has given to steps so far."""
+        return {key: iterator.given - self.ahead.get(key, 0) for key, iterator in self._iterators.items()}
 
     def begin(self) -> None:
         """Note that a step begins."""

@@ -132,7 +132,8 @@ class ClusterCoordinator(FunctionQueue):
                 It must not change anything.
             overlap: how many earlier steps of its worker may have updates under way while a step runs: updates return
                 at once. Rows that `lookups` names may lack the updates of the worker's last `overlap + 1` steps, other
-                reads those of the last `overlap`. 0: none.
+                reads those of the last `overlap`. 0: none. With a `SynchronousStrategy` at most its staleness; rows
+                that are named may then lack one step more of the other replicas than it says.
 
         Raises:
             ValueError, TypeError, MisuseError: an argument is wrong; nothing was done.

@@ -748,7 +748,11 @@ class FunctionQueue(StaysHere):
 
     def _overlapped(self, fn: Callable[..., Any], lookups: Callable[..., Any]) -> CapturedFunction:
         """Return a function that runs with what `lookups` names, captured once. See `schedule`."""
-        self.check_overlap()
+        if self.strategy.is_synchronous:
+            raise MisuseError(
+                "lookups with a SynchronousStrategy: schedule runs a function on one worker, and all take its steps; "
+                "leave lookups out, or train with fit(..., lookups=, overlap=1) and a staleness of 1 or more"
+            )
         step, named = self.captured(fn), self.captured_lookups(lookups)
         key = step.function.digest, named.function.digest
         if (function := self._overlapping.pop(key, None)) is None:
@@ -767,12 +771,14 @@ class FunctionQueue(StaysHere):
             raise MisuseError(f"{named.function.name} captures a dataset: lookups must not take elements of it")
         return named
 
-    def check_overlap(self) -> None:
-        """Raise MisuseError if steps can't overlap."""
-        if self.strategy.is_synchronous:
+    def check_overlap(self, overlap: int) -> None:
+        """Raise MisuseError if so many steps can't overlap."""
+        staleness = self.strategy.step_options.staleness
+        if self.strategy.is_synchronous and overlap > staleness:
             raise MisuseError(
-                "a SynchronousStrategy applies each step before the next one begins: steps overlap only with a "
-                "ParameterServerStrategy; leave out lookups and overlap"
+                f"overlap is {overlap}, and the staleness of the SynchronousStrategy {staleness:g}: a replica can't "
+                f"leave more steps behind than the others may be; give the strategy staleness={overlap}, or fit "
+                f"overlap={staleness:g}"
             )
 
     def captured(self, fn: Callable[..., Any]) -> FunctionHandle:

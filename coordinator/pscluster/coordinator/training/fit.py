@@ -433,7 +433,7 @@ def _checked_overlap(
 ) -> FunctionHandle | None:
     """Return the captured `lookups`, if there are any. Raise as `ClusterCoordinator.fit` if steps can't overlap so."""
     if overlap:
-        coordinator.check_overlap()
+        coordinator.check_overlap(overlap)
     if lookups is None:
         return None
     if not overlap:

@@ -3,6 +3,11 @@
 Updates are applied as they come, like those of any function. After each step the replica tells the clock on server 0
 (see `server/synchronous/clock.py`) how many it has completed. If all others are far enough the answer comes at once;
 if not, it asks again and again, and each question is answered after half a second at most.
+
+Where steps overlap, a step that was taken is complete only once its pushes are acknowledged. At most `overlap` are not
+when the replica reports, so it has completed `taken - overlap`, or more. No two replicas wait for each other as long as
+`overlap` is at most the staleness: one that has reported waits for those that have completed fewer than
+`taken - staleness` steps, so it is not among these itself, and none that it waits for can wait for it.
 """
 
 from __future__ import annotations
@@ -57,7 +62,9 @@ class BoundedSteps:
         self._metrics = metrics
         self._seconds = seconds if math.isfinite(staleness) else math.inf  # then none is too slow
         self.completed = first
-        """How many steps this replica has completed."""
+        """How many steps this replica has completed: their pushes are acknowledged."""
+        self.taken = first
+        """How many its function has returned from."""
         self._slowest = first
 
     def open(self) -> ps_pb2.StepState:
@@ -79,7 +86,7 @@ class BoundedSteps:
             MemberTimeoutError: the worker of one of the slowest does not answer.
             StaleError: this attempt is over.
         """
-        return self._reach(function, report, self.completed - self._staleness)
+        return self._reach(function, report, self.taken - self._staleness)
 
     def all_complete(self, function: FunctionContext, report: ps_pb2.Contribution) -> bool:
         """Do the same once all replicas have completed as many steps as this one."""
@@ -121,5 +128,5 @@ class BoundedSteps:
         self._exchanges.exchange("push", message, lambda _, reply, __: states.append(reply.update.state), None)
         self._slowest = max(self._slowest, states[0].committed)
         # At the bound it has completed one step more, and waits.
-        self._metrics.staleness = int(min(max(self.completed - self._slowest, 0), self._staleness))
+        self._metrics.staleness = int(min(max(self.taken - self._slowest, 0), self._staleness))
         return states[0]

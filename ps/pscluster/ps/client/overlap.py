@@ -111,6 +111,10 @@ class OverlapQueue:
             _raise_error_of(owner)
             self._order.begin_step(owner)
 
+    def steps_acknowledged(self, owner: Owner) -> int:
+        with self._lock:
+            return self._order.steps_acknowledged(owner)
+
     def wait_own(self, context: FunctionContext, owner: Owner, *, all_steps: bool) -> None:
         if owner.outstanding:
             with self._lock:
@@ -155,10 +159,14 @@ def _bound(ended: Ended, error: BaseException | None) -> Callable[[], object]:
 
 
 class StepOverlap:
-    """What a function whose steps overlap knows of that; see `FunctionContext.overlap`."""
+    """What a function whose steps overlap knows of that; see `FunctionContext.overlap`.
 
-    def __init__(self, queue: OverlapQueue, context: FunctionContext, overlap: int) -> None:
-        self._queue, self._context, self._overlap = queue, context, overlap
+    Args:
+        steps: how many earlier steps may have outstanding pushes while one runs.
+    """
+
+    def __init__(self, queue: OverlapQueue, context: FunctionContext, steps: int) -> None:
+        self._queue, self._context, self.steps = queue, context, steps
         self._owner = Owner()
         context.on_cancel(queue.wake)  # briefly takes the queue's lock, under which nothing waits for anything else
         self.fetched: Any = None
@@ -176,7 +184,12 @@ class StepOverlap:
 
         Raise what an earlier push has raised, or FunctionCancelled.
         """
-        self._queue.begin_step(self._context, self._owner, self._overlap)
+        self._queue.begin_step(self._context, self._owner, self.steps)
+
+    @property
+    def steps_acknowledged(self) -> int:
+        """How many steps of the function, before the present one, have had all their pushes acknowledged, in order."""
+        return self._queue.steps_acknowledged(self._owner)
 
     def settle_step(self) -> None:
         """Wait for the pushes of the step that runs, before a read of it. Do nothing for what is read ahead."""

@@ -75,6 +75,10 @@ class PushOrder(Generic[P]):
         """Return whether there is room for another push. If its function has failed, none is needed."""
         return not self._queue or owner.error is not None or self._bytes + nbytes <= self.most_bytes
 
+    def steps_acknowledged(self, owner: Owner) -> int:
+        """Return how many steps of a function, from its first one, have no outstanding pushes; not the present one."""
+        return next((push.step for push in self._queue if push.owner is owner), owner.step)
+
     # Events
 
     def begin_step(self, owner: Owner) -> None:
