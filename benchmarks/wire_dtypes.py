@@ -1,10 +1,10 @@
 """What `wire_dtype` and `push_top_k` do to a small recommender: bytes and time of a step, area under the ROC curve.
 
-    python benchmarks/wire_dtypes.py [--steps N] [--quick] [--mbit N]
+    python benchmarks/wire_dtypes.py [--steps N] [--quick] [--mbit N] [--width N]
 
-Clicks of 4,000 users on 2,000 items are drawn from hidden factors. The model has tables of 32 numbers a user and an
-item, and a layer of 64 units over them and their products; Adam trains all of it on the servers. One worker takes the
-steps, two parameter servers hold the variables, and each wire type sees the same batches in the same order.
+Clicks of 4,000 users on 2,000 items are drawn from hidden factors. The model has tables of 32 numbers (--width) a user
+and an item, and a layer of 64 units over them and their products; Adam trains all of it on the servers. One worker
+takes the steps, two parameter servers hold the variables, and each wire type sees the same batches in the same order.
 
 With --mbit all processes share a loopback of that rate, in a network of their own, over TCP (it takes root and `tc`).
 """
@@ -33,7 +33,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 
-USERS, ITEMS, WIDTH, HIDDEN, BATCH = 4000, 2000, 32, 64, 512
+USERS, ITEMS, HIDDEN, BATCH = 4000, 2000, 64, 512
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"wire_dtype": "bfloat16"},
@@ -80,7 +80,9 @@ def features(users: Any, items: Any) -> Any:
     return np.concatenate([users, items, users * items], 1)
 
 
-def measured(strategy: ParameterServerStrategy, options: dict[str, Any], name: str, steps: int) -> dict[str, float]:
+def measured(
+    strategy: ParameterServerStrategy, options: dict[str, Any], name: str, steps: int, width: int
+) -> dict[str, float]:
     """Train with these options of all variables, and return what it took and how good it is."""
     random = np.random.default_rng(0)
 
@@ -88,9 +90,9 @@ def measured(strategy: ParameterServerStrategy, options: dict[str, Any], name: s
         return random.normal(0, scale, shape).astype(np.float32)
 
     with strategy.scope():
-        user = Variable(start(USERS, WIDTH), name=f"{name}/user", **options)
-        item = Variable(start(ITEMS, WIDTH), name=f"{name}/item", **options)
-        layer = Variable(start(3 * WIDTH, HIDDEN), name=f"{name}/layer", **options)
+        user = Variable(start(USERS, width), name=f"{name}/user", **options)
+        item = Variable(start(ITEMS, width), name=f"{name}/item", **options)
+        layer = Variable(start(3 * width, HIDDEN), name=f"{name}/layer", **options)
         out = Variable(start(HIDDEN), name=f"{name}/out", **options)
         adam = optimizers.Adam(0.005)
 
@@ -105,11 +107,11 @@ def measured(strategy: ParameterServerStrategy, options: dict[str, Any], name: s
             errors = (1 / (1 + np.exp(-scores)) - batch.labels) / BATCH
             of_units = np.outer(errors, out_) * (units > 0)
             of_rows = of_units @ layer_.T
-            products = of_rows[:, 2 * WIDTH :]
+            products = of_rows[:, 2 * width :]
             adam.apply_gradients(
                 [
-                    (IndexedSlices(of_rows[:, :WIDTH] + products * items, batch.users), user),
-                    (IndexedSlices(of_rows[:, WIDTH : 2 * WIDTH] + products * users, batch.items), item),
+                    (IndexedSlices(of_rows[:, :width] + products * items, batch.users), user),
+                    (IndexedSlices(of_rows[:, width : 2 * width] + products * users, batch.items), item),
                     (rows.T @ of_units, layer),
                     (units.T @ errors, out),
                 ]
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000, help="of each wire type")
     parser.add_argument("--quick", action="store_true", help="200 steps")
     parser.add_argument("--mbit", type=int, default=0, help="the rate of the link, in Mbit/s; 0: no limit")
+    parser.add_argument("--width", type=int, default=32, help="of the tables' rows")
     arguments = parser.parse_args()
     if arguments.mbit:
         slow_down(arguments.mbit)
@@ -168,7 +171,7 @@ def main() -> None:
     ):
         exact = 0.0
         for number, (shown, options) in enumerate(CASES.items()):
-            row = measured(strategy, options, f"case{number}", steps)
+            row = measured(strategy, options, f"case{number}", steps, arguments.width)
             moved = row["pulled"] + row["pushed"]
             exact = exact or moved
             print(

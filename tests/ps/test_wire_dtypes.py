@@ -79,6 +79,21 @@ def test_int8_is_within_its_bound(values: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ml_dtypes") is None, reason="ml_dtypes is optional")
+def test_float16_is_numpys() -> None:
+    """All numbers that it has, and float32 between and around them: the same bits as from NumPy, and back."""
+    bits = np.arange(1 << 16, dtype="<u2")
+    exact = bits.view("<f2").astype(np.float32)
+    back = decode(CODES["float16"], bits.tobytes(), 1, len(bits))[0]
+    assert np.array_equal(back.view(np.uint32), exact.view(np.uint32))
+    numbers = np.sort(exact[np.isfinite(exact)])
+    between = (numbers[:-1] + numbers[1:]) / 2
+    around = [np.nextafter(between, np.float32(to)) for to in (-np.inf, np.inf)]
+    cases: list[Any] = [numbers, between, *around, numbers[np.abs(numbers) >= 2**-14]]
+    for values in cases:
+        encoded = encode(CODES["float16"], values.reshape(1, -1))
+        assert encoded.tobytes() == values.astype("<f2").tobytes()
+
+
 def test_bfloat16_rounds_to_nearest_even() -> None:
     """The bits are those of ml_dtypes, for ties, subnormal numbers, zeros, infinities and a million others."""
     import ml_dtypes
