@@ -961,8 +961,8 @@ def all_decoders(folder: Path) -> list[Decoder]:
     pulls = [data for data in frames if unpack(data, ps_pb2.Request)[0].WhichOneof("body") == "read"]
     values = [encode(example).SerializeToString() for example in _objects()]
     slot, metric = (
-        json.dumps(["w", "adam", "m"]).encode(),
-        json.dumps(["AUC", "a", {"num_thresholds": 9}, True]).encode(),
+        json.dumps(["1:w", "adam", "m"]).encode(),
+        json.dumps(["AUC", "a", {"num_thresholds": 9}, ["2:t", "3:f", "4:p", "5:n"]]).encode(),
     )
     return [
         Decoder("value", values, _decode),

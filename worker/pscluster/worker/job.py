@@ -23,6 +23,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.copies import Copies
 from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.ps.handles.registry import handle_of
+from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import definition_pb2, worker_pb2
 from pscluster.worker.collectives.membership import Membership
 from pscluster.worker.collectives.ways import Ways
@@ -68,6 +69,7 @@ class Job:
         self._lock = threading.Lock()
         own: list[Handle] = [StepStrategy(client), BlockStore()]
         self._handles: dict[tuple[str, str], Handle] = {(item.handle_kind, item.handle_key): item for item in own}
+        self._variables: dict[str, Variable] = {}  # by name, those among them that are variables
         # Those of an evaluation snapshot, while a function uses them.
         self._passing: weakref.WeakValueDictionary[tuple[str, str], Handle] = weakref.WeakValueDictionary()
         self._definitions: dict[str, Callable[..., Any]] = {}
@@ -167,6 +169,11 @@ class Job:
         with self._lock:
             if handle.ephemeral:
                 return self._passing.setdefault((kind, key), handle)
+            if isinstance(handle, Variable) and kind == Variable.handle_kind:
+                old = self._variables.setdefault(handle.name, handle)
+                if old.id < handle.id:  # it was deleted, and its name given again
+                    self._handles.pop((kind, old.handle_key), None)
+                    self._variables[handle.name] = handle
             return self._handles.setdefault((kind, key), handle)
 
     def iterator_of(self, resource: int, rank: int) -> WorkerIterator | None:

@@ -18,6 +18,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variable import Variable, VariableList
@@ -80,8 +81,10 @@ class VariableCreator:
 
     def resolve_handle(self, kind: str, key: str) -> Handle:
         """Return the handle that a function returned. ProtocolError if it is unknown here."""
-        if kind == Variable.handle_kind and key in self._variables:
-            return self._variables[key]
+        if kind == Variable.handle_kind:
+            number, name = parse_variable_key(key)
+            if (known := self._variables.get(name)) is not None and number in (0, known.id):
+                return known
         handle = handle_of(kind, key, lambda: self._client, self.resolve_handle)
         if handle is None:
             raise ProtocolError(f"there is no {kind} {key!r} here")

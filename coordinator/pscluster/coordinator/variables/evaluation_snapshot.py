@@ -11,7 +11,6 @@ They count neither for placement nor among the strategy's variables.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 
@@ -35,27 +34,25 @@ class EvaluationSnapshot:
         self._context = context
         (self._evaluation,) = context.variables.numbers(1)
         self._prefix = f"{RESERVED}evaluation/{self._evaluation}/"
-        self._variables: set[str] = set()
+        self._variables: dict[str, int] = {}  # ids by name
         self._optimizers: set[str] = set()
         self._made = False
 
     def rename(self, handle: Handle) -> tuple[str, str]:
         """Return the kind and key that replace this handle in the step: those of the copy, if it is a variable."""
-        kind, key = handle.handle_kind, handle.handle_key
-        if isinstance(handle, SlotVariable):
-            variable, optimizer, slot = json.loads(key)
-            self._variables.add(variable)
-            self._optimizers.add(optimizer)
-            return kind, json.dumps([self._prefix + variable, optimizer, slot])
-        if isinstance(handle, JoinedVariable):
-            self._variables.update(handle.member_names)
-            return kind, handle.key_with(self._prefix)
+        kind = handle.handle_kind
         if isinstance(handle, Variable):
-            self._variables.add(key)
-            return kind, self._prefix + key
+            members = [handle]
+            if isinstance(handle, SlotVariable):
+                members = [handle.variable]
+                self._optimizers.add(handle.optimizer_name)
+            elif isinstance(handle, JoinedVariable):
+                members = handle.variables
+            self._variables.update({member.name: member.id for member in members})
+            return kind, handle.key_with(self._prefix)
         if isinstance(handle, Optimizer):  # for slots and averages of copies
-            self._optimizers.add(key)
-        return kind, key
+            self._optimizers.add(handle.name)
+        return kind, handle.handle_key
 
     def make(self, dispatcher: Dispatcher, seconds: float) -> None:
         """Copy all that was renamed, at one moment at which no function runs.
@@ -74,7 +71,8 @@ class EvaluationSnapshot:
         known = client.directory()[0]  # wait for a server that is down here, not while functions are paused
         variables = [spec for spec in known.variables if spec.name in self._variables]
         optimizers = [spec.id for spec in known.optimizers if spec.name in self._optimizers]
-        if missing := sorted(self._variables.difference(spec.name for spec in variables)):
+        there = {spec.name: spec.id for spec in variables}
+        if missing := sorted(name for name, number in self._variables.items() if there.get(name) != number):
             raise UnknownVariableError(f"the step uses variables that are not in this job: {', '.join(missing)}")
         copies = []
         for spec, copy_id in zip(variables, self._context.variables.numbers(len(variables)), strict=True):

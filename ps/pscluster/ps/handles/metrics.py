@@ -94,24 +94,32 @@ class Metric(Handle):
 
     @property
     def handle_key(self) -> str:
-        return json.dumps([type(self).__name__, self.name, self._config, bool(self._variables)])
+        states = [variable.handle_key for variable in self._variables]
+        return json.dumps([type(self).__name__, self.name, self._config, states])
 
     @staticmethod
     def of(key: str, variable: Callable[[str], Variable]) -> Metric:
-        """Return the handle of an existing metric. ProtocolError if the key is invalid."""
+        """Return the handle of an existing metric, its states by calling `variable` with their keys.
+
+        ProtocolError if the key is invalid.
+        """
         try:
-            kind, name, config, on_servers = json.loads(key)
+            kind, name, config, states = json.loads(key)
             cls = _CLASSES.get(kind)
             if cls is None:
                 raise UnknownVariableError(f"unknown kind of metric: {kind!r:.80}")
             handle: Metric = object.__new__(cls)
             handle.name, handle._config = str(name), config
             handle._configure(**config)
+            if not isinstance(states, list) or len(states) not in (0, len(handle.initial())):
+                raise ValueError("it has other states")
+            if not all(isinstance(state, str) for state in states):
+                raise ValueError("a state has a key that is no text")
         except PsClusterError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError, OverflowError) as error:
             raise ProtocolError(f"{key[:80]!r} is not the key of a metric: {error}") from None
-        handle._variables = [variable(f"{name}/{state}") for state in handle.initial()] if on_servers else []
+        handle._variables = [variable(state) for state in states]
         return handle
 
     # States that travel

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from pscluster.core.errors import ProtocolError
+from pscluster.core.errors import ProtocolError, UnknownVariableError
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.metrics import Metric
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
@@ -22,22 +23,33 @@ def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Call
     the key is invalid.
     """
     if kind == Variable.handle_kind:
-        return Variable.of(client().describe_variable(key), client())
+        return _variable_of(key, client())
     if kind == JoinedVariable.handle_kind:
-        return JoinedVariable.of_key(key, lambda name: resolve(Variable.handle_kind, name))
+        return JoinedVariable.of_key(key, lambda member: resolve(Variable.handle_kind, member))
     if kind == Optimizer.handle_kind:
         return Optimizer.of(client().describe_optimizer(key), client())
     if kind == SlotVariable.handle_kind:
-        variable, optimizer, slot = _names(key)
+        variable, optimizer, slot = _slot_of(key)
         holder: Optimizer = resolve(Optimizer.handle_kind, optimizer)
         return holder.slot(resolve(Variable.handle_kind, variable), slot)
     if kind == Metric.handle_kind:
-        return Metric.of(key, lambda name: resolve(Variable.handle_kind, name))
+        return Metric.of(key, lambda state: resolve(Variable.handle_kind, state))
     return None
 
 
-def _names(key: str) -> tuple[str, str, str]:
-    """Return the names of a slot's variable, optimizer and slot. ProtocolError if the key is invalid."""
+def _variable_of(key: str, client: PsClient) -> Variable:
+    number, name = parse_variable_key(key)
+    spec = client.describe_variable(name)
+    if number not in (0, spec.id):
+        raise UnknownVariableError(
+            f"variable {name!r} was deleted, and another one has its name now: use that one, and define again the "
+            "functions that captured the old one"
+        )
+    return Variable.of(spec, client)
+
+
+def _slot_of(key: str) -> tuple[str, str, str]:
+    """Return the key of a slot's variable, and the names of optimizer and slot. ProtocolError if it is invalid."""
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(key):
             case [str() as variable, str() as optimizer, str() as slot]:

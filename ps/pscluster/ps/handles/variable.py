@@ -29,6 +29,7 @@ from pscluster.ps.client.overlap import fetched_rows
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices, advanced_index, gradient_of, wrapped_ids
+from pscluster.ps.handles.keys import variable_key
 from pscluster.ps.handles.operators import Arithmetic
 from pscluster.ps.handles.row_requests import distinct_reads, row_updates
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
@@ -186,7 +187,11 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
     @property
     def handle_key(self) -> str:
-        return self.name
+        return variable_key(self.id, self.name)
+
+    def key_with(self, prefix: str) -> str:
+        """Return the key of its counterpart, whose name has this prefix."""
+        return variable_key(0, prefix + self.name)
 
     # What it is
 
@@ -405,7 +410,7 @@ class JoinedVariable(ShardedVariable):
 
     @staticmethod
     def of_key(key: str, variable: Callable[[str], Variable]) -> JoinedVariable:
-        """Return the handle of a key, its members by calling `variable` with their names; or raise ProtocolError."""
+        """Return the handle of a key, its members by calling `variable` with theirs; or raise ProtocolError."""
         with contextlib.suppress(ValueError, RecursionError, TypeError):
             match json.loads(key):
                 case [str() as name, list(members)] if all(isinstance(member, str) for member in members):
@@ -418,11 +423,10 @@ class JoinedVariable(ShardedVariable):
 
     @property
     def handle_key(self) -> str:
-        return self.key_with("")
+        return json.dumps([self.name, [member.handle_key for member in self._members]])
 
     def key_with(self, prefix: str) -> str:
-        """Return the key of its counterpart, whose members' names have this prefix."""
-        return json.dumps([self.name, [prefix + name for name in self.member_names]])
+        return json.dumps([self.name, [member.key_with(prefix) for member in self._members]])
 
     @property
     def member_names(self) -> list[str]:
@@ -492,14 +496,21 @@ class SlotVariable(Variable):
         handle.trainable = False
         handle.wire_dtype = handle.push_top_k = 0
         handle._slot = (optimizer, slot)
-        handle._key = json.dumps([variable.name, optimizer_name, slot])
+        handle.variable, handle.optimizer_name = variable, optimizer_name
+        handle._key = json.dumps([variable.handle_key, optimizer_name, slot])
         return handle
 
+    variable: Variable
+    optimizer_name: str
     _key: str
 
     @property
     def handle_key(self) -> str:
         return self._key
+
+    def key_with(self, prefix: str) -> str:
+        _, optimizer_name, slot = json.loads(self._key)
+        return json.dumps([self.variable.key_with(prefix), optimizer_name, slot])
 
 
 def _is_same(one: Variable | Shard, other: object) -> bool:

@@ -31,6 +31,9 @@ from pscluster.ps.server.shard import Shard
 from pscluster.ps.spec import METADATA
 from pscluster.v1 import definition_pb2, ps_pb2
 
+_MAX_DELETED = 256
+"""The most deleted variables whose names are remembered."""
+
 _MAX_DELETED_EVALUATIONS = 256
 """The most deletions by evaluation that are remembered, so that late copies of creations are refused."""
 
@@ -77,6 +80,7 @@ class Directory:
         self.held_metadata = HeldVariable(spec, np.dtype(np.uint8), Partition((), ()), {METADATA[1]: self.metadata})
         self._optimizers: dict[int, HeldOptimizer] = {}
         self._awaited: dict[int, ps_pb2.OptimizerSpec] = {}  # restored, but their rule must be sent again
+        self._deleted: dict[int, str] = {}  # names of the variables that were deleted last, for messages
         self._deleted_evaluations: deque[int] = deque(maxlen=_MAX_DELETED_EVALUATIONS)
 
     # Lookups, each of a single dictionary entry, so these need no lock
@@ -89,6 +93,10 @@ class Directory:
         """
         held = self.variables.get(variable)
         if held is None:
+            if (name := self._deleted.get(variable)) is not None:
+                raise UnknownVariableError(
+                    f"variable {name!r} was deleted: use the one that was made in its place, or make one"
+                )
             raise UnknownVariableError(f"there is no variable with id {variable} in this job")
         found = held.shards.get(shard)
         if found is None:
@@ -147,7 +155,11 @@ class Directory:
             self._deleted_evaluations.append(evaluation)
         deleted = [id_ for id_, held in self.variables.items() if matches(held.spec)]
         for id_ in deleted:
-            del self.variables[id_]
+            held = self.variables.pop(id_)
+            if not evaluation:
+                while len(self._deleted) >= _MAX_DELETED:
+                    del self._deleted[next(iter(self._deleted))]
+                self._deleted[id_] = held.spec.name
         self.pending = {id_: spec for id_, spec in self.pending.items() if not matches(spec)}
         return deleted
 
