@@ -8,7 +8,7 @@ from pscluster.coordinator.checkpoints.saved import SavedVariables
 from pscluster.coordinator.checkpoints.sidecar import SidecarEvaluator
 from pscluster.coordinator.dashboard import Dashboard
 from pscluster.coordinator.data.dataset import DataPart, DistributedDataset
-from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.observability.progress_line import ProgressLine
@@ -73,6 +73,7 @@ __all__ = [
     "ParameterServerStrategy",
     "Partitioner",
     "PerReplica",
+    "PerWorker",
     "PerWorkerDataset",
     "PerWorkerIterator",
     "Plan",

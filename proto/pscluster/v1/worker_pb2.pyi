@@ -11,12 +11,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Resource(_message.Message):
-    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "replicas", "replicas_per_worker", "first_replica", "unloadable")
+    __slots__ = ("id", "definition", "seed", "distributed", "iterable", "object", "name", "replicas", "replicas_per_worker", "first_replica", "unloadable")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEFINITION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     ITERABLE_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_PER_WORKER_FIELD_NUMBER: _ClassVar[int]
     FIRST_REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -26,11 +28,13 @@ class Resource(_message.Message):
     seed: int
     distributed: bool
     iterable: bool
+    object: bool
+    name: str
     replicas: int
     replicas_per_worker: int
     first_replica: int
     unloadable: str
-    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., replicas: _Optional[int] = ..., replicas_per_worker: _Optional[int] = ..., first_replica: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., definition: _Optional[str] = ..., seed: _Optional[int] = ..., distributed: bool = ..., iterable: bool = ..., object: bool = ..., name: _Optional[str] = ..., replicas: _Optional[int] = ..., replicas_per_worker: _Optional[int] = ..., first_replica: _Optional[int] = ..., unloadable: _Optional[str] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("incarnation", "definition", "resource", "attachments", "total_bytes", "last", "pad", "payload")

@@ -32,6 +32,7 @@ from pscluster.worker.data.per_worker import InputContext, WorkerDataset, Worker
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.function_metrics import WorkerMetrics
+from pscluster.worker.objects import WorkerObject
 from pscluster.worker.overlap import Overlap, overlap_of
 from pscluster.worker.programs.store import BlockStore
 from pscluster.worker.strategy import StepStrategy
@@ -98,6 +99,10 @@ class Job:
         """End the reader and the client: the attachment is over."""
         self.closed.set()
         self._reader.end()
+        with self._lock:
+            objects = [handle for handle in self._handles.values() if isinstance(handle, WorkerObject)]
+        for item in objects:
+            item.drop()
         self.membership.close()
         self._client.close()
 
@@ -214,7 +219,13 @@ class Job:
         return None if function is None else overlap_of(function)
 
     def build(self, resource: worker_pb2.Resource) -> None:
-        """Build a dataset or per-worker iterator. Errors of the user's function are raised in the step that uses it."""
+        """Build a dataset or per-worker iterator. Errors of the user's function are raised in the step that uses it.
+
+        An object is only made known: the first function that asks for it makes it.
+        """
+        if resource.object:
+            self._know_object(resource)
+            return
         kind: type[WorkerIterator | WorkerDataset] = WorkerDataset if resource.iterable else WorkerIterator
         name = kind.handle_kind, str(resource.id)
         with self._lock:
@@ -251,6 +262,20 @@ class Job:
             handle = make(self.worker_index)
         with self._lock:
             self._handles.setdefault(name, handle)
+
+    def _know_object(self, resource: worker_pb2.Resource) -> None:
+        fn = None if resource.unloadable else self.definition(resource.definition)
+
+        def make() -> Any:
+            if fn is None:
+                raise MisuseError(resource.unloadable)
+            with running(self.context(function=0, attempt=0)):
+                return fn()
+
+        key, place = str(resource.id), f"worker:{self.worker_index}"
+        handle = WorkerObject(key, f"per-worker object {resource.name!r} on {place}", make)
+        with self._lock:
+            self._handles.setdefault((handle.handle_kind, key), handle)
 
     # Parts of distributed datasets
 
@@ -297,8 +322,10 @@ class Job:
                 if self._pipelines.pop(resource, None) is not None:
                     self._reader.forget(resource)
                 self._unloadable.pop(resource, None)
-                for kind in (WorkerIterator, WorkerDataset):
-                    self._handles.pop((kind.handle_kind, resource), None)
+                for kind in (WorkerIterator, WorkerDataset, WorkerObject):
+                    handle: object = self._handles.pop((kind.handle_kind, resource), None)
+                    if isinstance(handle, WorkerObject):
+                        handle.drop()
             for digest in definitions:
                 self._definitions.pop(digest, None)
 

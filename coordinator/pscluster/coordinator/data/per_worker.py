@@ -1,13 +1,16 @@
-"""Per-worker datasets as the coordinator holds them: functions and handles; the data is on the workers."""
+"""Per-worker datasets and objects as the coordinator holds them: functions and handles; the rest is on the workers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
+
+T = TypeVar("T")
 
 
 class PerWorkerIterator(Handle):
@@ -84,3 +87,26 @@ class PerWorkerDataset(Handle):
 
     def __repr__(self) -> str:
         return f"<PerWorkerDataset of {self._function.name}>"
+
+
+class PerWorker(Handle, Generic[T]):
+    """An object on every worker, made there when a step first asks for it: see `ClusterCoordinator.per_worker`."""
+
+    handle_kind = "object"
+
+    def __init__(self, resource_id: int, name: str) -> None:
+        self._id, self._name = resource_id, name
+
+    @property
+    def handle_key(self) -> str:
+        return str(self._id)
+
+    def get(self) -> T:
+        """Return, in a step function, the object of its worker."""
+        raise MisuseError(
+            f"the per-worker object {self._name!r} is on the workers: pass it to schedule(), or use it in a step "
+            "function, and call get() there"
+        )
+
+    def __repr__(self) -> str:
+        return f"<PerWorker {self._name!r}>"

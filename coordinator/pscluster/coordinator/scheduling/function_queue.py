@@ -9,12 +9,12 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pscluster.coordinator.checkpoints.checkpoint import BARRIER_SECONDS
 from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.dataset_progress import DatasetProgress, DatasetResource
-from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
+from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.job.context import JobContext
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
@@ -47,6 +47,8 @@ from pscluster.worker.evaluation import States, by_name, results_of, states_of
 from pscluster.worker.overlap import overlapped
 from pscluster.worker.step_results import of_steps
 
+T = TypeVar("T")
+
 _SECONDS = "number of seconds"
 _ELEMENTS = (DataPart, PerWorkerDataset, PerWorkerIterator)
 _MAX_OVERLAPPING = 64  # functions with lookups that are captured once; the least recently used are captured again
@@ -67,7 +69,7 @@ class FunctionQueue(StaysHere):
         self.synchronous_run = SynchronousRun(strategy.context.client.updater, strategy.step_options)
         strategy.context.settle_steps = self.synchronous_run.settle
         self._resources = itertools.count(1)
-        self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset] = (
+        self._per_worker: weakref.WeakValueDictionary[str, PerWorkerIterator | PerWorkerDataset | PerWorker[Any]] = (
             weakref.WeakValueDictionary()
         )
         self._remains = deque[EvaluationSnapshot]()  # of evaluations that have ended, on servers that were unreachable
@@ -511,6 +513,30 @@ class FunctionQueue(StaysHere):
             function = self._functions.anew(partial_of(function.name, make, FunctionHandle(function), *options))
         return PerWorkerDataset(function, self._make_iterator, self._build_dataset, lambda: self._homes)
 
+    def per_worker(self, fn: Callable[[], T]) -> PerWorker[T]:
+        """Have every worker make an object of its own by calling `fn()` there, such as a model or a jitted function.
+
+            model = coordinator.per_worker(make_model)
+            def step(images): return model.get()(images)      # or pass it: schedule(step, args=(model, images))
+
+        A worker makes it when a step first calls `get()`, and all of its functions share it, whatever they do to it. If
+        the worker restarts it is made anew. If `fn` raises, that step fails, and the next one calls `fn` again. The
+        object is never sent anywhere, and is dropped with the last reference to the returned handle, that of functions
+        included. `fn` and the values it captures are taken as they are now, as by `schedule`.
+
+        Raises:
+            TypeError: `fn` is not callable, or something that it captures can't be sent.
+        """
+        if not callable(fn):
+            raise TypeError(f"per_worker takes a function that makes the object, not {type_of(fn)}")
+        function = self._functions.get(fn)
+        _check_no_part(function)
+        resource_id = next(self._resources)
+        item = PerWorker[T](resource_id, function.name)
+        self._per_worker[item.handle_key] = item
+        self._build(item, function, (), id=resource_id, object=True, name=function.name)
+        return item
+
     def distribute_dataset(
         self,
         source: Any,
@@ -739,7 +765,7 @@ class FunctionQueue(StaysHere):
         weakref.finalize(owner, definitions.release_resource, message.id).atexit = False
 
     def _handle_of(self, kind: str, key: str) -> Handle:
-        if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind):
+        if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind, PerWorker.handle_kind):
             return self.strategy.resolve_handle(kind, key)
         handle = self._per_worker.get(key)
         if handle is None or handle.handle_kind != kind:
