@@ -7,10 +7,12 @@ STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 # And those of the launchers, which start schedulers, in .venv-launch.
 LAUNCH := .venv-launch
+# What builds the site of the documents.
+DOCS := .venv-docs
 # Tests and examples start many processes; without the files of compiled modules each would compile all of ours.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-frameworks test-launch check proto bench bench-peers chaos fuzz soak clean
+.PHONY: run test test-frameworks test-launch check docs proto bench bench-peers chaos fuzz soak clean
 
 run: $(STAMP)  ## train the digit classifier on a local cluster of 2 parameter servers and 3 workers
 	$(BIN)/pscluster run --ps 2 --workers 3 examples/digits.py
@@ -37,6 +39,10 @@ check: $(STAMP)  ## lint, types, import directions and circles, generated stubs,
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive adapters coordinator core launch ps spmd worker
 	$(BIN)/python scripts/audit.py
 
+docs: $(DOCS)/.installed  ## build the site of the documents into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "open site/index.html"
+
 proto: $(STAMP)  ## regenerate the stubs from proto/
 	$(BIN)/python scripts/generate_stubs.py
 
@@ -57,7 +63,7 @@ bench-peers:  ## install TensorFlow, Ray, torch and Dask into .venv-peers, for b
 	$(PYTHON) benchmarks/install_peers.py .venv-peers
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(LAUNCH) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(LAUNCH) $(DOCS) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
@@ -74,4 +80,9 @@ $(FRAMEWORKS)/.installed: pyproject.toml
 $(LAUNCH)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(LAUNCH)
 	$(LAUNCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[launch]'
+	touch $@
+
+$(DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@

@@ -8,6 +8,42 @@ import grpc
 
 from pscluster.core.sanitize import shown
 
+__all__ = [
+    "AuthenticationError",
+    "BusyError",
+    "CancelledError",
+    "CheckpointError",
+    "CheckpointMisfitError",
+    "ConfigurationError",
+    "DatasetError",
+    "EndOfDatasetError",
+    "FunctionCancelled",
+    "FunctionError",
+    "FunctionTimeoutError",
+    "InvalidUpdateError",
+    "LayoutError",
+    "MemberTimeoutError",
+    "MemberUnavailableError",
+    "MeshError",
+    "MisuseError",
+    "NotPermittedError",
+    "PSUnavailableError",
+    "PackError",
+    "ProtocolError",
+    "PsClusterError",
+    "RefusedError",
+    "ShardMovedError",
+    "ShardedGatherError",
+    "StaleError",
+    "TensorLostError",
+    "UnavailableError",
+    "UnknownVariableError",
+    "UnsupportedFunctionError",
+    "VersionMismatchError",
+    "WaitTimeoutError",
+    "WorkerLostError",
+]
+
 
 class PsClusterError(Exception):
     """Base of pscluster's own errors."""

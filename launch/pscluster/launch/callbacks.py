@@ -79,6 +79,7 @@ class ReportCheckpoint(Callback):
     # Those that only Keras has
 
     def set_model(self, model: Any) -> None:
+        """Remember the model; Keras calls this before the training."""
         self.model = model
 
     def set_params(self, params: Mapping[str, Any]) -> None:

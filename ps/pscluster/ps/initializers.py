@@ -25,6 +25,20 @@ import numpy.typing as npt
 
 from pscluster.core import checks, random_blocks
 
+__all__ = [
+    "Constant",
+    "GlorotNormal",
+    "GlorotUniform",
+    "HeNormal",
+    "HeUniform",
+    "Initializer",
+    "Ones",
+    "RandomNormal",
+    "RandomUniform",
+    "TruncatedNormal",
+    "Zeros",
+]
+
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 _Fill = Callable[[Shape, Array], None]  # of the block at an offset

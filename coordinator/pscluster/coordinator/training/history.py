@@ -27,6 +27,7 @@ class History:
         self.stopped = ""
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Add the logs of an epoch; numbers that another epoch has not are NaN there. For internal use."""
         for name in logs:
             self.history.setdefault(name, [math.nan] * len(self.epoch))
         self.epoch.append(epoch)

@@ -125,6 +125,7 @@ class Metric(Handle):
     # States that travel
 
     def initial(self) -> State:
+        """Return the state without examples."""
         return {name: np.zeros(()) for name in self.states}
 
     def update(self, state: State, *values: Any) -> State:
@@ -132,6 +133,7 @@ class Metric(Handle):
         return self.merge(state, self._amounts(*values))
 
     def merge(self, state: State, other: State) -> State:
+        """Return the state of the examples of both."""
         return {name: values + other[name] for name, values in state.items()}
 
     def _amounts(self, *values: Any) -> State:
@@ -220,6 +222,15 @@ class Mean(Metric):
     """The (weighted) mean of all values; 0 without values."""
 
     def update_state(self, values: npt.ArrayLike, sample_weight: Weights = None) -> None:
+        """Add values, on the servers: one update, which counts once even if the function runs again.
+
+        Args:
+            values: numbers of any shape.
+            sample_weight: their weights, of a shape that NumPy broadcasts to theirs. Default: 1 each.
+
+        Raises:
+            MisuseError: values or weights are no numbers, or their shapes do not fit. Nothing was added.
+        """
         self._update(ps_pb2.ADD, self._amounts(values, sample_weight))
 
     def _amounts(self, values: npt.ArrayLike, sample_weight: Weights = None) -> State:
@@ -239,6 +250,16 @@ class _OfPairs(Metric):
     """Base of metrics of labels and predictions. By default the mean of `_of_pairs`."""
 
     def update_state(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: Weights = None) -> None:
+        """Add examples, on the servers: one update, which counts once even if the function runs again.
+
+        Args:
+            y_true: the labels.
+            y_pred: the predictions or scores, one for each label; the class says of which shape.
+            sample_weight: the examples' weights, of a shape that NumPy broadcasts to the labels'. Default: 1 each.
+
+        Raises:
+            MisuseError: something is no number, or the shapes do not fit. Nothing was added.
+        """
         self._update(ps_pb2.ADD, self._amounts(y_true, y_pred, sample_weight))
 
     def _amounts(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike, sample_weight: Weights = None) -> State:

@@ -34,6 +34,19 @@ from pscluster.ps.optim.schedules import from_spec as schedule_from_spec
 from pscluster.ps.spec import AVERAGE, OWN_RULE
 from pscluster.v1 import ps_pb2
 
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Common",
+    "Ftrl",
+    "Lion",
+    "Optimizer",
+    "RMSprop",
+]
+
 LearningRate = float | LearningRateSchedule
 NonFinite = Literal["apply", "count", "skip", "refuse"]
 _POLICIES = ("apply", "count", "skip", "refuse")

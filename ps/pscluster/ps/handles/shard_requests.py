@@ -246,6 +246,7 @@ class ShardRequests:
         return updates
 
     def dense_gradient_updates(self, gradient: npt.ArrayLike, optimizer: int) -> list[ShardUpdate]:
+        """Return the updates of all shards by a dense gradient; for internal use."""
         self.check_takes_gradients()
         self._check_writable()
         array = converted(gradient, self.dtype, self.name, "gradient", overflow=True)

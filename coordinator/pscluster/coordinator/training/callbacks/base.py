@@ -176,6 +176,7 @@ class CallbackList(Callback):
         self._call_each("close", at_end=True)
 
     def states(self) -> list[dict[str, Any]]:
+        """Return the states of those callbacks that have one, with the names of their classes."""
         states = [(type(callback).__name__, callback.state()) for callback in self.callbacks]
         return [{"callback": name, "state": state} for name, state in states if state]
 

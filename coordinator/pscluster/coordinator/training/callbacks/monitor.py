@@ -56,6 +56,7 @@ class Monitor:
         return None if value is None else float(value)
 
     def improves(self, value: float) -> bool:
+        """Return whether a value is better than `best`, by more than `min_delta`."""
         if math.isinf(self.best):
             return math.isfinite(value)
         return self._sign * (value - self.best) > self._min_delta
