@@ -263,6 +263,32 @@ def test_processes_know_their_place(house: House, tmp_path: Path) -> None:
             assert seen["argv"][seen["argv"].index("--log-level") + 1] == "info"
 
 
+def test_each_task_can_have_variables_of_its_own(house: House) -> None:
+    """A function of role and index gives them, once for each task: one that is restarted has the same."""
+    calls: list[tuple[str, int]] = []
+
+    def env(role: str, index: int) -> dict[str, str]:
+        calls.append((role, index))
+        return {
+            "DIARY": str(house.diary_file),
+            "CUDA_VISIBLE_DEVICES": str(index) if role == "worker" else "",
+            "OMP_NUM_THREADS": "7",
+        }
+
+    with house.cluster(1, 2, env=env) as cluster:
+        pid = cluster.pids["worker", 1]
+        cluster.kill("worker", 1)
+        cluster.wait_restarted("worker", 1, pid)
+        found = {task: json.loads(ask(cluster, *task, "describe"))["env"] for task in cluster.pids}
+        assert {task: seen["CUDA_VISIBLE_DEVICES"] for task, seen in found.items()} == {
+            ("ps", 0): "",
+            ("worker", 0): "0",
+            ("worker", 1): "1",
+        }
+        assert {seen["OMP_NUM_THREADS"] for seen in found.values()} == {"7"}
+        assert calls == [("ps", 0), ("worker", 0), ("worker", 1)]
+
+
 def test_is_a_resolver(house: House) -> None:
     """A strategy may use it as it is: the holder is the chief of a cluster that is sound."""
     with house.cluster(1, 2) as cluster:
@@ -501,6 +527,12 @@ def test_a_cluster_that_was_never_started(house: House) -> None:
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
         ({"cwd": "no/such/place"}, "cwd is 'no/such/place'"),
         ({"env": {"TF_CONFIG": "{}"}}, "env names TF_CONFIG"),
+        ({"env": {"OMP_NUM_THREADS": 1}}, "env has 'OMP_NUM_THREADS': 1; a variable's name and value are strings"),
+        ({"env": ["OMP_NUM_THREADS"]}, "env is a list; give a dictionary"),
+        ({"env": lambda role, index: {"TF_CONFIG": ""} if role == "ps" else {}}, r"env\('ps', 0\) names TF_CONFIG"),
+        ({"env": lambda role, index: {"PSCLUSTER_DATA_PORT": "off"}}, "which all tasks have in common"),
+        ({"env": lambda role, index: {"GPU": "01"[index]}, "num_workers": 3}, r"env\('worker', 2\) raised IndexError"),
+        ({"env": lambda role, index: None}, r"env\('ps', 0\) is None; give a dictionary"),
         ({"token": "short"}, "can be guessed"),
         ({"transport": "udp"}, "transport is 'udp'; give one of unix, tcp"),
         ({"transport": "unix", "tls": True}, "host= and tls=True are for TCP"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -116,7 +117,9 @@ def test_before_there_is_a_strategy() -> None:
 
 def test_workers_that_have_ended_are_started_again() -> None:
     """One that was given up, and one that was stopped from outside."""
-    with LocalCluster(1, 2, max_restarts=0, log_level="ERROR") as cluster:
+    with LocalCluster(1, 2, max_restarts=0, log_level="ERROR", env=lambda _, index: {"MINE": "abc"[index]}) as cluster:
+        with pytest.raises(ConfigurationError, match=r"env\('worker', 3\) raised IndexError"):
+            cluster.scale(workers=4)
         cluster.scale(workers=3)  # the new one serves
         cluster.kill("worker", 0)
         until(lambda: "giving it up" in cluster.why_gone("worker", 0), "it is given up")
@@ -125,6 +128,10 @@ def test_workers_that_have_ended_are_started_again() -> None:
         cluster.scale(workers=3)
         assert set(cluster.pids) == {("ps", 0), *(("worker", index) for index in range(3))}
         cluster.check()
+        with ParameterServerStrategy(cluster) as strategy:
+            coordinator = ClusterCoordinator(strategy)
+            found = coordinator.schedule_together(lambda: os.environ["MINE"])
+            assert coordinator.fetch(found, TIMEOUT) == ["a", "b", "c"], "each has its own variables"
 
 
 def test_data_across_a_join() -> None:

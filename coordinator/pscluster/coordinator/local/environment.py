@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
+from pscluster.core import checks
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.functions.policy import FUNCTIONS_VARIABLE, PICKLE_VARIABLE, functions_from_also
 from pscluster.core.role.options import (
@@ -28,7 +30,49 @@ _RESERVED = {
     STATE_VARIABLE,
     PICKLE_VARIABLE,
 }
+# Without one of these in a task's own variables all tasks agree whether they have such ports.
+_OF_ALL_TASKS = {DATA_PORT_VARIABLE, METRICS_PORT_VARIABLE}
 THREADS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+TaskEnv: TypeAlias = Mapping[str, str] | Callable[[str, int], Mapping[str, str]]
+"""Variables for all tasks, or a function of a task's role and index that returns those for it."""
+
+
+def task_environ(env: TaskEnv | None, role: str, index: int) -> dict[str, str]:
+    """Return the variables that a function gives one task; none if all tasks have the same.
+
+    ConfigurationError if the function raises, or returns something else than strings by the names of variables that
+    are its to set.
+    """
+    if not callable(env):
+        return {}
+    said = f"env({role!r}, {index})"
+    try:
+        given = env(role, index)
+    except Exception as error:
+        raise ConfigurationError(f"{said} raised {type(error).__name__}: {error}") from error
+    _check(given, said)
+    if common := _OF_ALL_TASKS.intersection(given):
+        raise ConfigurationError(
+            f"{said} names {', '.join(sorted(common))}, which all tasks have in common: set it in this process, before "
+            "LocalCluster is made"
+        )
+    return dict(given)
+
+
+def _check(env: Mapping[str, str], said: str) -> None:
+    """Raise ConfigurationError unless these are variables that a process can have and a user may set."""
+    if not isinstance(env, Mapping):
+        raise ConfigurationError(f"{said} is {checks.type_of(env)}; give a dictionary of strings by variables' names")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(f"{said} has {name!r}: {value!r}; a variable's name and value are strings")
+    if conflicts := _RESERVED.intersection(env):
+        raise ConfigurationError(
+            f"{said} names {', '.join(sorted(conflicts))}, which LocalCluster sets; use token=, tls=, durability=, "
+            "state_dir= or allow_pickle="
+        )
 
 
 def role_environ(
@@ -42,11 +86,7 @@ def role_environ(
 
     The arguments are those of `LocalCluster`. ConfigurationError if one is invalid.
     """
-    if conflicts := _RESERVED.intersection(env):
-        raise ConfigurationError(
-            f"env names {', '.join(sorted(conflicts))}, which LocalCluster sets; use token=, tls=, durability=, "
-            "state_dir= or allow_pickle="
-        )
+    _check(env, "env")
     threads = max(1, (os.cpu_count() or 1) // num_workers)
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = cwd, script and os.path.dirname(os.path.abspath(script))

@@ -15,13 +15,13 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from pscluster.coordinator.local import supervised
 from pscluster.coordinator.local.addresses import Addresses, choose_transport
-from pscluster.coordinator.local.environment import child_environ, role_environ
+from pscluster.coordinator.local.environment import TaskEnv, child_environ, role_environ, task_environ
 from pscluster.coordinator.local.launcher import Report
 from pscluster.coordinator.local.processes import Processes
 from pscluster.coordinator.local.scaling import ScalableCluster
@@ -69,7 +69,7 @@ class LocalCluster(ScalableCluster):
         max_restarts: int = 10,
         transport: str | None = None,
         host: str | None = None,
-        env: Mapping[str, str] | None = None,
+        env: TaskEnv | None = None,
         log_level: str = "WARNING",
         log_format: str = "text",
         log_dir: str | os.PathLike[str] | None = None,
@@ -94,7 +94,10 @@ class LocalCluster(ScalableCluster):
                 Default: "tcp" if a host or certificates are requested, else "unix".
             host: where the processes listen, over TCP. Default: 127.0.0.1.
             env: variables to add to the environment that the processes inherit from this one; for example
-                `{"OMP_NUM_THREADS": "1"}` where several workers share few cores.
+                `{"OMP_NUM_THREADS": "1"}` where several workers share few cores. Or a function of a task's role, "ps"
+                or "worker", and index that returns the variables for it, such as
+                `lambda role, index: {"CUDA_VISIBLE_DEVICES": str(index) if role == "worker" else ""}`. It is called
+                once for each task: here, and in `scale` and `add_server` for those that they add.
             log_level: of the processes, which log to this process's standard error.
             log_format: "text", lines for people, or "json", one object per line.
             log_dir: a directory for what the processes log and print, each to its own file, such as worker-0.log, at
@@ -134,7 +137,14 @@ class LocalCluster(ScalableCluster):
             raise ConfigurationError(f"cwd is {os.fspath(cwd)!r}, which is not a directory")
         if log_dir is not None and not Path(log_dir).is_dir():
             raise ConfigurationError(f"log_dir is {os.fspath(log_dir)!r}, which is not a directory")
-        self._env = role_environ(env or {}, num_workers, durability, allow_pickle, cwd)
+        of_all = {} if env is None or callable(env) else env
+        self._env = role_environ(of_all, num_workers, durability, allow_pickle, cwd)
+        self._task_env = env
+        self._of_task = {  # what each task has besides, also when it is restarted
+            (role, index): task_environ(env, role, index)
+            for role, count in (("ps", num_ps), ("worker", num_workers))
+            for index in range(count)
+        }
         self.transport = choose_transport(transport, host, tls)
         self.token = new_token() if token is None else str(load_token(None, {TOKEN_VARIABLE: token}))
         self.tls: Tls | None = None
@@ -215,7 +225,9 @@ class LocalCluster(ScalableCluster):
 
     def _reserve_workers(self, indices: Sequence[int], timeout: float) -> None:
         del timeout  # there is room at once
+        of_task = {("worker", index): task_environ(self._task_env, "worker", index) for index in indices}
         with self._changed:
+            self._of_task |= of_task
             for index in indices:
                 self._started_addresses().add(("worker", index))
                 self._joining.add(index)
@@ -232,6 +244,7 @@ class LocalCluster(ScalableCluster):
                 raise MisuseError("the cluster can't be scaled: it isn't running")
             if index != self._counts["ps"]:
                 raise MisuseError(f"the cluster has {self._counts['ps']} parameter servers, so the next is not {index}")
+            self._of_task[task] = task_environ(self._task_env, *task)
             self._started_addresses().add(task)
             self._counts["ps"] = index + 1
             self._inbox.put(Added(task))
@@ -267,7 +280,7 @@ class LocalCluster(ScalableCluster):
     def _start_process(self, task: TaskKey) -> None:
         role, index = task
         command = self._command or (sys.executable, "-m", f"pscluster.{role}")
-        env = dict(self._env)
+        env = {**self._env, **self._of_task[task]}
         if (port := self._started_addresses().data_ports.get(task)) is not None:
             env[DATA_PORT_VARIABLE] = str(port)
         options, config = [*self._options, *self.hand_over_port(role, index)], self.tf_config(role, index)
