@@ -374,7 +374,7 @@ def read_whole(held: Store, how: str) -> bytes:
     if how == "pieces":
         return b"".join(reads.read(held, read_request(), Payload([])))
     request, got, before = ps_pb2.Request(id=3, read=read_request()), bytearray(), 0
-    total = reads.reply_bytes(held, request.read, 0)
+    total = reads.reply_bytes(reads.sources_of(held, request.read, 0))
     last = []
     for frame in reads.frames(held, request, Payload([]), total, (4 if how == "large frames" else 1) * CHUNK):
         reply, payload = unpack(b"".join(frame), ps_pb2.Reply)

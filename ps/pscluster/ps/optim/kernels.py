@@ -15,8 +15,6 @@ infinity follow IEEE arithmetic, without warnings: the caller refuses them befor
 from __future__ import annotations
 
 import functools
-import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.ps.optim.buffers import items_of, workspace
 from pscluster.ps.optim.rules import Array, UpdateRule
 
 DType = np.dtype[Any]
@@ -85,7 +84,7 @@ def apply_dense(rule: UpdateRule, param: Array, grad: Array, slots: Mapping[str,
     _check_gradient(grad)
     if not param.size:
         return
-    _workspace.begin()
+    workspace.begin()
     with np.errstate(all="ignore"):
         kernel = _Kernel(rule, step, min(_BLOCK, param.size), param, grad, slots)
         kernel.whole(param.reshape(-1), grad.reshape(-1), {name: slots[name].reshape(-1) for name in rule.slots})
@@ -117,7 +116,7 @@ def apply_rows(rule: UpdateRule, param: Array, ids: Ids, grads: Array, slots: Ma
     if not grads.size:
         return
     groups = Groups.of(ids)
-    _workspace.begin()
+    workspace.begin()
     with np.errstate(all="ignore"):
         if param.shape[1] > _ROW_BLOCK:
             _apply_wide_rows(rule, param, groups, grads, slots, step)
@@ -134,8 +133,8 @@ def _apply_narrow_rows(
     kernel = _Kernel(rule, step, many * width, param, grads, slots)
     sums = _Sums(groups, grads, many, kernel.dtype)
     tables = {_PARAM: param} | {name: slots[name] for name in rule.slots}
-    blocks = {name: _workspace.array((many, width), table.dtype) for name, table in tables.items()}
-    moves = [(_items(table), _items(blocks[name])) for name, table in tables.items()]
+    blocks = {name: workspace.array((many, width), table.dtype) for name, table in tables.items()}
+    moves = [(items_of(table), items_of(blocks[name])) for name, table in tables.items()]
     for start in range(0, len(groups.ids), many):
         touched = groups.ids[start : start + many]
         size = len(touched)
@@ -188,7 +187,7 @@ def take_rows(rows: Array, positions: Ids) -> Array:
     """Return the rows, of shape (n, width) and contiguous, at these positions, each of which there is."""
     taken = np.empty((len(positions), rows.shape[1]), rows.dtype)
     if taken.size:
-        np.take(_items(rows), positions, out=_items(taken), mode=_IN_RANGE)
+        np.take(items_of(rows), positions, out=items_of(taken), mode=_IN_RANGE)
     return taken
 
 
@@ -197,7 +196,7 @@ def _summed(groups: Groups, rows: Array, summed_in: DType) -> Array:
     result = np.empty((len(groups.ids), width), summed_in)
     if not result.size:
         return result
-    _workspace.begin()
+    workspace.begin()
     with np.errstate(all="ignore"):
         if width > _ROW_BLOCK:
             for index, total in enumerate(result):
@@ -237,42 +236,9 @@ def _is_real(dtype: DType) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
-def _items(table: Array) -> Array:
-    """Return the rows of a contiguous table as opaque items, shape (rows,)."""
-    return table.view(np.dtype((np.void, table.shape[1] * table.itemsize))).reshape(-1)
-
-
 def _add_rows(total: Array, rows: Array, positions: Sequence[int]) -> None:
     for position in positions:
         np.add(total, rows[position], out=total, dtype=total.dtype, casting="unsafe")
-
-
-class _Workspace(threading.local):
-    """This thread's buffers, each as large as its largest use so far, reused by every call."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Array] = []
-        self._used = 0
-
-    def begin(self) -> None:
-        """Begin a call, in which no buffer is in use yet."""
-        self._used = 0
-
-    def array(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """Return an uninitialized array, valid until the next `begin`."""
-        size = math.prod(shape) * dtype.itemsize
-        if self._used == len(self._buffers):
-            self._buffers.append(np.empty(0, np.uint8))
-        if self._buffers[self._used].size < size:
-            memory = np.empty(size + 64, np.uint8)
-            start = -memory.ctypes.data % 64  # a cache line
-            self._buffers[self._used] = memory[start : start + size]
-        buffer = self._buffers[self._used]
-        self._used += 1
-        return buffer[:size].view(dtype).reshape(shape)
-
-
-_workspace = _Workspace()
 
 
 class _Kernel:
@@ -308,7 +274,7 @@ class _Kernel:
             np.copyto(slots[name], s[name], casting="unsafe")
 
     def _buffer(self) -> Array:
-        return _workspace.array((self._size,), self.dtype)
+        return workspace.array((self._size,), self.dtype)
 
     def _is_ready(self, grad: Array) -> bool:
         """Return whether a gradient needs no copy. Arithmetic on unaligned numbers is slow, copying them is not."""
@@ -387,14 +353,14 @@ class _Sums:
     def __init__(self, groups: Groups, rows: Array, many: int, dtype: DType) -> None:
         self._groups = groups
         self._rows = np.ascontiguousarray(rows)
-        self._items = _items(self._rows)
+        self._items = items_of(self._rows)
         width = rows.shape[1]
         cast = rows.dtype != dtype
         shared = groups.starts is not None
-        self._sums = _workspace.array((many, width), dtype) if groups.order is not None else None
-        self._totals = _workspace.array((many if shared else 0, width), dtype)
-        self._layer = _workspace.array((max(many, 2) if shared else 0, width), dtype)
-        self._uncast = _workspace.array((max(many, 2), width), rows.dtype) if cast else None
+        self._sums = workspace.array((many, width), dtype) if groups.order is not None else None
+        self._totals = workspace.array((many if shared else 0, width), dtype)
+        self._layer = workspace.array((max(many, 2) if shared else 0, width), dtype)
+        self._uncast = workspace.array((max(many, 2), width), rows.dtype) if cast else None
 
     def block(self, start: int, stop: int) -> Array:
         """Return the sums for the ids from `start` to `stop`, at most `many`; valid until the next call."""
@@ -424,7 +390,7 @@ class _Sums:
         several = several[np.argsort(-counts[several], kind="stable")]
         starts, fewer = starts[several], -counts[several]
         totals = self._totals[: len(several)]
-        np.take(_items(out), several, out=_items(totals), mode=_IN_RANGE)
+        np.take(items_of(out), several, out=items_of(totals), mode=_IN_RANGE)
         layer, active = 1, len(several)
         while active > _FEW:
             rows = self._layer[:active]
@@ -438,7 +404,7 @@ class _Sums:
                 _add_rows(totals[index], self._rows, positions.tolist())
             else:
                 self._add_all(totals[index], positions)
-        _items(out)[several] = _items(totals)
+        items_of(out)[several] = items_of(totals)
 
     def _add_all(self, total: Array, positions: Ids) -> None:
         """Add the rows at these positions to one total, in order."""
@@ -456,8 +422,8 @@ class _Sums:
 
     def _gather(self, positions: Ids, out: Array) -> None:
         if self._uncast is None:
-            np.take(self._items, positions, out=_items(out), mode=_IN_RANGE)
+            np.take(self._items, positions, out=items_of(out), mode=_IN_RANGE)
         else:
             uncast = self._uncast[: len(positions)]
-            np.take(self._items, positions, out=_items(uncast), mode=_IN_RANGE)
+            np.take(self._items, positions, out=items_of(uncast), mode=_IN_RANGE)
             np.copyto(out, uncast, casting="unsafe")

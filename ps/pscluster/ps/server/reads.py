@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,39 +28,58 @@ from pscluster.ps.wire_dtypes import encoded_bytes
 from pscluster.v1 import ps_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What an item of a read reads: an array of a shard, or a box of it; for ids the array as a table."""
+@dataclass(slots=True)  # not frozen: that would make the creation take three times as long
+class Source:
+    """What an item of a read reads: an array of a shard, or a box of it. Not changed itself."""
 
     name: str
     shard: Shard
-    array: Array
+    held_array: Array
+    ids_at: int
     size: int
     dtype: np.dtype[Any]  # on the wire; differs from the array's while an average is still the value itself
     index: Box | None = None
     table: InitialRows | None = None  # of a table whose rows are read by id
     values: bool = False  # reads the values, whose array may have been replaced since
+    leading: int = 1  # axes over which rows are numbered
     wire_dtype: int = 0  # on the wire, if it is another one
     rows: int = 1  # of which each begins a block, and their elements
     width: int = 0
 
+    @property
+    def array(self) -> Array:
+        """The array, which under the shard's lock is the present one."""
+        return self.shard.array if self.values else self.held_array
 
-def reply_bytes(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> int:
-    """Return the payload bytes of the reply to a read with `ids_bytes` of ids. Refuse what can't be read."""
+    @property
+    def rows_array(self) -> Array:
+        """The same as the rows that ids number."""
+        return table_of(self.array, self.leading, self.name)
+
+
+def sources_of(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int) -> list[Source]:
+    """Return what the items of a read read, with `ids_bytes` of ids in all. Refuse what can't be read."""
     store.check_job(request.job)
-    total = at = 0
+    sources, at = [], 0
     for item in request.items:
         source, at = _locate(store, item, at)
-        total += source.size + padding(source.size)
+        sources.append(source)
     if at != ids_bytes:
         raise ProtocolError(f"a read with {ids_bytes} bytes of row numbers whose items need {at}")
-    return total
+    return sources
 
 
-def read(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Iterator[Buffer]:
+def reply_bytes(sources: Iterable[Source]) -> int:
+    """Return the payload bytes of the reply to a read."""
+    return sum(source.size + padding(source.size) for source in sources)
+
+
+def read(
+    store: Store, request: ps_pb2.ReadRequest, payload: Payload, sources: Sequence[Source] | None = None
+) -> Iterator[Buffer]:
     """Yield the segments of the reply in pieces, each shard as it was at one moment."""
     with _unreadable_means_retry():
-        for segment in segments(store, request, payload):
+        for segment in segments(store, request, payload, sources):
             if isinstance(segment, Snapshot):
                 yield from segment
             else:
@@ -125,18 +144,23 @@ def _unreadable_means_retry() -> Iterator[None]:
         raise UnavailableError(f"try again: {error.strerror}") from None
 
 
-def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Generator[Buffer | Snapshot, None, None]:
-    """Yield the segments of the reply; large arrays as snapshots, to be read before the next segment is taken."""
+def segments(
+    store: Store, request: ps_pb2.ReadRequest, payload: Payload, sources: Sequence[Source] | None = None
+) -> Generator[Buffer | Snapshot, None, None]:
+    """Yield the segments of the reply; large arrays as snapshots, to be read before the next segment is taken.
+
+    `sources` are those of the items, found a moment ago; None: they are found when it is their turn.
+    """
     at, begin = 0, time.monotonic()
-    for item in request.items:
-        source, next_at = _locate(store, item, at)
+    for nth, item in enumerate(request.items):
+        source, next_at = _locate(store, item, at) if sources is None else (sources[nth], 0)
+        at = source.ids_at
         which, size = item.rows.WhichOneof("kind"), source.size
         wire_dtype, rows, width, name = source.wire_dtype, source.rows, source.width, source.name
         if which == "ids":
             ids = payload.ids(at, item.rows.ids)
             segment: Buffer | Snapshot
             if source.table is None:
-                check_ids(source.array, ids, source.name)
                 segment = _gather(source, ids)
             else:
                 with source.shard.lock:
@@ -169,23 +193,25 @@ def segments(store: Store, request: ps_pb2.ReadRequest, payload: Payload) -> Gen
             begin = end
 
 
-def _block(store: Store, source: _Source) -> Buffer | Snapshot:
+def _block(store: Store, source: Source) -> Buffer | Snapshot:
     """Return a copy of an array or of a box of it; of large values a snapshot, which the caller closes."""
     shard, array = source.shard, source.array
     selected = array if source.index is None else array[source.index]
     if source.values and source.dtype == array.dtype and selected.flags.c_contiguous and source.size > CHUNK_BYTES:
         start = byte_bounds(selected)[0] - byte_bounds(array)[0]
         return shard.snapshot(start, start + selected.nbytes, store.spill)
+    del array, selected
     with shard.lock:
-        copy = np.array(selected, source.dtype, order="C")
+        array = source.array
+        copy = np.array(array if source.index is None else array[source.index], source.dtype, order="C")
     return view(copy)
 
 
-def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]:
+def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
     """Return what an item reads, and where the next item's ids begin in the payload."""
     held, shard = store.find(item.variable, item.shard)
     array = values = shard.array
-    dtype = array.dtype
+    dtype, ids_at = array.dtype, at
     if item.slot == AVERAGE:
         array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is the average
         dtype = compute_dtype(array.dtype)
@@ -210,8 +236,7 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
         _check_rows_bytes(item, size, name)
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "ids":
-        array = table_of(array, item.rows.leading, name)
-        size = item.rows.ids * array.shape[1] * dtype.itemsize
+        size = item.rows.ids * table_of(array, item.rows.leading, name).shape[1] * dtype.itemsize
         _check_rows_bytes(item, size, name)
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "in_use" and held.spec.HasField("table"):
@@ -226,7 +251,7 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[_Source, int]
         dtype, size = array.dtype, array.nbytes
     else:
         raise ProtocolError("a read without rows")
-    source = _Source(name, shard, array, size, dtype, index, table, array is values)
+    source = Source(name, shard, array, ids_at, size, dtype, index, table, array is values, item.rows.leading)
     return _encoded_source(item, source) if item.wire_dtype else source, at
 
 
@@ -238,14 +263,14 @@ def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
         )
 
 
-def _encoded_source(item: ps_pb2.ReadItem, source: _Source) -> _Source:
+def _encoded_source(item: ps_pb2.ReadItem, source: Source) -> Source:
     """Return what an item reads in another type. ProtocolError if that is no read of values."""
     which = item.rows.WhichOneof("kind")
     if item.slot or source.table is not None or which in ("version", "gradients", "in_use"):
         raise ProtocolError(f"a read of {source.name!r} in another type is not one of values")
     encoded.check_dtype(item.wire_dtype, source.dtype, source.name)
     rows = item.rows.ids if which == "ids" else 1
-    width = source.array.shape[1] if which == "ids" else source.size // source.dtype.itemsize
+    width = source.rows_array.shape[1] if which == "ids" else source.size // source.dtype.itemsize
     size = encoded_bytes(item.wire_dtype, rows, width)
     return replace(source, size=size, wire_dtype=item.wire_dtype, rows=rows, width=width)
 
@@ -259,8 +284,11 @@ def _slots(store: Store, held: HeldVariable, shard: Shard, optimizer: int) -> di
         return shard.slots[optimizer]
 
 
-def _gather(source: _Source, ids: Ids) -> Buffer:
-    out = np.empty((len(ids), source.array.shape[1]), source.array.dtype)
+def _gather(source: Source, ids: Ids) -> Buffer:
+    """Return a copy of these rows. InvalidUpdateError if one is not there."""
+    table = source.rows_array
+    check_ids(table, ids, source.name)
+    out = np.empty((len(ids), table.shape[1]), table.dtype)
     with source.shard.lock:
-        np.take(source.array, ids, 0, out, "clip")  # the ids are checked; with "clip" NumPy needs no buffer
+        source.rows_array.take(ids, 0, out, "clip")  # the ids are checked; with "clip" NumPy needs no buffer
     return view(out.astype(source.dtype, copy=False))

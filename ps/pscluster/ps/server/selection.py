@@ -35,8 +35,10 @@ def box_of(slices: ps_pb2.Slices, array: Array, name: str) -> Box:
 
 
 def table_of(array: Array, leading: int, name: str) -> Array:
-    """Return a view of the array as rows: its leading axes flattened to one, the rest to another."""
+    """Return the array as rows, a view of it: its leading axes flattened to one, the rest to another."""
     leading = leading or 1
+    if leading == 1 and array.ndim == 2:
+        return array
     if leading > array.ndim:
         raise InvalidUpdateError(f"rows over {leading} axes of {name!r}, which has {array.ndim}")
     return array.reshape(math.prod(array.shape[:leading]), math.prod(array.shape[leading:]))

@@ -134,10 +134,10 @@ class ParameterServerService:
         if request.HasField("after"):
             self.writes.reach_step(store, request.after)
         if body == "read":
-            size = reads.reply_bytes(store, request.read, request.total_bytes)
-            if size > SESSION_BYTES:
+            sources = reads.sources_of(store, request.read, request.total_bytes)
+            if (size := reads.reply_bytes(sources)) > SESSION_BYTES:
                 raise ProtocolError(f"a read of {size} bytes on a session; above {SESSION_BYTES} it is a Pull")
-            buffers = list(reads.read(store, request.read, chunks))
+            buffers = list(reads.read(store, request.read, chunks, sources))
             reply.read.SetInParent()
             return buffers
         if body == "update":
@@ -165,7 +165,7 @@ class ParameterServerService:
             if request.HasField("after"):
                 self.writes.reach_step(store, request.after)
             with self._incoming.turn(data, len(payload)):
-                total = reads.reply_bytes(store, request.read, len(payload))
+                total = reads.reply_bytes(reads.sources_of(store, request.read, len(payload)))
             with (
                 self.budget.reserve(memory_of_read(request.read, total), context),
                 closing(reads.frames(store, request, Payload([payload]), total, call.frame_bytes)) as frames,

@@ -7,7 +7,8 @@ checked whole before any of it is applied. Then each item is applied under its s
 entry in the ledger, so that a repetition that arrives during the first copy waits for it and finds it done. Closing an
 incarnation takes every shard's lock once after marking it, so updates in progress have ended before the reply.
 
-Locks, in order: a variable's while it is made, a shard's, then the store's. None is held during a network call.
+Locks, in order: a variable's while it is made, a shard's, then the store's. None is held during a network call. An
+update may hold those of several shards, but waits for one only while it has no other.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Updates on a server: admitted by the ledger, checked whole, then applied item by item, each once.
 
+Small gradients that follow each other are applied together, by one run of their rule, under the locks of all their
+shards; see `joint`.
+
 See `pscluster.ps.server.store` for what happens at the same time, and `write_path` for what comes before and after.
 """
 
@@ -9,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -17,6 +21,7 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
+from pscluster.ps.optim.joint import MAX_ELEMENTS, Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
 from pscluster.ps.server import encoded, tables
 from pscluster.ps.server.dedup import Origin
@@ -49,9 +54,9 @@ _BY_BLOCK = ps_pb2.ASSIGN, ps_pb2.ADD, ps_pb2.SUB
 """Besides gradients, what one replica of a synchronous step may do with a whole shard."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would make the creation take three times as long
 class Change:
-    """A checked item of an update: what it changes, and where its bytes are in the payload."""
+    """A checked item of an update: what it changes, and where its bytes are in the payload. Not changed itself."""
 
     item: ps_pb2.UpdateItem
     held: HeldVariable
@@ -60,6 +65,7 @@ class Change:
     index: Box | None
     ids_at: int
     values_at: int
+    joins: int = 0  # the elements of a gradient that may be applied together with others; 0: it is applied alone
 
     @property
     def encoded(self) -> bool:
@@ -78,6 +84,11 @@ class Change:
         if self.item.rows.WhichOneof("kind") != "ids":
             return self.shard.array.size
         return math.prod(self.shard.array.shape[self.item.rows.leading or 1 :])
+
+    @property
+    def table(self) -> Array:
+        """The shard as rows, which are numbered over its first axis."""
+        return table_of(self.shard.array, 1, self.held.spec.name)
 
     @property
     def replaces_array(self) -> bool:
@@ -160,7 +171,8 @@ def changes_of(
             raise InvalidUpdateError(
                 f"got {item.value_bytes} bytes of values for shard {item.shard} of {name!r}, expected {expected}"
             )
-        changes.append(Change(item, held, shard, optimizer, index, ids_at, at))
+        joins = _joins(item, held, shard, optimizer, expected) if optimizer is not None else 0
+        changes.append(Change(item, held, shard, optimizer, index, ids_at, at, joins))
         at += expected + padding(expected)
     if at != total_bytes:
         raise ProtocolError(f"an update of {total_bytes} bytes whose items need {at}")
@@ -254,62 +266,126 @@ def apply(
     applied = [] if applied is None else applied
     origin = _origin(request)
     store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
-    ids_of = [checked_ids(change, payload) for change in changes]
+    rows_of = [_checked_rows(change, payload) for change in changes]
     for change in changes:
         if change.encoded:
             encoded.check_values(change.item, change.values_at, change.unit, payload, change.held.spec.name)
     reply = ps_pb2.UpdateReply(boot_id=store.losses.boot_id)
-    for change, ids in zip(changes, ids_of, strict=True):
-        item, begin = change.item, time.monotonic()
-        if not change.shard.lock.acquire(blocking=False):
-            change.shard.lock.acquire()
-            took = time.monotonic() - begin
-            store.metrics.lock_waits += 1
-            store.metrics.lock_seconds += took
+    done = 0
+    while done < len(changes):
+        begin = time.monotonic()
+        group = _locked(store, changes, rows_of, done)
         try:
-            change.shard.check_here(change.held.spec.name)
-            with store.ledger() as ledger:
-                store.check_job(request.job)  # it may have been taken over since
-                ledger.admit(origin)
-                repeated = ledger.seen(origin, item.variable, item.shard, item.nth)
-            if repeated:
-                store.metrics.duplicates += 1
-                reply.repeated_ += 1
+            counts = _apply_once(store, request.job, origin, group, rows_of[done:], payload)
+            for change, count in zip(group, counts, strict=True):
+                if count:
+                    if change.item.boot_id == reply.boot_id:
+                        store.metrics.staleness.add(count - 1 - change.item.seen)
+                    reply.applied += 1
+                else:
+                    store.metrics.duplicates += 1
+                    reply.repeated_ += 1
+                applied.append(count)
                 reply.updates.append(change.shard.updates)
-                applied.append(0)
-                continue
-            reach("ps.update.before")
-            change.shard.changes += 1
-            try:
-                with np.errstate(all="ignore"):  # infinity and NaN are for the caller to check
-                    _apply(change, ids, payload)
-            except PsClusterError:
-                raise
-            except Exception as error:  # the rule, which may be the user's, or its learning rate
-                if change.optimizer is None:
-                    raise
-                raise MisuseError(
-                    f"optimizer {change.optimizer.spec.name!r} failed to update variable {change.held.spec.name!r}, "
-                    f"shard {item.shard}, on ps {store.index}: {type(error).__name__}: {error}"
-                ) from error
-            reach("ps.update.after")
-            with store.ledger() as ledger:
-                ledger.record(origin, item.variable, item.shard, item.nth)
-            if item.boot_id == reply.boot_id:
-                store.metrics.staleness.add(change.shard.updates - item.seen)
-            change.shard.updates += 1
-            applied.append(change.shard.updates)
-            reply.updates.append(change.shard.updates)
-            reply.applied += 1
         finally:
-            change.shard.lock.release()
-        change.held.metrics.updated(item.value_bytes, time.monotonic() - begin, item.rows.ids)
-        change.shard.traffic.add(item.value_bytes)
-        reach("ps.ledger.after")
+            for change in group:
+                change.shard.lock.release()
+        seconds = (time.monotonic() - begin) / len(group)
+        for change, count in zip(group, counts, strict=True):
+            if count:
+                change.held.metrics.updated(change.item.value_bytes, seconds, change.item.rows.ids)
+                change.shard.traffic.add(change.item.value_bytes)
+                reach("ps.ledger.after")
+        done += len(group)
     if not origin.function:
         with store.ledger() as ledger:
             ledger.forget_answered(origin.incarnation, request.settled)
     return reply
+
+
+def _locked(store: Store, changes: list[Change], rows_of: Sequence[_Rows], start: int) -> list[Change]:
+    """Return the next changes that are applied together, with the locks of their shards, which the caller releases.
+
+    It waits for the first lock alone, while it has no other: so two updates can't wait for each other.
+    """
+    first = changes[start]
+    if not first.shard.lock.acquire(blocking=False):
+        begin = time.monotonic()
+        first.shard.lock.acquire()
+        store.metrics.lock_waits += 1
+        store.metrics.lock_seconds += time.monotonic() - begin
+    group, room = [first], MAX_ELEMENTS - first.joins
+    if first.joins and rows_of[start].join:
+        step = _step(first)
+        for change, rows in zip(changes[start + 1 :], rows_of[start + 1 :], strict=True):
+            room -= change.joins
+            if not (change.joins and rows.join and room >= 0 and change.optimizer is first.optimizer):
+                break
+            if change.held.dtype != first.held.dtype or not change.shard.lock.acquire(blocking=False):
+                break  # its own shard, too, if it is in the group
+            group.append(change)
+            if change.shard.moved or change.shard.frozen is not None or _step(change) != step:
+                group.pop().shard.lock.release()
+                break
+    return group
+
+
+def _apply_once(
+    store: Store, job: int, origin: Origin, group: Sequence[Change], rows_of: Sequence[_Rows], payload: Payload
+) -> list[int]:
+    """Apply changes whose shards are locked, and remember them; return the counts of updates, 0 for one that was seen.
+
+    Of several, all are applied or, if this raises, none. `rows_of` begins with theirs.
+    """
+    group[0].shard.check_here(group[0].held.spec.name)
+    with store.ledger() as ledger:
+        store.check_job(job)  # it may have been taken over since
+        ledger.admit(origin)
+        seen = [ledger.seen(origin, change.item.variable, change.item.shard, change.item.nth) for change in group]
+    fresh = [(change, rows.ids) for change, rows, again in zip(group, rows_of, seen, strict=False) if not again]
+    for change, _ in fresh:
+        reach("ps.update.before")
+        change.shard.changes += 1
+    try:
+        if len(fresh) > 1:
+            _apply_together(fresh, payload)
+        elif fresh:
+            with np.errstate(all="ignore"):  # infinity and NaN are for the caller to check
+                _apply(*fresh[0], payload)
+    except PsClusterError:
+        raise
+    except Exception as error:  # the rule, which may be the user's, or its learning rate
+        change = fresh[0][0]
+        if change.optimizer is None:
+            raise
+        raise MisuseError(
+            f"optimizer {change.optimizer.spec.name!r} failed to update variable {change.held.spec.name!r}, "
+            f"shard {change.item.shard}, on ps {store.index}: {type(error).__name__}: {error}"
+        ) from error
+    for _ in fresh:
+        reach("ps.update.after")
+    with store.ledger() as ledger:
+        for change, _ in fresh:
+            ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
+            change.shard.updates += 1
+    return [0 if again else change.shard.updates for change, again in zip(group, seen, strict=True)]
+
+
+class _Rows(NamedTuple):
+    """The row numbers of an item, or ids of a table, which are checked; None if it has none."""
+
+    ids: Ids | None
+    join: bool  # whether these are strictly ascending, if there are any
+
+
+def _checked_rows(change: Change, payload: Payload) -> _Rows:
+    """Return an item's row numbers as `checked_ids`."""
+    if not change.joins or change.item.rows.WhichOneof("kind") != "ids":
+        return _Rows(checked_ids(change, payload), True)
+    ids = payload.ids(change.ids_at, change.item.rows.ids)
+    if not (join := bool((ids[1:] > ids[:-1]).all())) or (len(ids) and not 0 <= ids[0] <= ids[-1] < len(change.table)):
+        check_ids(change.table, ids, change.held.spec.name)
+    return _Rows(ids, join)
 
 
 def checked_ids(change: Change, payload: Payload) -> Ids | None:
@@ -388,6 +464,58 @@ def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
         shard.steps[change.optimizer.spec.id] = step
         if change.optimizer.spec.ema_momentum:
             shard.average(change.optimizer.spec.id, change.optimizer.spec.ema_momentum, ids)
+
+
+def _joins(
+    item: ps_pb2.UpdateItem, held: HeldVariable, shard: Shard, optimizer: HeldOptimizer, value_bytes: int
+) -> int:
+    """Return how many elements a gradient has that may be applied together with others; 0 if it may not."""
+    array = shard.array
+    if (
+        item.kind != ps_pb2.APPLY_GRADIENT
+        or not 0 < value_bytes <= MAX_ELEMENTS * array.itemsize // 2
+        or optimizer.spec.rule == OWN_RULE
+        or optimizer.spec.ema_momentum
+        or compute_dtype(held.dtype) != held.dtype
+        or item.wire_dtype
+        or item.elements
+        or item.gradients
+        or item.HasField("offset")
+        or held.spec.HasField("table")
+        or (item.rows.leading > 1 and item.rows.WhichOneof("kind") == "ids")
+    ):
+        return 0
+    return value_bytes // array.itemsize
+
+
+def _step(change: Change) -> int:
+    """Return the number of the optimizer's last gradient on the shard; -1 if it has no slots there."""
+    assert change.optimizer is not None  # it joins others
+    optimizer = change.optimizer.spec.id
+    return change.shard.steps.get(optimizer, 0) if optimizer in change.shard.slots else -1
+
+
+def _apply_together(changes: Sequence[tuple[Change, Ids | None]], payload: Payload) -> None:
+    """Apply gradients that join each other, and are for the same step. Needs the locks of their shards."""
+    first, _ = changes[0]
+    assert first.optimizer is not None  # see `_joins`
+    optimizer, rule, dtype = first.optimizer.spec.id, first.optimizer.rule, first.held.dtype
+    parts, names = [], list(rule.slots)
+    for change, ids in changes:
+        shard = change.shard
+        if optimizer not in shard.slots:
+            shard.slots[optimizer] = new_slots(rule, shard.array.shape, dtype)
+        arrays = [shard.array, *map(shard.slots[optimizer].__getitem__, names)]
+        if ids is None:
+            shard.before_span_changes(0, shard.array.size)
+        else:
+            shard.before_rows_change(ids)
+            arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
+        parts.append(Part(arrays, payload.array(change.values_at, change.joins, dtype), ids))
+    step = first.shard.steps.get(optimizer, 0) + 1
+    apply_together(rule, parts, step)
+    for change, _ in changes:
+        change.shard.steps[optimizer] = step
 
 
 def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:

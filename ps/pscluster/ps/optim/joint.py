@@ -1,0 +1,65 @@
+"""One run of a rule for several small gradients: all are gathered into one block, and written back from it.
+
+A rule makes up to a dozen passes over its arrays, and each takes a microsecond or two however few elements there are,
+as does each step around them. So the gradients of eight small tables take a third of the time together. A rule works
+element by element: the values are bit for bit those of `kernels.apply_rows` and `apply_dense`, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pscluster.ps.optim.buffers import items_of, workspace
+from pscluster.ps.optim.kernels import Ids
+from pscluster.ps.optim.rules import Array, UpdateRule
+
+MAX_ELEMENTS = 128 << 10
+"""The most elements of one run: more do not fit in a core's cache together with slots and scratch."""
+
+
+_PARAM = ""  # beside the slots' names
+
+
+class Part(NamedTuple):
+    """A gradient and what it changes; all arrays of all parts are of the same type, float32 or float64."""
+
+    arrays: Sequence[Array]  # the parameter, and its slots in the rule's order; contiguous, for ids (rows, width)
+    grad: Array  # flat; may be read-only and unaligned
+    ids: Ids | None  # the rows that it is for, strictly ascending; None: all
+
+
+def apply_together(rule: UpdateRule, parts: Sequence[Part], step: int) -> None:
+    """Apply gradients to their parameters and slots, in place; `step` is that of all of them, counted from 1.
+
+    Each gradient has elements, and no two parts have the same parameter. What the rule's `scalars` raises is raised
+    before anything has changed.
+    """
+    scalars, names = rule.scalars(step), list(rule.slots)
+    sizes = [part.grad.size for part in parts]
+    shape, dtype = (sum(sizes),), parts[0].grad.dtype
+    workspace.begin()
+    grad = workspace.array(shape, dtype)
+    blocks = [workspace.array(shape, dtype) for _ in (_PARAM, *names)]
+    scratch = [workspace.array(shape, dtype) for _ in range(rule.scratch)]
+    np.concatenate([part.grad for part in parts], out=grad)
+    moves: list[tuple[Array, Any, Array]] = []
+    stop = 0
+    for (arrays, _, ids), size in zip(parts, sizes, strict=True):
+        start, stop = stop, stop + size
+        for array, block in zip(arrays, blocks, strict=True):
+            rows = block[start:stop]
+            if ids is None:
+                array = array.reshape(-1)
+                rows[:] = array
+                moves.append((array, ..., rows))
+            else:
+                array, rows = items_of(array), items_of(rows.reshape(len(ids), -1))
+                array.take(ids, out=rows, mode="clip")  # else NumPy writes through a buffer
+                moves.append((array, ids, rows))
+    with np.errstate(all="ignore"):
+        rule.apply(blocks[0], grad, dict(zip(names, blocks[1:], strict=True)), scalars, scratch)
+    for array, where, rows in moves:
+        array[where] = rows
