@@ -37,6 +37,8 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.scheduling import captured_functions
+from pscluster.core.functions.definitions import FunctionHandle, capture
+from pscluster.core.functions.sources import holds_handle
 
 FACTOR = 3
 
@@ -1277,3 +1279,21 @@ def test_the_environment_of_workers(coordinator: ClusterCoordinator) -> None:
     """Functions run in other processes than this one."""
     pids = set(coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], TIMEOUT))
     assert os.getpid() not in pids
+
+
+def test_a_record_with_a_captured_function_and_handles(
+    strategy: ParameterServerStrategy, coordinator: ClusterCoordinator
+) -> None:
+    """As the adapters of frameworks use it: an argument, or captured; the worker gets the function itself."""
+    with strategy.scope():
+        variable = Variable(np.float32(3))
+    made = Pair(FunctionHandle(capture(lambda x: x + FACTOR)), {"v": variable})
+
+    def call(pair: Pair) -> float:
+        return float(pair.left(pair.right["v"].numpy()))
+
+    assert coordinator.schedule(call, args=(made,)).fetch() == 6.0
+    assert coordinator.schedule(lambda: float(made.left(made.right["v"].numpy()))).fetch() == 6.0
+    assert holds_handle(made)
+    assert holds_handle(Batch(np.zeros(1), more=[variable]))
+    assert not holds_handle(Batch(np.zeros(1)))

@@ -40,7 +40,7 @@ class Call:
     attachments: list[memoryview] | tuple[()] = ()  # large arrays among them
     # RemoteValues among them, by the key of their placeholder.
     remote: Mapping[str, RemoteValue] = field(default_factory=lambda: _NOTHING)
-    # Classes of dataclasses among them, which the worker may lack; and what adds to these.
+    # Classes of dataclasses among them, and captured functions, which the worker may lack; and what adds to these.
     classes: Mapping[str, CapturedFunction] = field(default_factory=lambda: _NOTHING)
     define: ClassDefiner | None = None
     # Handles among them: a per-worker iterator lives on the workers as long as its handle.

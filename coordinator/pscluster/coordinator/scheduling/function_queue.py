@@ -387,6 +387,9 @@ class FunctionQueue(StaysHere):
         )
         # Copies: the caller may change its arrays once this has returned.
         call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
+        for handle in handles:
+            if isinstance(handle, FunctionHandle):  # inside a record, such as a served module
+                classes[handle.function.digest] = handle.function
         call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
         call.parts = [handle for handle in handles if isinstance(handle, DataPart)]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pscluster.core.handles import Handle
+from pscluster.core.values.records import is_record_class
 
 MAX_ITEMS = 1000  # of a container that are searched. A larger one holds data, not variables
 _PACKAGES = frozenset(["site-packages", "dist-packages"])
@@ -104,17 +105,18 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def holds_handle(value: Any, depth: int = 4) -> bool:
-    """Return whether a value is a handle, or plain data or an object of the user's that contains one."""
+    """Return whether a value is a handle, or plain data, a record or an object of the user's that contains one."""
     if isinstance(value, Handle):
         return True
     if depth == 0 or isinstance(value, type | types.ModuleType | types.FunctionType):
         return False
     items: Iterable[Any] = ()
+    cls: type = type(value)
     if isinstance(value, list | tuple | set | frozenset):
         items = value
     elif isinstance(value, dict):
         items = value.values()
-    elif not is_library(type(value).__module__):
+    elif is_record_class(cls) or not is_library(cls.__module__):
         items = attributes_of(value).values()
     return any(holds_handle(item, depth - 1) for item in list(itertools.islice(items, MAX_ITEMS)))
 

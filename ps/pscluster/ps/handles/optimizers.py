@@ -290,6 +290,13 @@ class Optimizer(Handle):
                 policy "refuse". Nothing was applied.
             PSUnavailableError: a server is unreachable.
         """
+        if updates := self.updates_of(grads_and_vars, examples=examples):
+            self._client.update(updates)
+
+    def updates_of(
+        self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]], *, examples: float | None = None
+    ) -> list[ShardUpdate]:
+        """Return what `apply_gradients` sends, for one request with other updates; for internal use."""
         if examples is not None:
             examples = checks.real("examples", examples, at_least=0)
         pairs = self._checked(grads_and_vars)
@@ -332,11 +339,10 @@ class Optimizer(Handle):
             else:
                 self._client.update(count)
                 if self._preprocessing.nonfinite == "skip":
-                    return
+                    return []
                 names = ", ".join(sorted(nonfinite))
                 raise InvalidUpdateError(f"NaN or infinity in the gradient of {names}: nothing was applied")
-        if updates:
-            self._client.update(updates)
+        return updates
 
     def _checked(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> list[tuple[Gradient, Variable]]:
         pairs: list[tuple[Gradient, Variable]] = []
