@@ -46,6 +46,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     ),
     "pscluster.ps.handles.indexing": ("IndexedSlices",),
     "pscluster.ps.handles.variable": ("ShardedVariable", "Variable"),
+    "pscluster.torch.served": ("ServedModule",),
     "pscluster.worker.collectives.replica": ("replica_context",),
     "pscluster.worker.data.per_worker": ("InputContext",),
     "pscluster.worker.losses": ("compute_average_loss", "scale_regularization_loss"),

@@ -1,0 +1,241 @@
+"""Modules of a served module in one process: each in use by one step at a time, and kept for the next.
+
+    made by the function --begin: parameters and buffers read--> in a step --end: gradients taken--> free
+                                                                           --anything is raised----> dropped
+
+Steps that run at the same time, such as those of several replicas of one worker, have one module each: a lock would be
+held while replicas wait for each other. All that a step changes is on the servers, or is read again by the next step;
+buffers that are not persistent stay as the module has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pscluster.core.checks import type_of
+from pscluster.core.context import current_function
+from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.ps.handles.indexing import Array, Gradient, Ids
+from pscluster.ps.handles.parameters import Applied, is_finite
+from pscluster.ps.handles.variable import Variable, distinct_rows, read_variables
+from pscluster.torch.structure import Structure
+from pscluster.torch.tables import Table
+from pscluster.torch.tensors import array_of, name_of, tensor_of
+
+if TYPE_CHECKING:
+    from pscluster.torch.served import ServedModule
+
+logger = logging.getLogger(__name__)
+
+
+class LocalModule:
+    """A module made in this process, whose parameters are set from those on the servers."""
+
+    def __init__(self, served: ServedModule, make: Callable[[], Any]) -> None:
+        self.module = module_of(make)
+        structure = self._structure = Structure.of(self.module)
+        self._check(served, structure)
+        self.tables: dict[str, Table] = {}
+        for name, parameter in list(structure.parameters.items()):
+            if name in served.tables:
+                self.tables[name] = Table(name, structure.owners[name], parameter)
+                del structure.parameters[name]
+            elif parameter.is_meta:
+                replacement = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                structure.replace(name, replacement)
+        self._buffers_read: list[Array] = []
+
+    def _check(self, served: ServedModule, structure: Structure) -> None:
+        """Raise MisuseError unless the module has what was served."""
+        for kind, own, variables in (
+            ("parameter", structure.parameters, served.parameters),
+            ("buffer", structure.buffers, served.buffers),
+        ):
+            differences = [f"no {kind} {name!r}" for name in variables if name not in own]
+            differences += [f"another {kind}, {name!r}" for name in own if name not in variables]
+            for name, variable in variables.items():
+                if name not in own:
+                    continue
+                here = name_of(own[name].dtype), tuple(own[name].shape)
+                if here != (variable.dtype.name, variable.shape):
+                    differences.append(
+                        f"{kind} {name!r} of {here[0]} {here[1]}, not {variable.dtype.name} {variable.shape}"
+                    )
+            if differences:
+                raise MisuseError(
+                    f"the module made here is not the one that was served: it has {', '.join(differences[:3])}. Its "
+                    "function must make the same everywhere: serve it again after a change, and install the same "
+                    "versions on all workers"
+                )
+
+    # A step
+
+    def begin(self, served: ServedModule, ids: Mapping[str, Any]) -> None:
+        """Read parameters, buffers and, of tables, the rows of these ids: one request per server, and one for rows."""
+        dense = [name for name in served.parameters if name not in self.tables]
+        values = read_variables(
+            [*(served.parameters[name] for name in dense), *(served.buffers[name] for name in served.buffers)]
+        )
+        parameters = self._structure.parameters
+        for name, array in zip(dense, values, strict=False):
+            parameter = parameters[name]
+            tensor = tensor_of(array)
+            parameter.data = tensor if parameter.device.type == "cpu" else tensor.to(parameter.device)
+            parameter.grad = None
+        self._buffers_read = [array.copy() for array in values[len(dense) :]]
+        for name, array in zip(served.buffers, values[len(dense) :], strict=True):
+            buffer = self._buffer(name)
+            tensor = tensor_of(array)
+            if buffer.is_meta:
+                self._set_buffer(name, tensor)
+            else:
+                buffer.data = tensor if buffer.device.type == "cpu" else tensor.to(buffer.device)
+        for name, table in self.tables.items():
+            table.begin(served.parameters[name])
+        if ids:
+            self._fetch(served, ids)
+
+    def _fetch(self, served: ServedModule, ids: Mapping[str, Any]) -> None:
+        wanted: list[tuple[str, Variable, Ids]] = []
+        for key, of_table in ids.items():
+            name = served.table_named(key)
+            wanted.append((name, served.parameters[name], self.tables[name].wanted(of_table)))
+        rows = distinct_rows([(variable, unique) for _, variable, unique in wanted])
+        for (name, _, unique), array in zip(wanted, rows, strict=True):
+            self.tables[name].add_rows(unique, array)
+
+    def gradients(self, served: ServedModule) -> list[Applied]:
+        """Return the gradients of each optimizer.
+
+        Raises:
+            InvalidUpdateError: one has NaN or infinity; the message names its parameter.
+        """
+        applied: list[Applied] = []
+        missing: list[str] = []
+        wrong: list[str] = []
+        for optimizer, names in served.groups:
+            pairs: list[tuple[Gradient | None, Variable]] = []
+            for name in names:
+                gradient: Any
+                values: Any
+                if (table := self.tables.get(name)) is not None:
+                    if (gradient := table.gradient()) is None:
+                        continue
+                    values = gradient.values
+                elif (tensor := self._structure.parameters[name].grad) is None:
+                    missing.append(name)
+                    continue
+                else:
+                    gradient = values = array_of(tensor)
+                if served.check_numerics and not is_finite(values):
+                    wrong.append(name)
+                pairs.append((gradient, served.parameters[name]))
+            if pairs:
+                applied.append(Applied(optimizer, pairs))
+        if wrong:
+            raise InvalidUpdateError(
+                f"the gradient of {', '.join(wrong[:5])} has NaN or infinity, so this step pushes nothing: clip "
+                "gradients, lower the learning rate, or look at the batch; serve(check_numerics=False) pushes it as "
+                "it is"
+            )
+        if missing:
+            _warn_once(served, missing)
+        return applied
+
+    def changed_buffers(
+        self, served: ServedModule
+    ) -> tuple[list[tuple[Array, Variable]], list[tuple[Array, Variable]]]:
+        """Return what the step has added to integer buffers, and the new values of others that it has changed.
+
+        In a synchronous step: what it has added to all, in replica 0, and nothing in the others.
+        """
+        function = current_function()
+        in_step = function is not None and function.steps is not None
+        if in_step and function is not None and function.replica is not None and function.replica.replica_id:
+            return [], []
+        added: list[tuple[Array, Variable]] = []
+        assigned: list[tuple[Array, Variable]] = []
+        for (name, variable), before in zip(served.buffers.items(), self._buffers_read, strict=True):
+            now = array_of(self._buffer(name))
+            if np.array_equal(now, before):
+                continue
+            if now.dtype.kind in ("iufc" if in_step else "iu") and now.shape == before.shape:
+                added.append((now - before, variable))
+            else:
+                assigned.append((now, variable))
+        return added, assigned
+
+    def end(self) -> None:
+        """Let go of gradients and rows."""
+        for parameter in self._structure.parameters.values():
+            parameter.grad = None
+        for table in self.tables.values():
+            table.end()
+
+    def _buffer(self, name: str) -> Any:
+        owner = self._structure.owners[name][0]
+        return owner.module._buffers[owner.attribute]
+
+    def _set_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        for owner in self._structure.owners[name]:
+            owner.module._buffers[owner.attribute] = tensor
+
+
+def module_of(make: Callable[[], Any]) -> nn.Module:
+    """Return the module that a function makes. TypeError if it is none."""
+    module = make()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the function that was served returned {type_of(module)}: it must return an nn.Module")
+    return module
+
+
+class Pool:
+    """The modules of one served module in this process that no step uses. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[LocalModule] = []
+        self.warned: set[str] = set()
+
+    def take(self, served: ServedModule, make: Callable[[], Any]) -> LocalModule:
+        """Return a free module, or a new one."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return LocalModule(served, make)
+
+    def give(self, local: LocalModule) -> None:
+        """Keep a module for the next step."""
+        with self._lock:
+            self._free.append(local)
+
+
+_pools: weakref.WeakValueDictionary[str, Pool] = weakref.WeakValueDictionary()
+_pools_lock = threading.Lock()
+
+
+def pool_of(key: str) -> Pool:
+    """Return the pool of a served module, which all functions of this process that have it share."""
+    with _pools_lock:
+        return _pools.setdefault(key, Pool())
+
+
+def _warn_once(served: ServedModule, names: list[str]) -> None:
+    warned = served.pool.warned
+    if new := [name for name in names if name not in warned]:
+        warned.update(new)
+        logger.warning(
+            "no gradient for %s: a step has not used %s, or not called backward(), and pushes nothing for %s. This is "
+            "logged once a worker",
+            ", ".join(new[:5]) + (f" and {len(new) - 5} others" if len(new) > 5 else ""),
+            "it" if len(new) == 1 else "them",
+            "it" if len(new) == 1 else "them",
+        )
