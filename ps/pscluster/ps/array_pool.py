@@ -1,7 +1,8 @@
-"""Memory of arrays that nobody uses any more, for new arrays of the same form."""
+"""Memory for arrays: aligned, and that of arrays that nobody uses any more, for new ones of the same form."""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import Any
@@ -10,6 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+
+CACHE_LINE = 64  # bytes: what XLA wants arrays aligned to, to use their memory as it is
+_SMALL = 64 << 10  # bytes, of which a copy takes no longer than aligning them
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array that begins at a cache line, unless it is small. Its values are undefined.
+
+    NumPy's own large arrays begin 16 bytes after a page, and JAX copies those that it is given.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return np.empty(shape, dtype)
+    memory = np.empty(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 class ArrayPool:

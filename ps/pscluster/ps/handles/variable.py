@@ -24,6 +24,7 @@ from pscluster.core.geometry import Block, Partition
 from pscluster.core.handles import Handle
 from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
+from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.overlap import fetched_rows
 from pscluster.ps.client.read_plans import ShardRead
@@ -535,7 +536,7 @@ def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
     results: list[Array] = []
     reads: list[ShardRead] = []
     for item, values in zip(variables, known, strict=True):
-        result = np.empty(item.shape, item.dtype) if values is None else values
+        result = aligned_empty(item.shape, item.dtype) if values is None else values
         results.append(result)
         if values is not None:
             continue
