@@ -133,7 +133,7 @@ def test_a_push_that_fails_fails_the_call(strategy: SynchronousStrategy) -> None
 
     strategy.run(lambda: gone.name)
     strategy.delete_variable(gone)
-    with pytest.raises(FunctionError, match="there is no variable"):
+    with pytest.raises(FunctionError, match="was deleted"):
         fit(0)
     counts = table.numpy()[:, 0].tolist()
     assert max(counts) == 4.0

@@ -84,7 +84,7 @@ def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None
     assert store.prepared(data) is not None
     store.delete("w")
     (reply,) = service.session(iter([data]), CONTEXT)
-    assert "no variable" in unpack(reply, ps_pb2.Reply)[0].refusal.message
+    assert "was deleted" in unpack(reply, ps_pb2.Reply)[0].refusal.message
 
 
 def test_a_server_that_stops_refuses_prepared_reads_too(service: ParameterServerService) -> None:
