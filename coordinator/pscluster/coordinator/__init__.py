@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from pscluster.coordinator.api import __version__ as __version__
     from pscluster.coordinator.api import callbacks as callbacks
     from pscluster.coordinator.api import errors as errors
+    from pscluster.coordinator.api import features as features
     from pscluster.coordinator.api import initializers as initializers
     from pscluster.coordinator.api import metrics as metrics
     from pscluster.coordinator.api import optimizers as optimizers
 else:
-    _MODULES = ("callbacks", "errors", "initializers", "metrics", "optimizers")
+    _MODULES = ("callbacks", "errors", "features", "initializers", "metrics", "optimizers")
 
     def __getattr__(name):
         if not name.startswith("_") or name in ("__all__", "__version__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pscluster.coordinator import features as features  # modules are not in __all__
 from pscluster.coordinator.checkpoints.checkpoint import Checkpoint
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.checkpoints.saved import SavedVariables
@@ -19,7 +20,7 @@ from pscluster.coordinator.serving import ServingTable, export_delta
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous.per_replica import PerReplica
 from pscluster.coordinator.synchronous.strategy import SynchronousStrategy
-from pscluster.coordinator.training import callbacks as callbacks  # modules are not in __all__
+from pscluster.coordinator.training import callbacks as callbacks
 from pscluster.coordinator.training.history import History
 from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,

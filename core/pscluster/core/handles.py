@@ -31,6 +31,10 @@ class Handle:
         @property
         def handle_key(self) -> str: ...
 
+    def as_sent(self) -> Handle:
+        """Return the handle that is sent for this one: another one if what this one names may change later."""
+        return self
+
     def __copy__(self) -> Self:
         return self
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
+from pscluster.core.checks import type_of
 from pscluster.core.context import FunctionContext, running
 from pscluster.core.errors import MisuseError, ProtocolError, PSUnavailableError, UnavailableError
 from pscluster.core.functions.definitions import FunctionHandle, resolve
@@ -31,6 +32,7 @@ from pscluster.worker.data.per_replica import OfReplicas
 from pscluster.worker.data.per_worker import InputContext, WorkerDataset, WorkerIterator, call_dataset_fn, mixed_seed
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.prefetch import Part, Reader
+from pscluster.worker.features.layer import Layer
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.objects import WorkerObject
 from pscluster.worker.overlap import Overlap, overlap_of
@@ -74,6 +76,8 @@ class Job:
         # Those of an evaluation snapshot, while a function uses them.
         self._passing: weakref.WeakValueDictionary[tuple[str, str], Handle] = weakref.WeakValueDictionary()
         self._definitions: dict[str, Callable[..., Any]] = {}
+        self._layers: dict[str, Layer] = {}  # by their definition's digest
+        self._making_layers = threading.Lock()  # a large vocabulary takes a second
         self.arguments: dict[int, list[memoryview]] = {}
         """Large arrays of arguments, by the position of the step."""
         self.results: dict[int, Sequence[Buffer]] = {}
@@ -164,6 +168,8 @@ class Job:
     def resolve_handle(self, kind: str, key: str) -> Handle:
         if kind == FunctionHandle.handle_kind:
             return cast("Handle", self.definition(key))  # whatever contains the handle gets the function in its place
+        if kind == Layer.handle_kind:
+            return self._layer(key)
         with self._lock:
             known = self._handles.get((kind, key), self._passing.get((kind, key)))
         if known is not None:
@@ -180,6 +186,16 @@ class Job:
                     self._handles.pop((kind, old.handle_key), None)
                     self._variables[handle.name] = handle
             return self._handles.setdefault((kind, key), handle)
+
+    def _layer(self, digest: str) -> Layer:
+        """Return the layer that a definition makes, the same one for all functions."""
+        with self._making_layers:
+            if (layer := self._layers.get(digest)) is None:
+                made = self.definition(digest)()
+                if not isinstance(made, Layer):
+                    raise ProtocolError(f"definition {digest[:12]} makes {type_of(made)}, not a layer")
+                layer = self._layers[digest] = made
+            return layer
 
     def iterator_of(self, resource: int, rank: int) -> WorkerIterator | None:
         """Return a replica's iterator of a per-worker dataset; None if there is none."""
@@ -328,6 +344,7 @@ class Job:
                         handle.drop()
             for digest in definitions:
                 self._definitions.pop(digest, None)
+                self._layers.pop(digest, None)
 
     def context(self, *, function: int, attempt: int, key: int = 0, term: int = 0) -> FunctionContext:
         """Return the context for a function of this job. The first one of a term also sets the client's term."""

@@ -285,6 +285,13 @@ class DistributedDataset(StaysHere):
             if start < stop:
                 yield DataPart(self, resource, EpochRange(0, 0, start, min(stop, shape.items)))
 
+    def over_shards(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Return what `fn` returns on workers for each of several shards of the first epoch, in order.
+
+        Each example is in one shard, and a shard whose worker dies is read again by another. No position moves.
+        """
+        return self._progress.over_shards(fn, self)
+
     # Iteration
 
     def __iter__(self) -> Iterator[DataPart]:

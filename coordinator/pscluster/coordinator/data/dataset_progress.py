@@ -185,10 +185,19 @@ class Endings(Protocol):
 
 
 class DatasetProgress:
-    """Saves how far the distributed datasets of a job are. `send` gives the workers a pipeline."""
+    """Saves how far the distributed datasets of a job are.
 
-    def __init__(self, client: PsClient, endings: Endings, send: Callable[[Pipeline], DatasetResource]) -> None:
-        self.send = send
+    `send` gives the workers a pipeline; `over_shards` calls a function there with each of several shards of a dataset.
+    """
+
+    def __init__(
+        self,
+        client: PsClient,
+        endings: Endings,
+        send: Callable[[Pipeline], DatasetResource],
+        over_shards: Callable[[Callable[[Any], Any], Any], list[Any]],
+    ) -> None:
+        self.send, self.over_shards = send, over_shards
         self._endings = endings
         self._lock = threading.Lock()
         self._saving = threading.Lock()  # while positions are read and saved, or a checkpoint takes their place

@@ -44,6 +44,7 @@ from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
 from pscluster.worker.evaluation import States, by_name, results_of, states_of
+from pscluster.worker.features.layer import Layer
 from pscluster.worker.overlap import overlapped
 from pscluster.worker.step_results import of_steps
 
@@ -76,7 +77,9 @@ class FunctionQueue(StaysHere):
         # By the digests of a function and its lookups; the last used one at the end.
         self._overlapping: dict[tuple[str, str], CapturedFunction] = {}
         self._resolve_handle: HandleResolver = self._handle_of  # the same object for all values
-        strategy.context.dataset_progress = DatasetProgress(strategy.context.client, dispatcher, self._send_pipeline)
+        strategy.context.dataset_progress = DatasetProgress(
+            strategy.context.client, dispatcher, self._send_pipeline, self.over_shards
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
@@ -388,7 +391,7 @@ class FunctionQueue(StaysHere):
         # Copies: the caller may change its arrays once this has returned.
         call.attachments = [memoryview(bytes(attachment)) for attachment in attachments]
         for handle in handles:
-            if isinstance(handle, FunctionHandle):  # inside a record, such as a served module
+            if isinstance(handle, FunctionHandle):  # inside a record, such as a served module; or of a layer
                 classes[handle.function.digest] = handle.function
         call.remote, call.classes, call.define, call.handles = waiting, classes, define, handles
         call.parts = [handle for handle in handles if isinstance(handle, DataPart)]
@@ -634,21 +637,35 @@ class FunctionQueue(StaysHere):
 
         captured = self.captured(step)
         if shards == "auto":
-            shards = 5 * max(len(self.context.workers), 1)
+            shards = self._shards
         if concurrent:
             return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
+        return results_of(named, self.over_shards(evaluate_shard, dataset, shards, timeout))
+
+    def over_shards(
+        self,
+        fn: Callable[[Any], Any],
+        dataset: DistributedDataset,
+        shards: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Return what `fn` returns for each shard of a dataset's first epoch, in order, alone; for internal use."""
         deadline = deadline_of(timeout)
         values: list[RemoteValue] = []
         with self._dispatcher.waits.exclusive(timeout):
             try:
-                values.extend(self.schedule(evaluate_shard, args=(shard,)) for shard in dataset.shards(shards))
+                values.extend(self.schedule(fn, args=(shard,)) for shard in dataset.shards(shards or self._shards))
                 self.join(seconds_left(deadline))
             except BaseException:
                 self._dispatcher.waits.withdraw(values)
                 raise
-            states = self.fetch(values)
-        return results_of(named, states)
+            return self.fetch(values)  # type: ignore[no-any-return]  # the structure is a list
+
+    @property
+    def _shards(self) -> int:
+        """Return into how many shards a dataset is cut by default."""
+        return 5 * max(len(self.context.workers), 1)
 
     def _states_of_copies(
         self,
@@ -768,6 +785,10 @@ class FunctionQueue(StaysHere):
         weakref.finalize(owner, definitions.release_resource, message.id).atexit = False
 
     def _handle_of(self, kind: str, key: str) -> Handle:
+        if kind == Layer.handle_kind:
+            raise MisuseError(
+                "a function returned a layer: return what its get_state() does, for set_state() of another"
+            )
         if kind not in (PerWorkerIterator.handle_kind, PerWorkerDataset.handle_kind, PerWorker.handle_kind):
             return self.strategy.resolve_handle(kind, key)
         handle = self._per_worker.get(key)

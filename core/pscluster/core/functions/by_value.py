@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
 
+from pscluster.core.errors import MisuseError
 from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.policy import chosen_policy
 from pscluster.core.functions.sources import (
@@ -60,6 +61,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped, as above
     def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
         if not isinstance(obj, Handle):
             return None
+        obj = obj.as_sent()
         self.handles.append(obj)
         return (_HANDLE, obj.handle_kind, obj.handle_key)
 
@@ -128,6 +130,8 @@ def dump(function: Any, name: str, *, whole: bool = False) -> Dumped:
     """
     try:
         return _dump(function, whole=whole)
+    except MisuseError:  # of a handle that can't be sent now: it says why
+        raise
     except Exception as error:
         label, culprit, reason = _blame(function, error)
         if isinstance(culprit, StaysHere):

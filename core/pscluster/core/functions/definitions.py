@@ -138,6 +138,14 @@ class FunctionHandle(Handle):
         return self.function.digest
 
 
+class MadeHandle(FunctionHandle):
+    """An object that a captured function, without arguments, makes where it is received: once for all that name it."""
+
+    def __init__(self, kind: str, function: CapturedFunction) -> None:
+        super().__init__(function)
+        self.handle_kind = kind  # type: ignore[misc]  # of the object
+
+
 def capture(function: Any, *, policy: SerializationPolicy | None = None, holds_data: bool = False) -> CapturedFunction:
     """Capture a function or another callable, with what it refers to.
 

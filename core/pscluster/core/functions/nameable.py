@@ -61,6 +61,9 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.evaluation": ("states_of",),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
     "pscluster.worker.data.sources": ("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files"),
+    "pscluster.worker.features.layer": ("analyzed", "shared_layer"),
+    "pscluster.worker.features.lookups": ("Counts",),
+    "pscluster.worker.features.numeric": ("Moments", "Quantiles"),
     "pscluster.worker.programs.interpreter": ("run_local", "run_program"),
     "pscluster.worker.training": ("logs_of_steps",),
 }

@@ -314,6 +314,7 @@ def _put_scalar(_encoder: _Encoder, obj: np.generic, value: value_pb2.Value, _de
 
 
 def _put_handle(encoder: _Encoder, obj: Handle, value: value_pb2.Value, _depth: int) -> None:
+    obj = obj.as_sent()
     encoder.handles.append(obj)
     handle = value.handle
     handle.kind = obj.handle_kind
