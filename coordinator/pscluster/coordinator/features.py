@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pscluster.coordinator.checkpoints.saved_layers import load
 from pscluster.worker.features.hashing import CategoryCrossing, HashedCrossing, Hashing
 from pscluster.worker.features.layer import Layer
 from pscluster.worker.features.lookups import IntegerLookup, StringLookup
@@ -16,4 +17,5 @@ __all__ = [
     "Layer",
     "Normalization",
     "StringLookup",
+    "load",
 ]

@@ -417,18 +417,10 @@ NOT_FOR_PEERS = {
     *("Checkpoint", "CheckpointManager", "ClusterCoordinator", "ClusterResolver", "ClusterSpec", "Dashboard"),
     *("DataPart", "DistributedDataset", "EmbeddingTable", "FixedShardsPartitioner", "HashPartitioner", "History"),
     *("KubernetesClusterResolver", "LocalCluster", "MaxSizePartitioner", "MinSizePartitioner", "ModuloPartitioner"),
-    *(
-        "ParameterServerStrategy",
-        "Partitioner",
-        "PerReplica",
-        "PerWorker",
-        "PerWorkerDataset",
-        "PerWorkerIterator",
-        "Plan",
-    ),
-    *("ProgressLine", "RemoteValue", "RemoteValueStatus", "ReplicaContext", "RestoredFrom", "SavedVariables", "Server"),
-    *("ServingTable", "SidecarEvaluator", "SimpleClusterResolver", "SlurmClusterResolver", "SynchronousStrategy"),
-    *("TFConfigClusterResolver", "callbacks", "export_delta", "optimizers"),
+    *("ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorker", "PerWorkerDataset", "PerWorkerIterator"),
+    *("Plan", "ProgressLine", "RemoteValue", "RemoteValueStatus", "ReplicaContext", "RestoredFrom", "SavedVariables"),
+    *("Server", "ServingTable", "SidecarEvaluator", "SimpleClusterResolver", "SlurmClusterResolver"),
+    *("SynchronousStrategy", "TFConfigClusterResolver", "callbacks", "export_delta", "optimizers"),
 }
 """Of the public names those that make sense on the coordinator alone, or that only the library makes."""
 

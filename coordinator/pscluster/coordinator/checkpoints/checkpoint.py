@@ -19,7 +19,7 @@ import contextlib
 import datetime
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
@@ -27,6 +27,13 @@ from google.protobuf.json_format import MessageToDict
 from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
+from pscluster.coordinator.checkpoints.saved_layers import (
+    LayerState,
+    checked_layers,
+    read_layers,
+    states_of,
+    write_layers,
+)
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.observability.events import Saved
@@ -37,8 +44,9 @@ from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
 from pscluster.ps.spec import part_name
-from pscluster.ps.storage.tensor_files import join
+from pscluster.ps.storage.tensor_files import Array, join
 from pscluster.v1 import ps_pb2
+from pscluster.worker.features.layer import Layer
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +60,21 @@ class Checkpoint(StaysHere):
         strategy: whose variables to save.
         barrier_timeout: seconds within which running functions must end; otherwise a save fails.
         pause: if False, functions may be running: they must not update anything meanwhile, nor run again.
+        features: preprocessing layers with different names, whose states, such as vocabularies, are saved and restored.
     """
 
     instead = "save and restore in the script"
 
-    def __init__(self, strategy: HasJob, *, barrier_timeout: float = BARRIER_SECONDS, pause: bool = True) -> None:
+    def __init__(
+        self,
+        strategy: HasJob,
+        *,
+        barrier_timeout: float = BARRIER_SECONDS,
+        pause: bool = True,
+        features: Sequence[Layer] = (),
+    ) -> None:
         self._pauses = pause
+        self.features = checked_layers(features)
         with configuration_errors():
             self.barrier_timeout = checks.real("barrier_timeout", barrier_timeout, kind="number of seconds", above=0)
         self.context = strategy.context
@@ -103,7 +120,8 @@ class Checkpoint(StaysHere):
                 replies = context.client.checkpoint(ps_pb2.CheckpointRequest.MARK, mark)
                 index.job_metadata.update(replies[0].metadata)
                 reach("coordinator.mark.after")
-                marked = MarkedCheckpoint(context, mark, index, {spec.id: spec.name for spec in variables}, forgotten)
+                names = {spec.id: spec.name for spec in variables}
+                marked = MarkedCheckpoint(context, mark, index, names, forgotten, states_of(self.features))
                 context.cuts.begin(marked)
             except BaseException:
                 with contextlib.suppress(PsClusterError):  # those that have marked need not keep old bytes
@@ -132,7 +150,7 @@ class Checkpoint(StaysHere):
         Functions run while it is read; those running when it is committed end first, as in `mark`.
 
         Args:
-            partial: leave variables that the checkpoint lacks as they are; otherwise they are an error.
+            partial: leave variables and layers that the checkpoint lacks as they are; otherwise they are an error.
             progress: restore the job's progress as well: what `save_progress` saved, datasets' positions, and `fit`'s
                 state. If False, they stay as they are.
 
@@ -151,6 +169,7 @@ class Checkpoint(StaysHere):
         if datasets is not None:
             datasets.check_idle()
         self._check_names(index, path, partial)
+        states = read_layers(path, index, self.features, partial=partial)
         if index.partly_applied:
             many, last = index.partly_applied, index.partly_applied_last[-1:]
             logger.warning(
@@ -166,9 +185,21 @@ class Checkpoint(StaysHere):
                 request.directory = path
             with self._taking_place(requests, f"the restore of {path}", index.nbytes, datasets):
                 context.partly_applied.clear()
+                self._set_layers(states)
                 if datasets is not None:
                     datasets.restored()
         return index
+
+    def read_missing_layers(self, path: str) -> None:
+        """Restore the layers that are not adapted yet, and nothing else. CheckpointError as `read` has it."""
+        missing = [layer for layer in self.features if not layer.is_adapted]
+        if missing:
+            self._set_layers(read_layers(path, read_index(path), missing, partial=True))
+
+    def _set_layers(self, states: Mapping[str, Mapping[str, Array]]) -> None:
+        for layer in self.features:
+            if layer.name in states:
+                layer.set_state(states[layer.name])
 
     def give_up_restore(self) -> None:
         """Continue with what the servers have, after a restore that failed in its last step.
@@ -243,6 +274,7 @@ class MarkedCheckpoint:
     index: Index
     names: Mapping[int, str]  # of its variables, by id
     forgotten: Collection[int]  # keys of functions that are not scheduled again
+    layers: Mapping[str, LayerState]  # by name
 
     def write(self, path: str) -> str:
         metrics, begin, event_log = self.context.metrics, time.monotonic(), self.context.event_log
@@ -277,6 +309,7 @@ class MarkedCheckpoint:
                             "same for all parameter servers and the coordinator"
                         )
                     index.add_file(name, reply, self.names, self.forgotten)
+                write_layers(path, index, self.layers)
         finally:
             with contextlib.suppress(PsClusterError):
                 client.checkpoint(ps_pb2.CheckpointRequest.DROP, self.mark)

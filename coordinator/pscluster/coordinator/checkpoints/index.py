@@ -96,6 +96,15 @@ class SavedVariable:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """A preprocessing layer: see `saved_layers`."""
+
+    kind: str
+    config: str  # JSON
+    arrays: dict[str, SavedTensor]
+
+
+@dataclass(frozen=True, slots=True)
 class SavedFile:
     bytes: int
     header_bytes: int
@@ -117,6 +126,7 @@ class Index:
     partly_applied: int = 0
     partly_applied_last: list[str] = field(default_factory=list)
     job_metadata: dict[str, str] = field(default_factory=dict)  # progress, positions of datasets, `fit`: JSON each
+    layers: dict[str, SavedLayer] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[SavedTensor]:
@@ -171,6 +181,8 @@ class Index:
         for variable in body["variables"].values():
             if variable["row_order"] == asdict(RANGE):
                 del variable["row_order"]  # as before there were others: older programs refuse only those
+        if not self.layers:
+            del body["layers"]  # as before there were any
         text = json.dumps(body, indent=1, sort_keys=True)
         return (text[:-2] + f',\n "sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n').encode()
 
@@ -214,6 +226,7 @@ def read_index(directory: str) -> Index:
         if body.get("format") != FORMAT or body.get("version") != VERSION:
             version = body.get("version")
             raise CheckpointError(f"{path} has format version {version!r}; this program reads version {VERSION}")
+        body.setdefault("layers", {})
         index: Index = _reader(Index)({item.name: body[item.name] for item in fields(Index)})
         for variable in index.variables.values():
             _check_saved(variable)

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import fsspec
@@ -22,6 +22,7 @@ from pscluster.core.errors import CheckpointError, CheckpointMisfitError, Misuse
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.ps.storage.tensor_files import join
+from pscluster.worker.features.layer import Layer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class CheckpointManager(StaysHere):
         strategy: default: the open one.
         max_to_keep: how many checkpoints to keep; None: all.
         every: seconds between checkpoints that are made automatically, in the background; None: there are none.
-        barrier_timeout: see `Checkpoint`.
+        barrier_timeout, features: see `Checkpoint`.
 
     Raises:
         ConfigurationError: an argument is out of its range.
@@ -61,6 +62,7 @@ class CheckpointManager(StaysHere):
         max_to_keep: int | None = 5,
         every: float | None = None,
         barrier_timeout: float = BARRIER_SECONDS,
+        features: Sequence[Layer] = (),
     ) -> None:
         with configuration_errors():
             if max_to_keep is not None:
@@ -74,7 +76,7 @@ class CheckpointManager(StaysHere):
             (strategy,) = jobs
         self.directory = str(directory)
         self.max_to_keep = max_to_keep
-        self.checkpoint = Checkpoint(strategy, barrier_timeout=barrier_timeout)
+        self.checkpoint = Checkpoint(strategy, barrier_timeout=barrier_timeout, features=features)
         self._lock = threading.Lock()  # one save or restore at a time
         self._last = 0
         self._closed = False
@@ -248,12 +250,26 @@ class CheckpointManager(StaysHere):
         logger.info("restored %s", chosen)
         return chosen
 
+    def _restore_missing_layers(self) -> None:
+        """Take the layers that the script has not adapted from the newest checkpoint: servers do not have them."""
+        with self._exclusive():
+            for path in reversed(self.checkpoints):
+                try:
+                    self.checkpoint.read_missing_layers(path)
+                except CheckpointMisfitError:
+                    raise
+                except CheckpointError as error:
+                    logger.error("the layers of %s can't be restored: %s", path, error)
+                else:
+                    return
+
     def restore_or_initialize(self) -> RestoredFrom:
         """Continue from the best state there is; call it once the script has made its variables and optimizers.
 
         Live variables that this coordinator has attached to stay, unless an earlier one died while it restored a
         checkpoint. Otherwise the newest undamaged checkpoint is restored, and errors of damaged ones are logged. If
-        there is none, the job begins with the initial values.
+        there is none, the job begins with the initial values. Layers given as `features` are restored with the
+        variables; beside live variables, those that are not adapted, from the newest checkpoint.
 
         Raises:
             CheckpointMisfitError: the newest undamaged checkpoint has other variables than the job. To begin with the
@@ -267,6 +283,7 @@ class CheckpointManager(StaysHere):
                 logger.error("not continuing with the variables on the servers: %s", error)
             else:
                 logger.info("continuing with the variables on the servers")
+                self._restore_missing_layers()
                 return RestoredFrom.LIVE
         with self._exclusive():
             for path in reversed(self.checkpoints):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -47,6 +48,7 @@ def inspect(path: str) -> str:
     lines = [
         rendered(table, 140),
         f"optimizers: {shown(rules)}",
+        *([f"layers: {shown(', '.join(index.layers))}"] if index.layers else []),
         f"{len(index.files)} files, {index.nbytes:,} bytes; functions paused for {index.pause_seconds:.3f} s",
     ]
     if index.partly_applied:
@@ -71,7 +73,8 @@ def verify(path: str) -> Index:
             raise CheckpointError(f"{file_path} has {size:,} bytes, not {file.bytes:,}")
         for _ in verified(file_path, "its header", 0, file.header_bytes, file.header_checksum):
             pass
-    for tensor in index.tensors:
+    layers = (tensor for layer in index.layers.values() for tensor in layer.arrays.values())
+    for tensor in itertools.chain(index.tensors, layers):
         for _ in verified(join(path, tensor.file), tensor.tensor, tensor.offset, tensor.bytes, tensor.checksum):
             pass
     return index

@@ -82,6 +82,10 @@ class Layer(Handle):
 
     # What subclasses say
 
+    def __call__(self, inputs: Any) -> Array:
+        """Return what the layer makes of an array."""
+        raise NotImplementedError
+
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make such a layer, without what it has learned or was given to look up."""
         raise NotImplementedError
