@@ -33,7 +33,7 @@ from pscluster.coordinator import LocalCluster, ParameterServerStrategy, errors
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     *("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "collectives", "observability"),
-    *("dashboard", "synchronous", "trainer", "spmd", "serving", "threads_and_gpus"),
+    *("dashboard", "synchronous", "trainer", "spmd", "serving", "threads_and_gpus", "features"),
 )
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"

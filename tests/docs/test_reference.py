@@ -20,7 +20,8 @@ from pscluster import coordinator
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "pscluster.coordinator",
-    *(f"pscluster.coordinator.{name}" for name in ("callbacks", "errors", "initializers", "metrics", "optimizers")),
+    *(f"pscluster.coordinator.{name}" for name in ("callbacks", "errors", "features", "initializers")),
+    *("pscluster.coordinator.metrics", "pscluster.coordinator.optimizers"),
     *("pscluster.launch", "pscluster.spmd", "pscluster.spmd.metrics", "pscluster.spmd.optimizers"),
     *("pscluster.spmd.random", "pscluster.torch", "pscluster.jax", "pscluster.keras"),
 )

@@ -94,6 +94,16 @@ def test_large_batches(vocabulary: int, with_arrow: bool, monkeypatch: pytest.Mo
     assert np.array_equal(layer(np.array([*batch, "\ud800"])), [*expected, 0, 1]), "what UTF-8 does not have"
 
 
+def test_arrays_of_pyarrow() -> None:
+    """They are arrays, too, chunked and encoded ones as well."""
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    layer = StringLookup(vocabulary=WORDS)
+    column = pyarrow.chunked_array([["a", "b"], ["z"]])
+    for words in (column, column.dictionary_encode(), column.combine_chunks()):
+        assert layer(words).tolist() == [2, 1, 0]
+    assert StringLookup().adapt(column).vocabulary_size() == 4
+
+
 def test_adapted() -> None:
     """The most frequent first, then in reverse order; special tokens do not count; again in place of before."""
     layer = StringLookup(mask_token="", max_tokens=5)
