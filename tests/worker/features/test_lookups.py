@@ -86,12 +86,21 @@ def test_large_batches(vocabulary: int, with_arrow: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(tokens, "_pyarrow", lambda: None)
     words = [f"wörd {number}" for number in range(vocabulary)]
     layer = StringLookup(vocabulary=words, mask_token="")
-    numbers = np.random.default_rng(1).integers(0, vocabulary + 10, 20_000)
+    numbers = np.random.default_rng(1).integers(0, vocabulary + 10, 40_000)
     batch = np.array([*(f"wörd {number}" for number in numbers), ""])
     expected = np.where(numbers < vocabulary, numbers + 2, 1)
     assert np.array_equal(layer(batch), [*expected, 0])
     assert np.array_equal(layer(batch.astype(object)), [*expected, 0])
     assert np.array_equal(layer(np.array([*batch, "\ud800"])), [*expected, 0, 1]), "what UTF-8 does not have"
+    assert np.array_equal(layer(batch[:-1].reshape(-1, 4)), expected.reshape(-1, 4))
+    with pytest.raises(TypeError, match="not None of type NoneType: replace what is missing by a string"):
+        layer(np.array([*batch, None], object))
+    with pytest.raises(TypeError, match="not 3 of type int: use an IntegerLookup"):
+        layer(np.array([*batch, 3], object))
+    counted = StringLookup(mask_token="", max_tokens=50).adapt(batch)
+    most = np.bincount(numbers).max()
+    assert counted.get_vocabulary()[2] in [words[number] for number in np.flatnonzero(np.bincount(numbers) == most)]
+    assert counted.get_vocabulary() == StringLookup(mask_token="", max_tokens=50).adapt(iter(batch)).get_vocabulary()
 
 
 def test_arrays_of_pyarrow() -> None:
@@ -99,9 +108,16 @@ def test_arrays_of_pyarrow() -> None:
     pyarrow: Any = pytest.importorskip("pyarrow")
     layer = StringLookup(vocabulary=WORDS)
     column = pyarrow.chunked_array([["a", "b"], ["z"]])
-    for words in (column, column.dictionary_encode(), column.combine_chunks()):
+    for words in (column, column.dictionary_encode(), column.combine_chunks(), column.cast(pyarrow.large_string())):
         assert layer(words).tolist() == [2, 1, 0]
+    with pytest.raises(TypeError, match="not None of type NoneType"):
+        layer(pyarrow.array(["a", None]))
+    with pytest.raises(TypeError, match="not 3 of type int"):
+        layer(pyarrow.array([3]))
     assert StringLookup().adapt(column).vocabulary_size() == 4
+    encoded = pyarrow.DictionaryArray.from_arrays([2, 0, 2], ["a", "unused", "b", "a"])
+    assert StringLookup(vocabulary=WORDS, num_oov_indices=0)(encoded).tolist() == [0, 1, 0]
+    assert StringLookup().adapt(encoded).get_vocabulary() == ["[UNK]", "b", "a"]
 
 
 def test_adapted() -> None:

@@ -44,7 +44,12 @@ class Counts:
 
     def update(self, learned: _Learned, batch: Any) -> _Learned:
         flat: list[Any]
-        if self.texts:
+        if self.texts and not self.documents:
+            flat, places, shape = tokens.different_texts_of(self.label, batch)
+            if places is not None:
+                _add(learned.tokens, flat, np.bincount(places, minlength=len(flat)))
+                return learned
+        elif self.texts:
             flat, shape = tokens.texts_of(self.label, batch)
         else:
             array = tokens.ints_of(self.label, batch)
@@ -139,8 +144,8 @@ class _Lookup(Layer):
     def _token(self, argument: str, token: Any) -> Any:
         raise NotImplementedError
 
-    def _tokens_of(self, values: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return tokens as `numbers_of` takes them, flat, and their shape."""
+    def _tokens_of(self, values: Any) -> tuple[Any, npt.NDArray[Any] | None, tuple[int, ...]]:
+        """Return tokens as `numbers_of` takes them, perhaps the places of all among them, and their shape."""
         raise NotImplementedError
 
     def _made(self, different: Sequence[Any]) -> Texts | Integers:
@@ -187,8 +192,11 @@ class _Lookup(Layer):
             with open(vocabulary, encoding="utf-8") as file:
                 lines = file.read().splitlines()
             vocabulary = lines if self._texts else [int(line) for line in lines]
-        flat, _ = self._tokens_of(vocabulary)
-        different = list(flat) if self._texts else flat.tolist()
+        different: list[Any]
+        if self._texts:
+            different, _ = tokens.texts_of(self._label, vocabulary)
+        else:
+            different = tokens.ints_of(self._label, vocabulary).ravel().tolist()
         special = [self.mask_token] * self._oov_start + [self.oov_token] * self.num_oov_indices
         if special and different[: len(special)] == special:
             different = different[len(special) :]
@@ -302,13 +310,13 @@ class _Lookup(Layer):
         if self.invert:
             return self._inverted(inputs)
         known = self._ready()
-        flat, shape = self._tokens_of(inputs)
+        flat, places, shape = self._tokens_of(inputs)
         numbers: Ints = known.numbers_of(flat)
         indices = numbers + self._token_start
         missing = np.flatnonzero(numbers < 0)
         if missing.size:
             self._place_missing(indices, missing, flat)
-        indices = indices.reshape(shape)
+        indices = (indices if places is None else indices[places]).reshape(shape)
         depth = self.max_tokens if self.pad_to_max_tokens and self.max_tokens else len(known) + self._token_start
         if self.output_mode != "tf_idf":
             return encoded(indices, self.output_mode, depth, np.int64)
@@ -406,8 +414,8 @@ class StringLookup(_Lookup):
             raise TypeError(f"{self._label}: {argument} is {token!r}; it must be a string")
         return str(token)
 
-    def _tokens_of(self, values: Any) -> tuple[list[str], tuple[int, ...]]:
-        return tokens.texts_of(self._label, values)
+    def _tokens_of(self, values: Any) -> tuple[list[str], npt.NDArray[Any] | None, tuple[int, ...]]:
+        return tokens.different_texts_of(self._label, values)
 
     def _made(self, different: Sequence[Any]) -> Texts:
         return Texts(different)
@@ -448,9 +456,9 @@ class IntegerLookup(_Lookup):
     def _token(self, argument: str, token: Any) -> int:
         return checks.whole(f"{self._label}: {argument}", token, at_least=-(1 << 63), below=1 << 63)
 
-    def _tokens_of(self, values: Any) -> tuple[Ints, tuple[int, ...]]:
+    def _tokens_of(self, values: Any) -> tuple[Ints, None, tuple[int, ...]]:
         array = tokens.ints_of(self._label, values)
-        return array.ravel(), array.shape
+        return array.ravel(), None, array.shape
 
     def _made(self, different: Sequence[Any]) -> Integers:
         return Integers(np.array(different, np.int64))
