@@ -6,9 +6,7 @@ indices of tokens that are not in the vocabulary (out of vocabulary, OOV), then 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,84 +15,12 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError
 from pscluster.worker.features import tokens
+from pscluster.worker.features.counts import Counts, packed_texts, unpacked_texts
 from pscluster.worker.features.encoding import MASKED, MODES, checked_mode, encoded
-from pscluster.worker.features.layer import Analysis, Array, Layer, State
+from pscluster.worker.features.layer import Analysis, Layer, State
 from pscluster.worker.features.tokens import Integers, Ints, Texts, array_of, some
 
 _MODES = (*MODES, "tf_idf")
-
-
-@dataclass(slots=True)
-class _Learned:
-    tokens: Counter[Any]
-    documents: Counter[Any]  # in how many each token is
-    num_documents: int = 0
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Counts tokens; with `documents`, also in how many documents each is: a row of a batch is one."""
-
-    label: str
-    texts: bool
-    documents: bool
-
-    def initial(self) -> _Learned:
-        return _Learned(Counter(), Counter())
-
-    def update(self, learned: _Learned, batch: Any) -> _Learned:
-        flat: list[Any]
-        if self.texts and not self.documents:
-            flat, places, shape = tokens.different_texts_of(self.label, batch)
-            if places is not None:
-                _add(learned.tokens, flat, np.bincount(places, minlength=len(flat)))
-                return learned
-        elif self.texts:
-            flat, shape = tokens.texts_of(self.label, batch)
-        else:
-            array = tokens.ints_of(self.label, batch)
-            flat, shape = array.ravel().tolist(), array.shape
-        learned.tokens.update(flat)
-        if self.documents:
-            rows = shape[0] if shape else 1
-            length = len(flat) // rows if rows else 0
-            for row in range(rows):
-                learned.documents.update(set(flat[row * length : (row + 1) * length]))
-            learned.num_documents += rows
-        return learned
-
-    def packed(self, learned: _Learned) -> State:
-        different = list(learned.tokens)
-        state = _packed_tokens(different) if self.texts else {"values": np.array(different, np.int64)}
-        state["counts"] = np.fromiter(learned.tokens.values(), np.int64, len(different))
-        if self.documents:
-            state["documents"] = np.array([learned.documents[token] for token in different], np.int64)
-            state["num_documents"] = np.array(learned.num_documents, np.int64)
-        return state
-
-    def merged(self, states: Sequence[State]) -> State:
-        whole = self.initial()
-        for state in states:
-            different = _unpacked_tokens(state) if self.texts else state["values"].tolist()
-            _add(whole.tokens, different, state["counts"])
-            if self.documents:
-                _add(whole.documents, different, state["documents"])
-                whole.num_documents += int(state["num_documents"])
-        return self.packed(whole)
-
-
-def _add(counts: Counter[Any], different: Sequence[Any], numbers: Array) -> None:
-    for token, count in zip(different, numbers.tolist(), strict=True):
-        counts[token] += count
-
-
-def _packed_tokens(texts: Sequence[str]) -> State:
-    text, lengths = tokens.pack(texts)
-    return {"text": text, "lengths": lengths}
-
-
-def _unpacked_tokens(state: State) -> list[str]:
-    return tokens.unpack(state["text"], state["lengths"])
 
 
 class _Lookup(Layer):
@@ -248,7 +174,7 @@ class _Lookup(Layer):
         return Counts(self._label, self._texts, self.output_mode == "tf_idf")
 
     def _learn(self, state: State) -> None:
-        different = _unpacked_tokens(state) if self._texts else state["values"].tolist()
+        different = unpacked_texts(state) if self._texts else state["values"].tolist()
         counts = dict(zip(different, state["counts"].tolist(), strict=True))
         places = {token: place for place, token in enumerate(different)}
         for special in (self.mask_token, self.oov_token):
@@ -277,7 +203,7 @@ class _Lookup(Layer):
 
     def get_state(self) -> State:
         known = self._ready()
-        state: State = _packed_tokens(known.tokens) if self._texts else {"values": known.as_array}
+        state: State = packed_texts(known.tokens) if self._texts else {"values": known.as_array}
         if self._weights is not None:
             state["idf"] = self._weights
         if self._given:
@@ -285,7 +211,7 @@ class _Lookup(Layer):
         return state
 
     def _take(self, state: State) -> None:
-        known = self._made(_unpacked_tokens(state) if self._texts else state["values"].tolist())
+        known = self._made(unpacked_texts(state) if self._texts else state["values"].tolist())
         weights = state["idf"] if self.output_mode == "tf_idf" else None
         self._vocabulary, self._weights, self._given = known, weights, "given" in state
 
