@@ -22,9 +22,10 @@ from torch import nn
 
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
+from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
-from pscluster.ps.handles.parameters import Applied, is_finite
+from pscluster.ps.handles.parameters import Applied, nonfinite
 from pscluster.ps.handles.variable import Variable, distinct_rows, read_variables
 from pscluster.torch.structure import Structure
 from pscluster.torch.tables import Table
@@ -51,7 +52,8 @@ class LocalModule:
             elif parameter.is_meta:
                 replacement = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
                 structure.replace(name, replacement)
-        self._buffers_read: list[Array] = []
+        self._on_cpu = {name: tensor.device.type == "cpu" for name, tensor in structure.parameters.items()}
+        self._buffers_read: list[bytes] = []
 
     def _check(self, served: ServedModule, structure: Structure) -> None:
         """Raise MisuseError unless the module has what was served."""
@@ -88,9 +90,9 @@ class LocalModule:
         for name, array in zip(dense, values, strict=False):
             parameter = parameters[name]
             tensor = tensor_of(array)
-            parameter.data = tensor if parameter.device.type == "cpu" else tensor.to(parameter.device)
+            parameter.data = tensor if self._on_cpu[name] else tensor.to(parameter.device)
             parameter.grad = None
-        self._buffers_read = [array.copy() for array in values[len(dense) :]]
+        self._buffers_read = [array.tobytes() for array in values[len(dense) :]]
         for name, array in zip(served.buffers, values[len(dense) :], strict=True):
             buffer = self._buffer(name)
             tensor = tensor_of(array)
@@ -107,10 +109,11 @@ class LocalModule:
         wanted: list[tuple[str, Variable, Ids]] = []
         for key, of_table in ids.items():
             name = served.table_named(key)
-            wanted.append((name, served.parameters[name], self.tables[name].wanted(of_table)))
-        rows = distinct_rows([(variable, unique) for _, variable, unique in wanted])
-        for (name, _, unique), array in zip(wanted, rows, strict=True):
-            self.tables[name].add_rows(unique, array)
+            variable = served.parameters[name]
+            wanted.append((name, variable, variable.row_ids(numbers_of(of_table)).reshape(-1).copy()))
+        rows = distinct_rows([(variable, flat) for _, variable, flat in wanted])
+        for (name, _, flat), array in zip(wanted, rows, strict=True):
+            self.tables[name].give_rows(flat, array)
 
     def gradients(self, served: ServedModule) -> list[Applied]:
         """Return the gradients of each optimizer.
@@ -120,7 +123,7 @@ class LocalModule:
         """
         applied: list[Applied] = []
         missing: list[str] = []
-        wrong: list[str] = []
+        checked: dict[str, Array] = {}
         for optimizer, names in served.groups:
             pairs: list[tuple[Gradient | None, Variable]] = []
             for name in names:
@@ -135,12 +138,11 @@ class LocalModule:
                     continue
                 else:
                     gradient = values = array_of(tensor)
-                if served.check_numerics and not is_finite(values):
-                    wrong.append(name)
+                checked[name] = values
                 pairs.append((gradient, served.parameters[name]))
             if pairs:
                 applied.append(Applied(optimizer, pairs))
-        if wrong:
+        if served.check_numerics and (wrong := nonfinite(checked)):
             raise InvalidUpdateError(
                 f"the gradient of {', '.join(wrong[:5])} has NaN or infinity, so this step pushes nothing: clip "
                 "gradients, lower the learning rate, or look at the batch; serve(check_numerics=False) pushes it as "
@@ -165,10 +167,10 @@ class LocalModule:
         assigned: list[tuple[Array, Variable]] = []
         for (name, variable), before in zip(served.buffers.items(), self._buffers_read, strict=True):
             now = array_of(self._buffer(name))
-            if np.array_equal(now, before):
+            if now.tobytes() == before:
                 continue
-            if now.dtype.kind in ("iufc" if in_step else "iu") and now.shape == before.shape:
-                added.append((now - before, variable))
+            if now.dtype.kind in ("iufc" if in_step else "iu") and now.shape == variable.shape:
+                added.append((now - np.frombuffer(before, now.dtype).reshape(now.shape), variable))
             else:
                 assigned.append((now, variable))
         return added, assigned

@@ -17,7 +17,7 @@ from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Ids
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import apply_all, assign_all, distinct
+from pscluster.ps.handles.parameters import apply_all, assign_all
 from pscluster.ps.handles.variable import Variable, read_variables
 from pscluster.torch.local import Pool, pool_of
 from pscluster.torch.structure import plain_name
@@ -121,7 +121,7 @@ class ServedModule(Sent):
         wanted = []
         for key, of_table in ids.items():
             variable = self.parameters[self.table_named(key)]
-            wanted.append((variable, distinct(variable.row_ids(numbers_of(of_table)).reshape(-1))[0]))
+            wanted.append((variable, variable.row_ids(numbers_of(of_table)).reshape(-1)))
         return wanted
 
     def table_named(self, key: str) -> str:

@@ -1,46 +1,50 @@
 """Tables of a served module: the weights of embeddings, of which a step has only the rows that it looks up.
 
-Such a weight is a parameter with a row for each distinct id that the step has looked up, so its gradient is what the
-step pushes, and what `clip_grad_norm_` sees. It has no rows when the step begins. `nn.functional.embedding` and
-`embedding_bag`, which the modules call, are given ids that count these rows, whichever module calls them. A lookup of
-further ids adds a second parameter with their rows, `weight_2`, and so on: each row is in one of them.
+Such a weight has the shape of the table, and no memory. `nn.functional.embedding` and `embedding_bag`, which the
+modules call, are given it, and fetch the rows of their ids: a leaf of autograd for each lookup, in the order of its
+ids, so that nothing is gathered twice. A lookup of the same ids as one before in the step has the same leaf.
 
-Anything that would take the weight for the whole table, such as a product with it, is refused.
+The weight's gradient, which `clip_grad_norm_` and the like ask for, has a row for each distinct id: the leaves' rows of
+equal ids are summed when it is asked for, and what is done to it counts. If it never is, the step pushes the leaves'
+rows as they are, and the client sums them, as with any `IndexedSlices`.
+
+Whatever would take the weight for the whole table is refused.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pscluster.core.dtypes import array_of as numbers_of
-from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices
 from pscluster.ps.handles.parameters import distinct
 from pscluster.ps.handles.variable import Variable, distinct_rows
 from pscluster.torch.structure import Owner
 from pscluster.torch.tensors import array_of, tensor_of
 
-_REFUSED = frozenset(
+_KNOWN_WITHOUT_VALUES = frozenset(
     [
-        *(functional.linear, torch.matmul, torch.mm, torch.mv, torch.bmm, torch.addmm, torch.einsum, torch.tensordot),
-        *(torch.nn.functional.cosine_similarity, torch.cdist, torch.index_select, torch.gather, torch.take),
-        *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.mv, torch.Tensor.bmm, torch.Tensor.addmm),
-        *(torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.__getitem__, torch.Tensor.index_select),
-        *(torch.t, torch.transpose, torch.Tensor.t, torch.Tensor.transpose, torch.Tensor.T.__get__),
-        *(torch.Tensor.mT.__get__, torch.Tensor.permute, torch.permute, torch.Tensor.gather, torch.Tensor.take),
+        *(torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__),
+        *(torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__, torch.Tensor.grad_fn.__get__),
+        *(torch.Tensor.ndim.__get__, torch.Tensor.layout.__get__, torch.Tensor.is_sparse.__get__),
+        *(torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__),
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.__len__),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.__hash__),
     ]
 )
+"""What may be asked of a table's weight."""
 
 
 class TableWeight(nn.Parameter):  # type: ignore[misc]  # untyped where torch is not installed
-    """The rows of a table that a step has looked up. Lookups by it take ids of the whole table."""
+    """The weight of a table. Lookups by it take ids of the whole table; nothing else may use its values."""
 
     table: Table
 
@@ -50,7 +54,7 @@ class TableWeight(nn.Parameter):  # type: ignore[misc]  # untyped where torch is
         if func is functional.embedding or func is functional.embedding_bag:
             ids, weight = args[:2]
             return weight.table.look_up(func, ids, dict(kwargs or {}))
-        if func in _REFUSED:
+        if func not in _KNOWN_WITHOUT_VALUES:
             names = [repr(arg.table.name) for arg in args if isinstance(arg, TableWeight)] or ["the weight of a table"]
             raise MisuseError(
                 f"{names[0]} is served as a table, of which a step has only the rows that it looks up: "
@@ -59,6 +63,19 @@ class TableWeight(nn.Parameter):  # type: ignore[misc]  # untyped where torch is
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the rows that the step has looked up, each once, by ascending id."""
+        return self.table.summed_gradient()
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        self.table.replace_gradient(gradient)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"<weight of table {self.table.name!r}>"
 
 
 def _not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,31 +97,45 @@ def _not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Lookup(NamedTuple):
+    """What a step has looked up."""
+
+    ids: Ids
+    rows: Any  # the leaf, (ids, width)
+    padding: int | None
+    by_frequency: bool
+
+    def gradient(self) -> tuple[Ids, Array] | None:
+        """Return its gradient by ids, of which some may be equal; None if it has none."""
+        if self.rows.grad is None:
+            return None
+        ids, gradient = self.ids, array_of(self.rows.grad)
+        if self.by_frequency:
+            unique, which = distinct(ids)
+            counts = np.bincount(which, minlength=len(unique))
+            gradient = gradient / counts[which][:, None].astype(gradient.dtype)
+        if self.padding is not None and (at := ids != self.padding).sum() < len(ids):
+            ids, gradient = ids[at], gradient[at]
+        return ids, gradient
+
+
 class Table:
     """One table of one module on this worker; for one step after another."""
 
     def __init__(self, name: str, owners: Sequence[Owner], like: torch.Tensor) -> None:
-        self.name, self._owners = name, owners
+        self.name = name
         self._device = like.device if like.device.type != "meta" else torch.device("cpu")
+        none = torch.zeros((1, 1), dtype=like.dtype, device=self._device).expand(like.shape)
         self._is_trained = like.requires_grad
-        # In memory of its own: the rows that the module was made with are freed.
-        self._none = self._weight(torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=self._device))
-        self._place("", self._none)
+        weight = TableWeight(none, requires_grad=self._is_trained)
+        weight.table = self
         for owner in owners:
+            owner.module._parameters[owner.attribute] = weight
             owner.module.forward = _not_compiled(owner.module.forward)
         self._variable: Variable | None = None
-        self._parts: list[tuple[Ids, nn.Parameter]] = []
-        self._last: tuple[Ids, Array] | None = None  # ids that were looked up, and the rows that they are of
-        self._paddings: set[int | None] = set()
-
-    def _weight(self, rows: torch.Tensor) -> TableWeight:
-        weight = TableWeight(rows, requires_grad=self._is_trained)
-        weight.table = self
-        return weight
-
-    def _place(self, suffix: str, weight: nn.Parameter) -> None:
-        for owner in self._owners:
-            owner.module._parameters[owner.attribute + suffix] = weight
+        self._fetched: tuple[Ids, Array] | None = None
+        self._lookups: list[_Lookup] = []
+        self._summed: tuple[Ids, torch.Tensor] | None = None
 
     def begin(self, variable: Variable) -> None:
         """Begin a step, without rows."""
@@ -112,27 +143,12 @@ class Table:
 
     def end(self) -> None:
         """Forget the rows, and the gradient."""
-        for number in range(2, len(self._parts) + 1):
-            for owner in self._owners:
-                owner.module._parameters.pop(f"{owner.attribute}_{number}", None)
-        self._place("", self._none)
-        self._variable, self._parts, self._last = None, [], None
-        self._paddings.clear()
+        self._variable = self._fetched = self._summed = None
+        self._lookups = []
 
-    def wanted(self, ids: Any) -> Ids:
-        """Return the distinct ones of ids that the step will look up first. InvalidUpdateError if one is no row."""
-        assert self._variable is not None
-        flat = self._variable.row_ids(numbers_of(ids)).reshape(-1)
-        unique, inverse = distinct(flat)
-        self._last = flat, inverse
-        return unique
-
-    def add_rows(self, ids: Ids, rows: Array) -> None:
-        """Add rows of further distinct ids, ascending."""
-        # A new parameter: autograd remembers the shape of one for as long as a loss of an earlier step exists.
-        weight = self._weight(tensor_of(rows).to(self._device))
-        self._parts.append((ids, weight))
-        self._place("" if len(self._parts) == 1 else f"_{len(self._parts)}", weight)
+    def give_rows(self, ids: Ids, rows: Array) -> None:
+        """Give the rows, in the order of the ids, for a lookup of exactly these."""
+        self._fetched = ids, rows
 
     def look_up(self, function: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Call `embedding` or `embedding_bag` with the rows of these ids."""
@@ -142,62 +158,90 @@ class Table:
             )
         if options.get("max_norm") is not None:
             raise MisuseError(f"{self.name!r}: max_norm would change rows here, as they are looked up: leave it out")
-        places = self._places(array_of(ids).reshape(-1))
-        options["sparse"] = False  # there is a gradient for the rows of this step only
-        if (padding := options.get("padding_idx")) is not None:
+        flat = array_of(ids).reshape(-1)
+        padding = options.get("padding_idx")
+        if padding is not None:
             padding %= self._variable.shape[0]
-            options["padding_idx"] = self._place_of(padding)
-        self._paddings.add(padding)
+        rows = self._rows(flat, padding, bool(options.get("scale_grad_by_freq")))
+        if function is functional.embedding:
+            result: torch.Tensor = rows.view(*ids.shape, rows.shape[1])
+            return result
+        places = np.arange(len(flat))
+        if padding is not None:
+            is_padding = flat == padding
+            options["padding_idx"] = int(is_padding.argmax()) if is_padding.any() else None
+            places[is_padding] = options["padding_idx"] or 0
         if options.get("offsets") is not None:
             options["offsets"] = options["offsets"].to(torch.int64)
-        local = torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device)
-        with torch._C.DisableTorchFunctionSubclass():
-            weights = [weight for _, weight in self._parts]
-            result: torch.Tensor = function(local, weights[0] if len(weights) == 1 else torch.cat(weights), **options)
-        return result
+        options["sparse"] = options["scale_grad_by_freq"] = False
+        local = torch.from_numpy(places).view(ids.shape).to(ids.device)
+        bags: torch.Tensor = functional.embedding_bag(local, rows, **options)
+        return bags
 
-    def _places(self, flat: Ids) -> Ids:
-        """Return which of the rows here those of these ids are; fetch them first if they are not here."""
-        if self._last is not None and np.array_equal(self._last[0], flat):
-            return self._last[1]
+    def _rows(self, flat: Ids, padding: int | None, by_frequency: bool) -> Any:
+        """Return the leaf with the rows of these ids, in their order. InvalidUpdateError if one is no row."""
+        for lookup in self._lookups:
+            same = lookup.padding == padding and not by_frequency and not lookup.by_frequency
+            if same and np.array_equal(lookup.ids, flat):
+                return lookup.rows
         assert self._variable is not None
-        flat = self._variable.row_ids(flat)
-        unique, inverse = distinct(flat)
-        if self._parts:
-            known = np.concatenate([ids for ids, _ in self._parts])
-            new = np.setdiff1d(unique, known, assume_unique=True)
+        if self._fetched is not None and (self._fetched[0] is flat or np.array_equal(self._fetched[0], flat)):
+            flat, rows = self._fetched
+            self._fetched = None
         else:
-            known, new = unique[:0], unique
-        if len(new) or not self._parts:
-            (rows,) = distinct_rows([(self._variable, new)])
-            self.add_rows(new, rows)
-            known = np.concatenate([known, new])
-        if len(self._parts) > 1 or len(known) != len(unique):
-            order = np.argsort(known)
-            inverse = order[np.searchsorted(known, unique, sorter=order)][inverse]
-        self._last = flat.copy(), inverse
-        return inverse
+            flat = self._variable.row_ids(flat).copy()  # the ids are the step's to change
+            (rows,) = distinct_rows([(self._variable, flat)])
+        leaf = tensor_of(rows).to(self._device)
+        if self._is_trained:
+            leaf.requires_grad_()
+        self._lookups.append(_Lookup(flat, leaf, padding, by_frequency))
+        return leaf
 
-    def _place_of(self, row: int) -> int | None:
-        start = 0
-        for ids, _ in self._parts:
-            place = int(np.searchsorted(ids, row))
-            if place < len(ids) and ids[place] == row:
-                return start + place
-            start += len(ids)
-        return None
+    # The gradient
+
+    def _taken(self) -> list[tuple[Ids, Array]]:
+        """Return the gradients of lookups."""
+        return [gradient for lookup in self._lookups if (gradient := lookup.gradient()) is not None]
+
+    def summed_gradient(self) -> torch.Tensor | None:
+        """Return the gradient with a row for each distinct id; it is what the step will push. None if there is none."""
+        parts = self._taken()
+        if not parts:
+            return None if self._summed is None else self._summed[1]
+        if self._summed is not None:
+            parts.append((self._summed[0], array_of(self._summed[1])))
+        ids, which = distinct(np.concatenate([ids for ids, _ in parts]))
+        rows = torch.cat([tensor_of(rows) for _, rows in parts])
+        summed = torch.zeros((len(ids), rows.shape[1]), dtype=rows.dtype).index_add_(0, torch.from_numpy(which), rows)
+        self._summed = ids, summed.to(self._device)
+        self._drop()
+        return self._summed[1]
+
+    def _drop(self) -> None:
+        for lookup in self._lookups:
+            lookup.rows.grad = None
+
+    def replace_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Set what `summed_gradient` returns, with its rows; None: there is none."""
+        if gradient is None:
+            self._summed = None
+            self._drop()
+            return
+        known = self.summed_gradient()
+        if self._summed is None or known is None or known.shape != gradient.shape:
+            raise MisuseError(
+                f"the gradient of table {self.name!r} can be replaced only by one of as many rows: it has "
+                f"{'none' if known is None else len(known)}, and was set to {tuple(gradient.shape)}"
+            )
+        self._summed = self._summed[0], gradient
 
     def gradient(self) -> IndexedSlices | None:
-        """Return the gradient by rows, each once; None if there is none. Padding has none."""
-        found = [(ids, weight.grad) for ids, weight in self._parts if weight.grad is not None]
-        if not found:
+        """Return the gradient to push, by rows; None if there is none."""
+        parts = self._taken()
+        if self._summed is not None:
+            parts.append((self._summed[0], array_of(self._summed[1])))
+        if not parts:
             return None
-        ids = np.concatenate([ids for ids, _ in found]) if len(found) > 1 else found[0][0]
-        values = np.concatenate([array_of(rows) for _, rows in found]) if len(found) > 1 else array_of(found[0][1])
-        if values.shape != (len(ids), *self._none.shape[1:]):
-            raise InvalidUpdateError(f"the gradient of {self.name!r} has shape {values.shape}: it has {len(ids)} rows")
-        if len(self._paddings) == 1 and (padding := next(iter(self._paddings))) is not None:
-            kept = ids != padding
-            if not kept.all():
-                ids, values = ids[kept], values[kept]
-        return IndexedSlices(values, ids)
+        if len(parts) == 1:
+            return IndexedSlices(parts[0][1], parts[0][0])
+        return IndexedSlices(np.concatenate([rows for _, rows in parts]), np.concatenate([ids for ids, _ in parts]))

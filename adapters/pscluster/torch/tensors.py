@@ -28,7 +28,7 @@ def tensor_of(array: Array) -> torch.Tensor:
     """Return a tensor of an array's memory, on the CPU; of a copy if the array is read-only."""
     if not array.flags.writeable:
         array = array.copy()
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -5,6 +5,7 @@ What the adapters of frameworks share. It knows arrays and names only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,14 +113,23 @@ def distinct(ids: Ids) -> tuple[Ids, Ids]:
     return groups.ids, groups.inverse
 
 
-def is_finite(array: Array) -> bool:
-    """Return whether no element of a floating array is NaN or infinity.
+def nonfinite(arrays: Mapping[str, Array]) -> list[str]:
+    """Return which of these floating arrays have NaN or infinity.
 
     The sum of the squares shows it in one pass without memory, unless it overflows.
     """
-    if array.dtype.kind == "f" and array.itemsize > 2 and array.flags.c_contiguous:
-        flat = array.reshape(-1)
-        with np.errstate(all="ignore"):
-            if np.isfinite(flat.dot(flat)):
-                return True
-    return bool(np.isfinite(array).all())
+    found = []
+    with np.errstate(all="ignore"):
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and array.itemsize > 2 and array.flags.c_contiguous:
+                flat = array.reshape(-1)
+                if math.isfinite(flat.dot(flat)):
+                    continue
+            if not np.isfinite(array).all():
+                found.append(name)
+    return found
+
+
+def is_finite(array: Array) -> bool:
+    """Return whether no element of a floating array is NaN or infinity; see `nonfinite`."""
+    return not nonfinite({"": array})
