@@ -468,14 +468,18 @@ class Bench:
         show: Any,
         script: str = "costs.py",
         beside: Mapping[str, tuple[str, dict[str, Any]]] | None = None,
+        python: Path | None = None,
     ) -> None:
         """Run a row of our own costs: each case in a new process; the median of some rounds if they are cheap.
 
         `beside` has scripts of peers, by what has to be installed for them, which are asked the same if it is.
         """
+        if python is not None and not python.exists():
+            self.report.notes.append(f"{title}: left out: `make test-frameworks` installs torch.")
+            return
         answers = {}
         asked: list[tuple[str, str, Path | None, dict[str, Any]]] = []
-        asked += [(label, script, None, arguments) for label, arguments in cases.items()]
+        asked += [(label, script, python, arguments) for label, arguments in cases.items()]
         for label, (of_peer, arguments) in (beside or {}).items():
             if label in self._peers:
                 asked.append((label, of_peer, PEERS, arguments))
@@ -764,6 +768,7 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     _step_costs(bench, wanted)
     _array_costs(bench, wanted)
     _trainer_costs(bench, wanted)
+    _serve_costs(bench, wanted)
 
 
 def _step_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
@@ -877,6 +882,34 @@ def _trainer_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         bench.cost(title, "no step lost; the new rate within 5 s", "elastic", cases, follows, "trainer_costs.py")
 
 
+def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
+    """Measure what served modules add to a step written by hand, with `serve_costs.py`."""
+
+    def added(answers: dict[str, dict[str, list[float]]]) -> tuple[str, bool]:
+        shown, ratios = [], []
+        for name, of in answers.items():
+            hand, served = (statistics.median(of[way]) for way in ("by hand", "served"))
+            ratios.append(served / hand)
+            spread = [a / b for a, b in zip(of["served"], of["by hand"], strict=True)]
+            shown.append(
+                f"{name}: {hand * 1e3:.2f} ms by hand, {served * 1e3:.2f} ms served, {ratios[-1]:.3f} x "
+                f"({min(spread):.2f} - {max(spread):.2f} in single rounds)"
+            )
+        return "; ".join(shown), max(ratios) <= 1.03
+
+    if wanted("cost-serve"):
+        rounds = 3 if bench.quick else 15
+        bench.cost(
+            "a step of a served module of torch, beside one written by hand; the recommender's model, one worker",
+            "1.03 x",
+            "beside",
+            {f"{tables} tables": {"tables": tables, "rows": 100_000, "n": 60, "rounds": rounds} for tables in (2, 8)},
+            added,
+            "serve_costs.py",
+            python=FRAMEWORKS,
+        )
+
+
 MOVES = ("pull", "push")
 COSTS = (
     "cost-workers",
@@ -903,6 +936,7 @@ COSTS = (
     "cost-trainer-fit",
     "cost-trainer-restart",
     "cost-trainer-elastic",
+    "cost-serve",
 )
 
 

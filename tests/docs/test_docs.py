@@ -175,7 +175,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-OTHERS = [f"docs/{name}.md" for name in ("from_ddp", "guarantees", "kubernetes", "security")]
+OTHERS = [f"docs/{name}.md" for name in ("from_ddp", "guarantees", "kubernetes", "pytorch", "security")]
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
@@ -190,11 +190,15 @@ def test_links_and_lines(name: str) -> None:
 
 
 def test_the_scripts_of_a_move_are_shown_as_they_are() -> None:
-    """Every block of docs/from_ddp.md is in one of the two examples, which tests/frameworks runs and compares."""
-    scripts = [flat((ROOT / "examples" / name).read_text()) for name in ("digits_ddp.py", "digits_synchronous.py")]
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "from_ddp.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
-    assert [block for block in blocks if not any(flat(block) in script for script in scripts)] == []
+    """Every block of docs/from_ddp.md and docs/pytorch.md is in an example, which tests/frameworks runs."""
+    for name, examples, count in (
+        ("from_ddp", ("digits_ddp.py", "digits_synchronous.py"), 6),
+        ("pytorch", ("torch_recommender.py",), 4),
+    ):
+        scripts = [flat((ROOT / "examples" / example).read_text()) for example in examples]
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
+        assert len(blocks) == count
+        assert [block for block in blocks if not any(flat(block) in script for script in scripts)] == []
 
 
 def names_in(path: Path) -> set[str]:
@@ -212,12 +216,12 @@ def names_in(path: Path) -> set[str]:
 def test_the_map_is_true() -> None:
     """Every file that docs/architecture.md names exists, and defines the name beside it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"`((?:core|ps|worker|coordinator|launch)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
+    rows = re.findall(r"`((?:adapters|core|ps|worker|coordinator|launch)/[\w/]+\.py)`(?:[ ,|]+`([\w.]+)`)?", text)
     assert len(rows) > 40
     missing = []
     for file, name in rows:
         root = file.split("/")[0]
-        path = ROOT / root / "pscluster" / file
+        path = ROOT / root / "pscluster" / file.removeprefix("adapters/")
         if not path.is_file() or (name and name not in names_in(path)):
             missing.append((file, name))
     assert missing == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import run_cluster
+from tests.roles.processes import run
 from torch import nn
 from torch.nn import functional
 
@@ -387,7 +389,7 @@ def test_fit_with_overlap_and_validation(coordinator: ClusterCoordinator) -> Non
 
 
 def test_a_loader_feeds_a_worker(coordinator: ClusterCoordinator) -> None:
-    """Also one with processes of its own, which must be spawned: the worker has threads, and gRPC."""
+    """Also one with processes of its own, which are spawned: the worker has threads."""
     served = serve(Recommender, optimizer=optimizers.SGD(0.2), tables=["emb"])
 
     def data(context: Any) -> Any:
@@ -608,3 +610,12 @@ def test_torch_is_imported_when_it_is_used() -> None:
     assert set(pscluster.torch.__all__) <= set(dir(pscluster.torch)) | set(pscluster.torch._HOMES)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pscluster.torch.nothing  # noqa: B018
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "examples" / "torch_recommender.py"
+    arguments = ("--ps", "2", "--workers", "2", str(script), "--checkpoints", str(tmp_path / "saved"))
+    code, output = run("run", *arguments)
+    assert code == 0, output
+    (right,) = re.findall(r"([\d.]+)% of the ratings are right", output)
+    assert float(right) > 70, output
