@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -41,8 +42,15 @@ class Recommender(nn.Module):
         return loss_of(self.dense, features, rows, labels)
 
 
+def timed_steps(step: Any, data: list[Any], n: int) -> tuple[float, float]:
+    """Seconds of one of these steps, and of the thread's processor time of it."""
+    begin = time.thread_time()
+    seconds = timed(lambda: [step(*data[nth % len(data)]) for nth in range(n)])
+    return seconds / n, (time.thread_time() - begin) / n
+
+
 def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, in each round, of both ways and of torch's part of the step alone."""
+    """Seconds of a step, in each round, of both ways; and the worker's processor time of it."""
     with (
         LocalCluster(2, 1, transport="tcp", env=dict(THREADS), log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -62,7 +70,7 @@ def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]
             torch.set_num_threads(1)
             return kept.get("data") or kept.setdefault("data", batches(0, tables, rows))
 
-        def by_hand(n: int) -> float:
+        def by_hand(n: int) -> tuple[float, float]:
             all_batches = data()
             dense = kept.get("dense") or kept.setdefault("dense", Dense(tables))
 
@@ -77,24 +85,25 @@ def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]
                 gradients = [parameter.grad.numpy() for parameter in dense.parameters()]
                 adagrad.apply_gradients(zip([*sparse, *gradients], [*embeddings, *parameters], strict=True))
 
-            return timed(lambda: [step(*all_batches[nth % len(all_batches)]) for nth in range(n)]) / n
+            return timed_steps(step, all_batches, n)
 
-        def by_serve(n: int) -> float:
+        def by_serve(n: int) -> tuple[float, float]:
             all_batches = data()
 
             def step(ids: Any, features: Any, labels: Any) -> None:
                 with served.step({f"tables.{number}": of_table for number, of_table in enumerate(ids)}) as module:
                     module.loss(ids, features, labels).backward()
 
-            return timed(lambda: [step(*all_batches[nth % len(all_batches)]) for nth in range(n)]) / n
+            return timed_steps(step, all_batches, n)
 
-        measured: dict[str, list[float]] = {"by hand": [], "served": []}
+        measured: dict[str, list[float]] = {"by hand": [], "served": [], "by hand, cpu": [], "served, cpu": []}
         for number in range(rounds + 1):
             ways = [("by hand", by_hand), ("served", by_serve)]
             for name, function in ways[:: 1 if number % 2 else -1]:
-                seconds = coordinator.schedule(function, args=(n,)).fetch()
+                seconds, cpu = coordinator.schedule(function, args=(n,)).fetch()
                 if number:  # after one that does not count
                     measured[name].append(seconds)
+                    measured[f"{name}, cpu"].append(cpu)
         return measured
 
 

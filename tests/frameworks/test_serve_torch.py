@@ -106,9 +106,9 @@ def trained_alone(module: nn.Module, make: Callable[[Any], Any], data: list[Batc
 
 
 def trained(coordinator: ClusterCoordinator, served: ServedModule, data: list[Batch], clip: float | None = None) -> Any:
-    """The losses of the same steps, taken by one worker."""
+    """The losses of the same steps, taken by one worker, which is given the module as an argument."""
 
-    def train(data: list[Batch]) -> list[float]:
+    def train(served: ServedModule, data: list[Batch]) -> list[float]:
         losses = []
         for batch in data:
             batch = [torch.as_tensor(array) for array in batch]  # arrays, since tensors arrive as these
@@ -120,7 +120,7 @@ def trained(coordinator: ClusterCoordinator, served: ServedModule, data: list[Ba
             losses.append(loss.item())
         return losses
 
-    return coordinator.schedule(train, args=(data,)).fetch()
+    return coordinator.schedule(train, args=(served, data)).fetch()
 
 
 def check_same(served: ServedModule, module: nn.Module, tolerance: float = 1e-5) -> None:

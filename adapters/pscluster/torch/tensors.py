@@ -12,7 +12,13 @@ from pscluster.ps.handles.indexing import Array
 
 def array_of(tensor: torch.Tensor) -> Array:
     """Return the values of a tensor; of one on the CPU without a copy."""
+    array: Array
     tensor = tensor.detach()
+    try:
+        array = tensor.numpy()
+        return array
+    except (TypeError, RuntimeError):  # bfloat16, sparse, or elsewhere
+        pass
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.device.type != "cpu":
@@ -20,7 +26,7 @@ def array_of(tensor: torch.Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         bits: Array = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(dtype_named("bfloat16"))
-    array: Array = tensor.numpy()
+    array = tensor.numpy()
     return array
 
 
