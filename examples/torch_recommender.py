@@ -69,7 +69,7 @@ def main() -> None:
         with served.step() as module:
             loss = nn.functional.binary_cross_entropy_with_logits(module(*inputs), liked)
             loss.backward()
-        return float(loss)
+        return float(loss.item())
 
     data = coordinator.distribute_dataset(ratings()).shuffle(seed=1).batch(256)
     coordinator.fit(step, data, epochs=options.epochs, verbose=2)

@@ -337,7 +337,7 @@ def test_compiled_and_autocast_modules(coordinator: ClusterCoordinator) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(module, [torch.as_tensor(array) for array in data[0]])
             loss.backward()
-        return float(loss)
+        return float(loss.item())
 
     assert coordinator.schedule(mixed, args=(batches(1),)).fetch() < 10
 
@@ -364,7 +364,7 @@ def test_fit_with_overlap_and_validation(coordinator: ClusterCoordinator) -> Non
         with served.step({"emb": batch[0]}) as module:
             loss = loss_of(module, batch)
             loss.backward()
-        return float(loss)
+        return float(loss.item())
 
     def validate(batch: Any) -> Any:
         ids, bags, y = map(torch.as_tensor, batch)
@@ -403,7 +403,7 @@ def test_a_loader_feeds_a_worker(coordinator: ClusterCoordinator) -> None:
         with served.step() as module:
             loss = loss_of(module, batch)
             loss.backward()
-        return float(loss)
+        return float(loss.item())
 
     iterator = iter(coordinator.create_per_worker_dataset(data))
     losses = coordinator.fetch([coordinator.schedule(step, args=(iterator,)) for _ in range(STEPS)])
@@ -475,7 +475,7 @@ def test_synchronous_steps_are_those_of_one_process(cluster: LocalCluster) -> No
             with served.step(examples=len(mine[0])) as module:
                 loss = loss_of(module, mine)
                 loss.backward()
-            return float(loss)
+            return float(loss.item())
 
         ClusterCoordinator(strategy)
         losses = [strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None) for batch in batches(3)]
@@ -580,6 +580,31 @@ def test_what_serve_refuses(strategy: ParameterServerStrategy) -> None:
 def test_it_is_made_in_a_scope() -> None:
     with pytest.raises(errors.MisuseError, match="a served module was created outside a strategy's scope"):
         serve(Recommender, optimizer=None)  # type: ignore[arg-type]
+
+
+def step_of(served: ServedModule, batch: Batch) -> float:
+    """A step that is sent by its name."""
+    with served.step() as module:
+        loss = loss_of(module, [torch.from_numpy(array) for array in batch])
+        loss.backward()
+    return float(loss.item())
+
+
+def test_where_pickles_are_off() -> None:
+    with (
+        LocalCluster(1, 1, env=ENV, log_level="ERROR", allow_pickle=False) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+        strategy.scope(),
+    ):
+        served = serve(Recommender, optimizer=optimizers.SGD(0.2), tables=["emb"])
+        coordinator = ClusterCoordinator(strategy)
+        losses = [
+            coordinator.schedule(functools.partial(step_of, served), args=(batch,)).fetch() for batch in batches(2)
+        ]
+        losses += [coordinator.schedule(step_of, args=(served, batch)).fetch() for batch in batches(4)[2:]]
+        np.testing.assert_allclose(losses, trained_alone(Recommender(), SGD, batches(4)), rtol=1e-4)
+        with pytest.raises(errors.MisuseError, match=r"was given a Recommender, .* give its class, or a function"):
+            serve(Recommender(), optimizer=optimizers.SGD(0.2), name="other")
 
 
 def test_optimizers_that_have_no_counterpart(strategy: ParameterServerStrategy) -> None:

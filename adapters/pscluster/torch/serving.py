@@ -64,6 +64,11 @@ def serve(
     """
     creator = current_creator(_WANTED)
     _check_optimizer("optimizer", optimizer)
+    if isinstance(module, nn.Module) and not creator.serialization.pickles:
+        raise MisuseError(
+            f"serve was given a {type(module).__name__}, which can't be sent to workers: give its class, or a function "
+            f"at the top level of a file that makes it; {creator.serialization.why}"
+        )
     make: Callable[[], Any] = functools.partial(_copied, _skeleton(module)) if isinstance(module, nn.Module) else module
     if not callable(make):
         raise TypeError(f"serve takes a module, or a function that makes one, not {type_of(module)}")
