@@ -24,7 +24,7 @@ test: $(STAMP)  ## run all tests, the longest files first
 
 test-frameworks: $(FRAMEWORKS)/.installed  ## run the tests with torch, JAX and Keras, which make test leaves out
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
-	$(FRAMEWORKS)/bin/python -m pytest tests/examples -k torch
+	$(FRAMEWORKS)/bin/python -m pytest tests/examples tests/docs/test_reference.py -k torch
 
 test-launch: $(LAUNCH)/.installed  ## start jobs on a real Ray, and a real Slurm where its daemons are installed, as root
 	$(LAUNCH)/bin/python -m pytest tests/launchers

@@ -110,6 +110,8 @@ def begins_with_a_verb(docstring: str) -> bool:
 @pytest.mark.parametrize("path", MODULES)
 def test_docstrings(path: str) -> None:
     """All public names have one, and so do methods; that of a function begins with a verb."""
+    if path == "pscluster.torch":
+        pytest.importorskip("torch", reason="its modules import it; tests of frameworks check it")
     missing, without_verb = [], []
     for value in public_names(path).values():
         for name, member in documented(value):
