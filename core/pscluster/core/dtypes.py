@@ -58,6 +58,8 @@ def array_of(value: Any) -> npt.NDArray[Any]:
 
 def as_array(value: npt.ArrayLike, variable: str, noun: str) -> npt.NDArray[Any]:
     """Return a user's value for a variable as an array. Raise InvalidUpdateError, with its name, if it is none."""
+    if type(value) is np.ndarray:  # as nearly always in a step
+        return value
     if is_masked_array(value) and np.ma.is_masked(value):
         raise InvalidUpdateError(f"variable {variable!r}: the {noun} has masked elements: fill them with .filled(...)")
     try:

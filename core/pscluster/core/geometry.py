@@ -119,6 +119,13 @@ class Partition:
         if self.ends[0] != (even := even_ends(self.shape[0], len(self.ends[0]))):
             raise ValueError(f"axis 0: by {self.order.kind}, pieces end at {even}, not at {self.ends[0]}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ends, self.order))
+
     def __reduce__(self) -> tuple[type[Partition], tuple[object, ...]]:
         """Pickle without cached properties: equal partitions have equal pickles."""
         return type(self), (self.shape, self.ends, self.order)
@@ -200,6 +207,14 @@ class Partition:
         """Return whether rows have the same places in both partitions, which are of one shape."""
         return self.order == other.order and (self.order.kind != "modulo" or self.ends == other.ends)
 
+    def columns(self, shard: int) -> tuple[slice, ...]:
+        """Return which part of a row a shard has. IndexError if there is no such shard."""
+        return self._columns[shard]
+
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[slice, ...], ...]:
+        return tuple(block.slices[1:] for block in self.blocks)
+
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         axes = [[_bounds(ends, piece) for piece in range(len(ends))] for ends in self.ends]
@@ -237,7 +252,7 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
     array = integers(as_array(ids, name, "row ids"), ids, f"variable {name!r}: row ids")
     # As unsigned, negative ids become very large; as signed, large unsigned ids would become negative.
     unsigned = np.asarray(array, np.int64).view(np.uint64) if array.dtype.kind == "i" else array
-    if array.size and unsigned.max() >= rows:
+    if array.size and np.maximum.reduce(unsigned, None) >= rows:  # what `max` calls, through a wrapper
         flat = array.ravel()
         position = int(np.argmax((flat < 0) | (flat >= rows)))
         limit = f"they must lie in 0..{rows - 1}" if rows else "there are no rows"

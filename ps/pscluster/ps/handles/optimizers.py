@@ -346,7 +346,7 @@ class Optimizer(Handle):
 
     def _checked(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> list[tuple[Gradient, Variable]]:
         pairs: list[tuple[Gradient, Variable]] = []
-        seen: set[str] = set()
+        names: list[str] = []
         for pair in grads_and_vars:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise TypeError(f"apply_gradients takes pairs (gradient, variable), not {checks.type_of(pair)}")
@@ -359,10 +359,11 @@ class Optimizer(Handle):
                 raise MisuseError(
                     f"variable {variable.name!r} belongs to a different strategy than optimizer {self.name!r}"
                 )
-            if twice := seen.intersection(variable.member_names):
-                raise MisuseError(f"variable {min(twice)!r} is given twice: add its gradients first")
-            seen.update(variable.member_names)
+            names += variable.member_names
             pairs.append((gradient_of(gradient), variable))
+        if len(set(names)) < len(names):
+            twice = min(name for name in names if names.count(name) > 1)
+            raise MisuseError(f"variable {twice!r} is given twice: add its gradients first")
         return pairs
 
     def _preprocessed(self, pairs: Sequence[tuple[Gradient, Variable]]) -> list[tuple[Gradient, Variable]]:

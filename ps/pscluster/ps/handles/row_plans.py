@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pscluster.core.geometry import Partition, ShardRows, split_rows
+from pscluster.core.geometry import Partition, ShardRows
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.optim.kernels import Groups, sum_rows, take_rows
 
@@ -54,13 +54,12 @@ class RowPlan:
             partitions: of each table.
             ids: a flat array for each table, from `check_ids`.
         """
-        sizes, starts = tuple(map(len, ids)), _starts(partitions)
-        places = np.empty(sum(sizes), np.int64)  # a copy in any case: the caller may change its ids
-        first = 0
-        for partition, of_table, start in zip(partitions, ids, starts, strict=True):
-            np.add(partition.places(of_table), start, out=places[first : first + len(of_table)])
-            first += len(of_table)
-        return _last_or_new(partitions, sizes, places, None)
+        sizes = tuple(map(len, ids))
+        places = [partition.places(of_table) for partition, of_table in zip(partitions, ids, strict=True)]
+        end_to_end = np.concatenate(places)  # a copy in any case: the caller may change its ids
+        if len(partitions) > 1:
+            end_to_end += np.repeat(_starts(partitions), sizes)
+        return _last_or_new(partitions, sizes, end_to_end, None)
 
     @staticmethod
     def by_split(partition: Partition, ids: Ids, split: Split) -> RowPlan:
@@ -79,15 +78,16 @@ class RowPlan:
 
     def _shares(self) -> list[Share]:
         shares: list[Share] = []
-        pieces = iter(split_rows(_end_to_end(self._partitions), self._groups.ids))
-        stop = 0
+        ids, (starts, ends) = self._groups.ids, _pieces(self._partitions)  # both ascending, over all tables
+        stops = np.searchsorted(ids, ends)
+        local_ids = ids - np.repeat(starts, np.diff(stops, prepend=0))
+        spans = (slice(a, b) for a, b in itertools.pairwise((0, *stops.tolist())))
         for table, partition in enumerate(self._partitions):
             count = len(partition.ends[0])
             across = partition.num_shards // count  # shards that share a piece of axis 0
-            for piece, (_, local_ids) in enumerate(itertools.islice(pieces, count)):
-                start, stop = stop, stop + len(local_ids)
+            for piece, span in enumerate(itertools.islice(spans, count)):
                 shards = range(piece * across, (piece + 1) * across)
-                shares += [Share(table, shard, slice(start, stop), local_ids) for shard in shards]
+                shares += [Share(table, shard, span, local_ids[span]) for shard in shards]
         return shares
 
     def spread(self, rows: Array) -> list[Array]:
@@ -143,8 +143,9 @@ def _starts(partitions: tuple[Partition, ...]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _end_to_end(partitions: tuple[Partition, ...]) -> Partition:
-    """Return how the places of all tables are cut."""
-    starts = _starts(partitions)
-    ends = tuple(start + end for start, cut in zip(starts, partitions, strict=True) for end in cut.ends[0])
-    return Partition((starts[-1] + partitions[-1].shape[0],), (ends,))
+def _pieces(partitions: tuple[Partition, ...]) -> tuple[Ids, Ids]:
+    """Return the places at which the pieces of axis 0 of all tables start and end."""
+    cuts = zip(_starts(partitions), partitions, strict=True)
+    bounds = [(first + a, first + b) for first, cut in cuts for a, b in itertools.pairwise((0, *cut.ends[0]))]
+    starts, ends = np.array(bounds, np.int64).T
+    return np.ascontiguousarray(starts), np.ascontiguousarray(ends)

@@ -55,7 +55,7 @@ class ShardRequests:
 
     def columns(self, shard: int) -> tuple[slice, ...]:
         """Return which part of a row a shard has."""
-        return self.partition.block(shard).slices[1:]
+        return self.partition.columns(shard)
 
     # Reads
 
@@ -279,6 +279,11 @@ class ShardRequests:
 
     def shard_row_read(self, shard: int, out: Array, rows: slice | Ids, local_ids: Ids) -> ShardRead:
         """Return the read of these rows of a shard into those of an array."""
+        if isinstance(rows, slice) and not self.wire_dtype:
+            target = out[(rows, *self.columns(shard))]
+            if target.flags.c_contiguous:
+                item = self._read_item(shard, ps_pb2.Rows(ids=len(local_ids)))
+                return ShardRead(self.owners[shard], item, target.nbytes, view(target), local_ids)
         return self._shard_read(shard, out, (rows, *self.columns(shard)), ps_pb2.Rows(ids=len(local_ids)), local_ids)
 
     def _shard_update(
