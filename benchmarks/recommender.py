@@ -6,15 +6,9 @@ a second network takes to one logit.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
+from recommender_data import DENSE, WIDTH, Array
 from torch import nn
-
-WIDTH, BATCH, DENSE = 32, 512, 13
-LEARNING_RATE = 0.05
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Dense(nn.Module):
@@ -43,16 +37,3 @@ def loss_of(dense: Dense, features: Array, rows: list[torch.Tensor], labels: Arr
     """The mean logistic loss of a batch."""
     logits = dense(torch.from_numpy(features), rows)
     return nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
-
-
-def batches(seed: int, tables: int, rows: int, count: int = 16) -> list[tuple[list[Array], Array, Array]]:
-    """Ids of each table (uniform), features and labels."""
-    rng = np.random.default_rng(seed)
-    return [
-        (
-            list(rng.integers(rows, size=(tables, BATCH))),
-            rng.normal(size=(BATCH, DENSE)).astype(np.float32),
-            rng.integers(2, size=BATCH).astype(np.float32),
-        )
-        for _ in range(count)
-    ]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from driver import THREADS, Handlers, serve, timed
-from recommender import LEARNING_RATE, WIDTH, Dense, batches, loss_of
+from recommender import Dense, loss_of
+from recommender_data import AT_ONCE, LEARNING_RATE, WIDTH, batches
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -25,9 +26,6 @@ from pscluster.coordinator import (
     initializers,
     optimizers,
 )
-
-AT_ONCE = 20
-"""Steps of one function."""
 
 
 class Bench:

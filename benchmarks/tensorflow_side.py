@@ -50,14 +50,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start_cluster(stack: contextlib.ExitStack) -> dict[str, list[str]]:
-    """Start two servers and two workers, and wait until they listen."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(4)]
-    spec = {"ps": addresses[:2], "worker": addresses[2:]}
+def start_cluster(stack: contextlib.ExitStack, ps: int = 2, workers: int = 2) -> dict[str, list[str]]:
+    """Start servers and workers, and wait until they listen."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(ps + workers)]
+    spec = {"ps": addresses[:ps], "worker": addresses[ps:]}
     tasks = []
-    for job, index in (("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)):
+    for job, index in [(job, index) for job, of_job in spec.items() for index in range(len(of_job))]:
         task = subprocess.Popen(
-            [sys.executable, __file__, job, str(index), json.dumps(spec)],
+            [sys.executable, os.path.abspath(__file__), job, str(index), json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

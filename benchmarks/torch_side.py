@@ -12,7 +12,8 @@ import sys
 
 import torch
 from driver import Handlers, serve, timed
-from recommender import LEARNING_RATE, WIDTH, Dense, batches, loss_of
+from recommender import Dense, loss_of
+from recommender_data import LEARNING_RATE, WIDTH, batches
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--threads", type=int, default=1)

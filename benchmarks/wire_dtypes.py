@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from driver import THREADS
 from isolate import enter, loopback_up
+from recommender_data import area_under_curve
 
 from pscluster.coordinator import (
     ClusterCoordinator,
@@ -59,15 +60,6 @@ class Clicks:
         users, items = random.integers(0, USERS, count), random.zipf(1.3, count) % ITEMS
         scores = (user_factors[users] * item_factors[items]).sum(1)
         return Clicks(users, items, (random.random(count) < 1 / (1 + np.exp(-scores))).astype(np.float32))
-
-
-def area_under_curve(scores: Any, labels: Any) -> float:
-    """Return how often a click has a higher score than what is none."""
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores, kind="stable")] = np.arange(1, len(scores) + 1)
-    clicks = labels > 0
-    count = np.count_nonzero(clicks)
-    return float((ranks[clicks].sum() - count * (count + 1) / 2) / (count * (len(labels) - count)))
 
 
 def forward(rows: Any, layer: Any, out: Any) -> tuple[Any, Any]:
