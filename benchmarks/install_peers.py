@@ -8,7 +8,14 @@ import sys
 import venv
 from pathlib import Path
 
-PEERS = ("tensorflow-cpu==2.21.0", "torch==2.13.0", "ray[train]", "dask[array,distributed]")
+PEERS = (
+    "tensorflow-cpu==2.21.0",
+    "torch==2.13.0",
+    "ray[train]",
+    "dask[array,distributed]",
+    "tensordict torchmetrics pyre-extensions tqdm",  # of TorchRec, which requires GPUs' libraries, too
+    "--no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0",
+)
 
 
 def main() -> int:
@@ -18,7 +25,7 @@ def main() -> int:
         venv.create(where, with_pip=True)
     missing = []
     for requirement in PEERS:
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement]
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirement.split()]
         if subprocess.run(command).returncode:
             missing.append(requirement)
     print(f"installed: {', '.join(peer for peer in PEERS if peer not in missing) or 'nothing'}")

@@ -38,6 +38,7 @@ from report import Cost, Report, Results, write
 OURS, TENSORFLOW, RAY, TORCH, DASK, GLOO = "pscluster", "TensorFlow", "Ray", "torch rpc", "Dask", "torch gloo"
 NUMPY, NUMPY_2, DTENSOR, DASK_ARRAY = "NumPy", "NumPy, two threads", "torch DTensor", "dask.array"
 ALONE, ALONE_2 = "torch, one process", "torch, one process of two threads"
+TENSORFLOW_TABLES, TORCHREC = "TensorFlow, without Keras", "TorchRec"
 LIMITS = SOCKET, TUNED, BARE = "raw socket", "socket set as ours", "bare gRPC"
 OUR_SCRIPTS = {
     OURS: "pscluster_side.py",
@@ -57,6 +58,8 @@ PEERS_SCRIPTS = {  # and what has to be installed for them
     DASK_ARRAY: ("dask_array_side.py", "dask"),
     ALONE: ("torch_side.py", "torch"),
     ALONE_2: ("torch_side.py --threads=2", "torch"),
+    TENSORFLOW_TABLES: ("tensorflow_recommender_side.py", "tensorflow"),
+    TORCHREC: ("torchrec_side.py", "torchrec"),
 }
 TABLE_IDS, BATCH, VARIABLES = 10_000, 512, 500
 MIB = 1 << 20
@@ -309,8 +312,10 @@ def _synchronous_rows(workers: int) -> list[Row]:
 
 
 def _recommender_rows(ps: int, workers: int) -> list[Row]:
-    """A model like DLRM, computed by torch, beside one process that has all of it."""
-    goal = {(2, 2): 1.2, (2, 1): 0.9}.get((ps, workers))
+    """A model like DLRM, computed by torch, beside one process that has all of it, and beside other clusters."""
+    goals = [((TENSORFLOW_TABLES,), 3.0)]
+    if goal := {(2, 2): 1.2, (2, 1): 0.9}.get((ps, workers)):
+        goals.append(((ALONE,), goal))
     return [
         Row(
             f"recommend-{tables}-{ps}-{workers}{'-overlap' * overlap}",
@@ -319,13 +324,13 @@ def _recommender_rows(ps: int, workers: int) -> list[Row]:
             "steps/s",
             "recommend",
             dict.fromkeys(beside, n),
-            (((ALONE,), goal),) if goal and overlap else (),
+            tuple(goal for goal in goals if overlap and goal[0][0] in beside),
             _rate(1),
             {"tables": tables, "rows": rows, "overlap": overlap},
             slow_to_prepare=True,
         )
         for tables, rows, n, beside in (
-            (8, 100_000, 200, (OURS, ALONE, ALONE_2)),
+            (8, 100_000, 200, (OURS, ALONE, ALONE_2, TENSORFLOW_TABLES, TORCHREC)),
             (26, 1_000_000, 80, (OURS, ALONE)),  # 7 GB of tables and slots on each side
         )
         for overlap in (0, 1)
@@ -379,8 +384,10 @@ class Bench:
         if module not in self._peers:
             return None
         script, *arguments = script.split()
-        if name == GLOO:
+        if name in (GLOO, TORCHREC):
             arguments += [f"--workers={workers}"]
+        elif name == TENSORFLOW_TABLES:
+            arguments += [f"--ps={ps}", f"--workers={workers}"]
         return Side(name, script, *arguments, python=PEERS, isolated=self._isolated)
 
     def group(
@@ -978,7 +985,7 @@ def main() -> int:
     begin, measured = time.monotonic(), commit()  # now: the working tree may change while this runs
     adopt_orphans()
     isolated = can_isolate()
-    peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed", "dask"))
+    peers = peers_that_are_there(PEERS, ("tensorflow", "ray", "torch", "distributed", "dask", "torchrec"))
     if not isolated and peers & {"tensorflow", "ray"}:
         # Both listen on all interfaces and run whatever they are sent.
         peers -= {"tensorflow", "ray"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import time
 from typing import Any
@@ -24,7 +25,7 @@ def dense_shapes(tables: int) -> list[tuple[int, ...]]:
     """The weights and biases of the layers in `recommender.Dense`, in turn."""
     vectors = tables + 1
     below, above = (DENSE, 64, WIDTH), (WIDTH + vectors * (vectors - 1) // 2, 128, 64, 1)
-    cuts = [*zip(below, below[1:], strict=False), *zip(above, above[1:], strict=False)]
+    cuts = [*itertools.pairwise(below), *itertools.pairwise(above)]
     return [shape for a, b in cuts for shape in ((a, b), (b,))]
 
 
