@@ -58,7 +58,7 @@ class RowPlan:
         places = [partition.places(of_table) for partition, of_table in zip(partitions, ids, strict=True)]
         end_to_end = np.concatenate(places)  # a copy in any case: the caller may change its ids
         if len(partitions) > 1:
-            end_to_end += np.repeat(_starts(partitions), sizes)
+            end_to_end += _offsets(partitions, sizes)
         return _last_or_new(partitions, sizes, end_to_end, None)
 
     @staticmethod
@@ -140,6 +140,12 @@ def _shares_of_one(split: Sequence[tuple[int, ShardRows]]) -> list[Share]:
 def _starts(partitions: tuple[Partition, ...]) -> tuple[int, ...]:
     """Return the place of each table's first row."""
     return (0, *itertools.accumulate(partition.shape[0] for partition in partitions[:-1]))
+
+
+@functools.lru_cache(maxsize=16)
+def _offsets(partitions: tuple[Partition, ...], sizes: tuple[int, ...]) -> Ids:
+    """Return the place of the first row of its table for each of that many ids of each table."""
+    return np.repeat(np.array(_starts(partitions), np.int64), sizes)
 
 
 @functools.lru_cache(maxsize=256)
