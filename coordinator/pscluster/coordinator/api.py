@@ -38,6 +38,7 @@ from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.context import exact_reads, experimental_get_current_worker_index
 from pscluster.core.ids import VERSION
 from pscluster.ps import initializers as initializers
+from pscluster.ps import table_policies as table_policies
 from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.indexing import IndexedSlices

@@ -59,14 +59,58 @@ class RowOrder(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("dim", "initializer", "numbers")
+    __slots__ = ("dim", "initializer", "numbers", "grows", "max_bytes", "optimizer", "admission", "eviction")
     DIM_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    GROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     dim: int
     initializer: str
     numbers: str
-    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ...) -> None: ...
+    grows: bool
+    max_bytes: int
+    optimizer: str
+    admission: TableAdmission
+    eviction: TableEviction
+    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ..., grows: bool = ..., max_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., admission: _Optional[_Union[TableAdmission, _Mapping]] = ..., eviction: _Optional[_Union[TableEviction, _Mapping]] = ...) -> None: ...
+
+class TableAdmission(_message.Message):
+    __slots__ = ("seen", "probability", "seed")
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    seen: int
+    probability: float
+    seed: int
+    def __init__(self, seen: _Optional[int] = ..., probability: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class TableEviction(_message.Message):
+    __slots__ = ("kind", "age", "norm")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[TableEviction.Kind]
+        RECENCY: _ClassVar[TableEviction.Kind]
+        FREQUENCY: _ClassVar[TableEviction.Kind]
+        STEPS: _ClassVar[TableEviction.Kind]
+        SECONDS: _ClassVar[TableEviction.Kind]
+        NORM: _ClassVar[TableEviction.Kind]
+    KIND_UNSPECIFIED: TableEviction.Kind
+    RECENCY: TableEviction.Kind
+    FREQUENCY: TableEviction.Kind
+    STEPS: TableEviction.Kind
+    SECONDS: TableEviction.Kind
+    NORM: TableEviction.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    kind: TableEviction.Kind
+    age: int
+    norm: float
+    def __init__(self, kind: _Optional[_Union[TableEviction.Kind, str]] = ..., age: _Optional[int] = ..., norm: _Optional[float] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
     __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "table", "wire_dtype", "push_top_k", "row_order")
@@ -813,7 +857,7 @@ class RestoreReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term", "traffic")
+    __slots__ = ("arrays", "updates", "steps", "keys", "closed", "finished_starts", "finished_stops", "clients", "term", "traffic", "rows")
     class StepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -831,6 +875,7 @@ class ShardState(_message.Message):
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     arrays: _containers.RepeatedScalarFieldContainer[str]
     updates: int
     steps: _containers.ScalarMap[int, int]
@@ -841,7 +886,8 @@ class ShardState(_message.Message):
     clients: _containers.RepeatedCompositeFieldContainer[SavedClient]
     term: int
     traffic: float
-    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ...) -> None: ...
+    rows: int
+    def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
     __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers")

@@ -118,8 +118,20 @@ class Manifest(_message.Message):
     boot_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, server: _Optional[int] = ..., job: _Optional[int] = ..., store_id: _Optional[int] = ..., generation: _Optional[int] = ..., saved_at: _Optional[float] = ..., variables: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[SavedShard, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[_ps_pb2.SavedClient, _Mapping]]] = ..., job_id: _Optional[int] = ..., coordinator_number: _Optional[int] = ..., logged: bool = ..., log_generation: _Optional[int] = ..., job_name: _Optional[str] = ..., num_servers: _Optional[int] = ..., metadata: _Optional[_Union[SavedShard, _Mapping]] = ..., term: _Optional[int] = ..., boot_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class TableChange(_message.Message):
+    __slots__ = ("item", "evicted", "made", "now")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    evicted: bytes
+    made: bytes
+    now: int
+    def __init__(self, item: _Optional[int] = ..., evicted: _Optional[bytes] = ..., made: _Optional[bytes] = ..., now: _Optional[int] = ...) -> None: ...
+
 class LogRecord(_message.Message):
-    __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "coordinator_number", "pad", "payload")
+    __slots__ = ("update", "updates", "total_bytes", "last", "store_id", "optimizers", "coordinator_number", "tables", "pad", "payload")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +139,7 @@ class LogRecord(_message.Message):
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     PAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     update: _ps_pb2.UpdateRequest
@@ -136,6 +149,7 @@ class LogRecord(_message.Message):
     store_id: int
     optimizers: _containers.RepeatedCompositeFieldContainer[SavedOptimizer]
     coordinator_number: int
+    tables: _containers.RepeatedCompositeFieldContainer[TableChange]
     pad: bytes
     payload: bytes
-    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., store_id: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., coordinator_number: _Optional[int] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, update: _Optional[_Union[_ps_pb2.UpdateRequest, _Mapping]] = ..., updates: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., last: bool = ..., store_id: _Optional[int] = ..., optimizers: _Optional[_Iterable[_Union[SavedOptimizer, _Mapping]]] = ..., coordinator_number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableChange, _Mapping]]] = ..., pad: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

@@ -27,6 +27,8 @@ class VariableMetrics:
     rows_updated: int = 0
     rows_found: int = 0
     rows_made: int = 0
+    rows_evicted: int = 0
+    rows_not_admitted: int = 0
 
     def read(self, nbytes: int, seconds: float, rows: int, times: int = 1) -> None:
         self.pulls += times

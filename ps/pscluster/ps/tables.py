@@ -1,8 +1,9 @@
 """What clients and servers agree on about tables whose rows are made when their ids are first updated.
 
-A table is a variable of shape (rows, dim + TAIL), see `ps_pb2.TableSpec`, cut into a fixed number of shards. A hash of
-an id says which shard its row is in. A row that has had no update yet is not stored: its values follow from the
-initializer's seed and the id alone, so that every server, after every restart, gives the same ones for it.
+A table is a variable of shape (rows, dim + TAIL), see `ps_pb2.TableSpec`, cut into a fixed number of shards. Each has
+an array of the rows that are in use; the shape says how many these may be. A hash of an id says which shard its row is
+in. A row that has had no update yet is not stored: its values follow from the initializer's seed and the id alone, so
+that every server, after every restart, gives the same ones for it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
-from pscluster.core.geometry import integers
+from pscluster.core.geometry import Partition, integers
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec
 from pscluster.ps.spec import partition_of
+from pscluster.ps.table_policies import check_policies
 from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
@@ -35,6 +37,9 @@ TAIL = 4
 
 MAX_ROWS = (1 << 31) - 2
 """The most rows of a shard: an index stores their numbers in 32 bits."""
+
+GROWING_ROWS = 1 << 20
+"""Rows of each shard in the shape of a table that is not limited: it is placed as one that will be large."""
 
 MAX_DIM = 1 << 20
 
@@ -171,6 +176,7 @@ def check_table(spec: ps_pb2.VariableSpec) -> None:
     if not spec.HasField("table"):
         return
     initial_rows(spec.table, spec.name)
+    check_policies(spec)
     partition = partition_of(spec)
     if (
         spec.dtype != "float32"
@@ -183,14 +189,25 @@ def check_table(spec: ps_pb2.VariableSpec) -> None:
             f"table {spec.name!r} is {spec.dtype}{list(partition.shape)} in {list(partition.grid)} shards, which are "
             f"no rows of {spec.table.dim} values, updated at once"
         )
+    if spec.table.grows and partition.shape[0] != partition.num_shards * GROWING_ROWS:
+        raise ProtocolError(f"table {spec.name!r} is not limited, and has a shape of {partition.shape[0]:,} rows")
     if (rows := max(block.shape[0] for block in partition.blocks)) > MAX_ROWS:
         raise InvalidUpdateError(
             f"table {spec.name!r} has shards of {rows:,} rows; the limit is {MAX_ROWS:,}: cut it into more"
         )
 
 
+def row_limit(spec: ps_pb2.VariableSpec, partition: Partition, shard: int) -> int:
+    """Return how many rows a shard of a table may have; 0 for a variable that is none."""
+    if not spec.HasField("table"):
+        return 0
+    return MAX_ROWS if spec.table.grows else partition.block(shard).shape[0]
+
+
 def ids_in(array: Rows, dim: int) -> Ids:
-    """Return the ids of the rows that are in use in a shard's array, in order."""
+    """Return the ids of the rows that are in use in a shard's array, in order: others may follow them."""
+    if not len(array):
+        return np.empty(0, np.int64)
     ids, in_use = tails_of(array, dim)
     return ids[: rows_in_use(in_use)].copy()
 

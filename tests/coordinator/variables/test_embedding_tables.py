@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.core.metrics.scraping import addresses, scrape
 from tests.faults.support import Job, running_job
 from tests.faults.test_ps_healing import kill
+from tests.waiting import until
 
 from pscluster.coordinator import (
     EmbeddingTable,
@@ -27,9 +29,16 @@ from pscluster.coordinator import (
     initializers,
     metrics,
     optimizers,
+    table_policies,
 )
 from pscluster.coordinator.api import Checkpoint
-from pscluster.core.errors import CheckpointMisfitError, InvalidUpdateError, MisuseError, PsClusterError
+from pscluster.core.errors import (
+    CheckpointMisfitError,
+    InvalidUpdateError,
+    MisuseError,
+    PsClusterError,
+    UnavailableError,
+)
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.shard_update import ShardUpdate
@@ -52,6 +61,20 @@ def job() -> Iterator[Job]:
 def table(job: Job) -> EmbeddingTable:
     with job.strategy.scope():
         return EmbeddingTable(DIM, capacity=5000, initializer=INITIAL)
+
+
+def move_all(job: Job, table: EmbeddingTable) -> None:
+    """Move each shard to the other server, once that has returned: a move does not wait for it."""
+
+    def moved(shard: Any, target: int) -> bool:
+        try:
+            return job.strategy.move_shard(shard, target) is not None
+        except UnavailableError:
+            return False
+
+    for shard in table.variables:
+        target = 1 - shard.owners[0]
+        until(partial(moved, shard, target), f"{shard.name} is on ps {target}")
 
 
 class Twin:
@@ -98,15 +121,17 @@ def initial_rows(job: Job, ids: npt.ArrayLike) -> Array:
 
 
 @pytest.mark.timeout(120)
-def test_it_is_a_dictionary_through_kills_and_moves(job: Job, table: EmbeddingTable) -> None:
+@pytest.mark.parametrize("capacity", [5000, None])
+def test_it_is_a_dictionary_through_kills_and_moves(job: Job, capacity: int | None) -> None:
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL)
     twin = Twin(table, 1)
     for number in range(40):
         twin.update()
         if number == 10:
             kill(job, 0, 1)
         if number in (20, 25):
-            for shard in table.variables:
-                assert job.strategy.move_shard(shard, 1 - shard.owners[0]) is not None
+            move_all(job, table)
         if number == 30:
             kill(job, 1)
     twin.check()
@@ -127,6 +152,7 @@ def test_initial_values_are_the_same_however_it_is_cut(job: Job, table: Embeddin
     assert len(table) == 1
     np.testing.assert_array_equal(table.lookup(ids), rows)
     assert table.shape[1] == table.dim == DIM
+    assert table.capacity is not None
     assert table.capacity >= 5000
 
 
@@ -156,6 +182,40 @@ def test_optimizers_do_as_with_a_variable(job: Job, make: Callable[[], optimizer
         np.testing.assert_allclose(table.lookup(ids), dense.numpy(), rtol=1e-6)
     with pytest.raises(MisuseError, match="slots and averages can't be read"):
         optimizer.slot(table, "m")
+
+
+@pytest.mark.timeout(60)
+def test_a_table_has_an_optimizer_of_its_own(job: Job) -> None:
+    """Whichever optimizer is called applies its own variables, and the table's applies the table, on workers, too."""
+    ids = np.array([4, -9])
+    with job.strategy.scope():
+        own = optimizers.Adagrad(0.5, clipvalue=1.0, nonfinite="refuse", name="own")
+        sgd = optimizers.SGD(1.0, name="of others")
+        table = EmbeddingTable(DIM, initializer=INITIAL, optimizer=own)
+        plain = EmbeddingTable(DIM, initializer=INITIAL)
+        dense = Variable(table.lookup(ids))
+    assert table.optimizer is not None
+    assert (table.optimizer.name, plain.optimizer) == ("own", None)
+
+    def step() -> None:
+        gradient = np.full((2, DIM), 5.0, np.float32)
+        sgd.apply_gradients([(IndexedSlices(gradient, ids), table), (IndexedSlices(gradient, ids), plain)])
+        own.apply_gradients([(gradient, dense)])
+
+    begun = plain.lookup(ids)
+    job.coordinator.schedule(step).fetch()
+    step()
+    np.testing.assert_allclose(table.lookup(ids), dense.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(plain.lookup(ids), begun - 10, rtol=1e-6)
+    table.apply_gradients(IndexedSlices(np.ones((2, DIM), np.float32), ids))
+    assert own.iterations == 3
+    before = table.lookup(ids), plain.lookup(ids)
+    rows = IndexedSlices(np.full((2, DIM), np.nan, np.float32), ids)
+    with pytest.raises(InvalidUpdateError, match=r"NaN or infinity .*nothing was applied"):
+        sgd.apply_gradients([(IndexedSlices(np.ones((2, DIM)), ids), plain), (rows, table)])
+    np.testing.assert_array_equal((table.lookup(ids), plain.lookup(ids)), before)
+    with pytest.raises(MisuseError, match="has no optimizer of its own: make it with optimizer="):
+        plain.apply_gradients(rows)
 
 
 @pytest.mark.timeout(120)
@@ -259,6 +319,10 @@ def test_other_refusals(job: Job, table: EmbeddingTable) -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"dim": 0, "capacity": 1}, "dim is 0; it must be a whole number"),
             ({"dim": 4, "capacity": 0}, "capacity is 0"),
+            ({"dim": 4, "max_bytes": 0}, "max_bytes is 0"),
+            ({"dim": 4, "admission": 3}, "admission is 3; give one of SeenTimes, WithProbability, or None"),
+            ({"dim": 4, "eviction": table_policies.LeastFrequentlyUsed()}, "give a capacity or max_bytes"),
+            ({"dim": 4, "optimizer": "adam"}, "optimizer is 'adam'; it must be an optimizer"),
             ({"dim": 4, "capacity": 1 << 60}, "capacity is 1152921504606846976"),
             ({"dim": 4, "capacity": 4, "num_shards": 0}, "num_shards is 0"),
             ({"dim": 4, "capacity": 4, "initializer": "zeros"}, "must be an initializer"),
@@ -302,7 +366,7 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
         (lambda: update(rows(ids=1), four, offset=0), by_ids_only),
         (lambda: update(rows(ids=1), np.ones(DIM + 4, np.float32)), "got 32 bytes of values"),
         (lambda: read(rows(ids=1, leading=2), 16), "not of values by their ids"),
-        (lambda: read(rows(ids=1), 16, slot="average"), "not of values by their ids"),
+        (lambda: read(rows(ids=1), 16, slot="average"), "a read of slots or averages of table"),
         (lambda: read(rows(in_use=True), 8, variable=dense.id), "without rows"),
     ]
     for refused, said in requests:
@@ -316,6 +380,11 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
         ({"table": ps_pb2.TableSpec(dim=3, initializer="zeros")}, "no rows of 3 values"),
         ({"table": ps_pb2.TableSpec(dim=4, initializer="he_normal", numbers='{"seed": 1}')}, "depend on the number"),
         ({"table": ps_pb2.TableSpec(dim=4)}, "no initializer ''"),
+        (
+            {"table": ps_pb2.TableSpec(dim=4, initializer="zeros", optimizer="none")},
+            "an optimizer of its own, 'none', which is not in this job",
+        ),
+        ({"table": ps_pb2.TableSpec(dim=4, initializer="zeros", grows=True)}, "is not limited, and has a shape of"),
     ]
     for change, said in changes:
         wrong = ps_pb2.VariableSpec()
@@ -330,6 +399,19 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
             client.create_variable(wrong, None, [(ps_pb2.Initializer(name="zeros"), b"")])
     np.testing.assert_array_equal(table.lookup(np.arange(12)), before)
     assert len(table) == 9
+
+
+def test_a_table_of_limited_bytes_names_table_limit_and_mend(job: Job) -> None:
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, max_bytes=100 * (DIM + 4) * 4, initializer=INITIAL, name="limited", num_shards=1)
+        adagrad = optimizers.Adagrad(0.1)
+    assert table.max_bytes == 3200
+    adagrad.apply_gradients([(IndexedSlices(np.ones((40, DIM)), np.arange(40)), table)])
+    rows = table.lookup(np.arange(500))
+    for update in (table.scatter_add, lambda slices: adagrad.apply_gradients([(slices, table)])):
+        with pytest.raises(InvalidUpdateError, match=r"is full: .* its limit is 3,200 bytes a server: give it"):
+            update(IndexedSlices(np.ones((500, DIM)), np.arange(500)))
+    np.testing.assert_array_equal(table.lookup(np.arange(40, 500)), rows[40:])
 
 
 def test_metrics_count_rows_and_hits(job: Job) -> None:

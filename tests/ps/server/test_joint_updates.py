@@ -19,6 +19,7 @@ from pscluster.ps.server import creation, updates
 from pscluster.ps.server.directory import HeldOptimizer
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.updates import Applied
 from pscluster.v1 import ps_pb2
 
 Gradient = tuple[int, list[int] | None, npt.NDArray[Any]]
@@ -65,7 +66,11 @@ def request_of(gradients: Sequence[Gradient], function: int, optimizer: int = 1)
 
 
 def push(
-    store: Store, gradients: Sequence[Gradient], function: int, optimizer: int = 1, applied: list[int] | None = None
+    store: Store,
+    gradients: Sequence[Gradient],
+    function: int,
+    optimizer: int = 1,
+    applied: Applied | None = None,
 ) -> ps_pb2.UpdateReply:
     """Apply gradients in one request."""
     request, total, payload = request_of(gradients, function, optimizer)
@@ -110,11 +115,11 @@ def test_together_as_one_after_another(seed: int) -> None:
             some = gradients[: rng.integers(len(gradients) + 1)]
             push(together, some, function, optimizer)
             push(alone, some, function, optimizer)
-        applied: list[int] = []
+        applied = Applied()
         reply = push(together, gradients, function, optimizer, applied)
         replies = [push(alone, [gradient], function, optimizer) for gradient in gradients]
         assert list(reply.updates) == [one.updates[0] for one in replies]
-        assert [bool(count) for count in applied] == [bool(one.applied) for one in replies]
+        assert [bool(count) for count in applied.counts] == [bool(one.applied) for one in replies]
         assert (reply.applied, reply.repeated_) == (sum(r.applied for r in replies), sum(r.repeated_ for r in replies))
         assert state_of(together) == state_of(alone)
     assert together.remembered == alone.remembered
@@ -180,10 +185,10 @@ def test_what_can_not_be_applied_leaves_the_others_whole() -> None:
     request, total, payload = request_of(gradients, 1)
     changes = updates.check_update(store, request, total)
     changes[1].shard.moved = True
-    applied: list[int] = []
+    applied = Applied()
     with pytest.raises(ShardMovedError):
         updates.apply(store, request, changes, payload, applied)
-    assert applied == [1]
+    assert applied.counts == [1]
     assert [change.shard.updates for change in changes] == [1, 0, 0]
     assert not any(change.shard.lock.locked() for change in changes)
     before = state_of(store)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.core.geometry import Partition
 from pscluster.ps.initializers import (
     Constant,
     GlorotUniform,
@@ -20,10 +23,15 @@ from pscluster.ps.initializers import (
     TruncatedNormal,
     Zeros,
 )
+from pscluster.ps.optim.rules import Adagrad, Adam
+from pscluster.ps.server import reserved_rows
+from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.table_changes import carry_out, check_room, decide
 from pscluster.ps.server.table_rows import TableRows
-from pscluster.ps.server.tables import check_room, places_of, read_rows, rows_of
-from pscluster.ps.tables import TAIL, InitialRows, initial_rows, mixed, shards_of, table_ids
+from pscluster.ps.server.tables import new_array, new_slots, read_rows, rows_of
+from pscluster.ps.storage.spill import Spill
+from pscluster.ps.tables import TAIL, Ids, InitialRows, initial_rows, mixed, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 DIM = 3
@@ -31,8 +39,25 @@ INITIAL = InitialRows(RandomUniform(seed=5), DIM)
 MOST = (1 << 63) - 1
 
 
-def shard_of(capacity: int) -> Shard:
-    return Shard(np.zeros((capacity, DIM + TAIL), np.float32))
+def table_of(capacity: int) -> tuple[HeldVariable, Shard]:
+    """A table of one shard."""
+    spec = ps_pb2.VariableSpec(id=1, name="t", dtype="float32", shape=(capacity, DIM + TAIL), owners=[0])
+    spec.table.dim, spec.table.initializer = DIM, "random_uniform"
+    spec.table.numbers = json.dumps(RandomUniform(seed=5).values_by_name())
+    shard = Shard(new_array(0, capacity, DIM + TAIL), row_limit=capacity)
+    return HeldVariable(spec, np.dtype(np.float32), Partition.even(tuple(spec.shape), (1, 1)), {0: shard}), shard
+
+
+def no_fills(optimizer: int) -> Mapping[str, float]:
+    raise AssertionError(optimizer)
+
+
+def update(
+    held: HeldVariable, shard: Shard, ids: Ids, fills: Callable[[int], Mapping[str, float]] = no_fills
+) -> tuple[Ids, int]:
+    """Do what an update does before it changes values; return the places of its rows, and how many were made."""
+    changes = decide(held, shard, ids, None, gradient=True)
+    return carry_out(held, shard, ids, changes, fills).places, len(changes.made)
 
 
 def ids_of(*ids: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -43,12 +68,12 @@ class Twin:
     """A shard and a dictionary that get the same updates."""
 
     def __init__(self, capacity: int) -> None:
-        self.shard = shard_of(capacity)
+        self.held, self.shard = table_of(capacity)
         self.known: dict[int, int] = {}  # by id, the number of its row in `values`
         self.values = np.zeros((capacity, DIM), np.float32)
 
     def add(self, ids: list[int], amount: float) -> None:
-        places, made = places_of(self.shard, ids_of(*ids), INITIAL, "t")
+        places, made = update(self.held, self.shard, ids_of(*ids))
         rows_of(self.shard, DIM).values[places] += np.float32(amount)  # once for each distinct id
         new = [each for each in set(ids) if each not in self.known]
         assert made == len(new)
@@ -66,7 +91,7 @@ class Twin:
 
     def rebuild(self) -> None:
         """Go on as after a restart: with the array alone."""
-        self.shard = Shard(self.shard.array.copy())
+        self.shard = Shard(self.shard.array.copy(), row_limit=self.shard.row_limit)
 
     def check_all(self) -> None:
         rows = rows_of(self.shard, DIM)
@@ -108,7 +133,7 @@ def test_ids_whose_hashes_collide_are_kept_apart() -> None:
     wanted = mixed(np.arange(1 << 16, dtype=np.uint64)) & np.uint64(1023)
     same = np.flatnonzero(wanted == wanted[0]).astype(np.int64)  # they all want one slot of an index of 1024
     array = np.zeros((100, DIM + TAIL), np.float32)
-    rows = TableRows(array, DIM)
+    rows = TableRows(array, 0, DIM)
     assert 20 < len(same) < 100
     rows.append(same, np.repeat(same, DIM).reshape(-1, DIM).astype(np.float32))
     np.testing.assert_array_equal(rows.find(same), np.arange(len(same)))
@@ -117,25 +142,70 @@ def test_ids_whose_hashes_collide_are_kept_apart() -> None:
 
 
 def test_a_full_shard_takes_known_ids_only_and_stays_as_it_was() -> None:
-    shard = shard_of(4)
-    places_of(shard, ids_of(1, 2, 3), INITIAL, "t")
+    held, shard = table_of(4)
+    update(held, shard, ids_of(1, 2, 3))
     before = shard.array.copy()
     for ids in (ids_of(4, 5), ids_of(5, 1, 4)):
         with pytest.raises(InvalidUpdateError, match="table 't' is full: a shard has 3 rows and room for 1 more"):
-            check_room(shard, ids, DIM, "t")
+            check_room(held, shard, ids)
         with pytest.raises(InvalidUpdateError, match="such as 5: give the table a larger capacity"):
-            places_of(shard, ids, INITIAL, "t")
+            check_room(held, shard, ids)
     np.testing.assert_array_equal(shard.array, before)
-    check_room(shard, ids_of(4, 4, 4, 1), DIM, "t")
-    assert places_of(shard, ids_of(4, 4, 1), INITIAL, "t")[1] == 1
-    assert rows_of(shard, DIM).room == 0
-    check_room(shard, ids_of(1, 2, 3, 4), DIM, "t")
+    check_room(held, shard, ids_of(4, 4, 4, 1))
+    with pytest.raises(InvalidUpdateError, match="room for 1 more"):
+        update(held, shard, ids_of(4, 5))
+    assert update(held, shard, ids_of(4, 4, 1))[1] == 1
+    assert len(shard.array) == 4
+    check_room(held, shard, ids_of(1, 2, 3, 4))
+
+
+def test_a_limit_of_bytes_counts_all_arrays_and_the_other_shards() -> None:
+    held, shard = table_of(100)
+    row = (DIM + TAIL) * 4
+    held.spec.table.max_bytes = 20 * row
+    held.shards[1] = Shard(new_array(4, 100, DIM + TAIL), row_limit=100)
+    adam = HeldOptimizer(ps_pb2.OptimizerSpec(id=7), Adam())
+    check_room(held, shard, np.arange(16))
+    check_room(held, shard, np.arange(5), adam)
+    with pytest.raises(InvalidUpdateError, match=f"room for 5 more.* its limit is {20 * row} bytes a server"):
+        check_room(held, shard, np.arange(6), adam)
+    shard.slots[7] = new_slots(adam.rule, 0, 100, DIM + TAIL)
+    with pytest.raises(InvalidUpdateError, match="give it a larger max_bytes, or have more servers"):
+        check_room(held, shard, np.arange(6))
+
+
+def test_rows_grow_where_they_are_and_slots_begin_as_they_should() -> None:
+    """What a snapshot holds stays as it was; averages begin as the values."""
+    held, shard = table_of(1 << 20)
+    adagrad = Adagrad()
+    shard.slots[3] = new_slots(adagrad, 0, shard.row_limit, DIM + TAIL)
+    fills = {3: adagrad.slots}.__getitem__
+    update(held, shard, np.arange(10), fills)
+    shard.averages[3] = shard.array.copy()
+    captured = shard.capture(Spill())
+    first, before = shard.array, shard.array.copy()
+    update(held, shard, np.arange(50_000), fills)
+    assert np.shares_memory(first, shard.array)
+    assert {array.shape for array in shard.arrays().values()} == {(50_000, DIM + TAIL)}
+    assert (shard.slots[3]["accumulator"] == 0.1).all()
+    np.testing.assert_array_equal(shard.averages[3], shard.array)
+    assert b"".join(captured["value"]) == before.tobytes()
+    assert len(b"".join(captured["slot/3/accumulator"])) == before.nbytes
+
+
+def test_where_little_can_be_reserved_rows_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserved_rows, "_memory", lambda: 64 * (DIM + TAIL) * 4)
+    held, shard = table_of(10_000)
+    for stop in (3, 60, 200, 5000, 10_000):
+        update(held, shard, np.arange(stop))
+        np.testing.assert_array_equal(read_rows(shard, np.arange(stop), INITIAL)[0], INITIAL.of(np.arange(stop)))
+        assert rows_of(shard, DIM).count == len(shard.array) == stop
 
 
 def test_ids_survive_arithmetic_on_whole_rows_even_if_it_fails() -> None:
-    shard = shard_of(4)
+    held, shard = table_of(4)
     ids = ids_of(-1, MOST, 0x7FA0_0001_7FA0_0001)  # bits of NaNs, signalling ones, too
-    places, _ = places_of(shard, ids, INITIAL, "t")
+    places, _ = update(held, shard, ids)
     rows = rows_of(shard, DIM)
 
     def fail_halfway() -> None:
@@ -146,7 +216,7 @@ def test_ids_survive_arithmetic_on_whole_rows_even_if_it_fails() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail_halfway()
-    np.testing.assert_array_equal(TableRows(np.asarray(shard.array, np.float32), DIM).find(ids), places)
+    np.testing.assert_array_equal(TableRows(np.asarray(shard.array, np.float32), 3, DIM).find(ids), places)
     np.testing.assert_array_equal(rows.take(places), INITIAL.of(ids) * 3 + 1)
 
 

@@ -88,7 +88,9 @@ class SavedVariable:
     steps: list[dict[str, int]]  # how many gradients each shard had applied, by optimizer
     named: list[list[SavedNamed]]  # which updates under keys each shard had applied
     row_order: RowOrder = RANGE
-    dim: int = 0  # of a table: the values of a row; see TableSpec
+    dim: int = 0  # of a table: the values of a row; see TableSpec, also for the next two
+    initializer: str = ""
+    numbers: str = ""
 
     @property
     def partition(self) -> Partition:
@@ -143,6 +145,7 @@ class Index:
         variable = SavedVariable(spec.name, tuple(spec.shape), spec.dtype, spec.trainable, ends, {}, [], [], [])
         variable.row_order = row_order_of(spec.row_order)
         variable.dim = spec.table.dim
+        variable.initializer, variable.numbers = spec.table.initializer, spec.table.numbers
         variable.updates = [0] * len(spec.owners)
         variable.steps = [{} for _ in spec.owners]
         variable.named = [[] for _ in spec.owners]
@@ -181,6 +184,8 @@ class Index:
         for variable in body["variables"].values():
             if variable["row_order"] == asdict(RANGE):
                 del variable["row_order"]  # as before there were others: older programs refuse only those
+            if not variable["dim"]:
+                del variable["initializer"], variable["numbers"]
         if not self.layers:
             del body["layers"]  # as before there were any
         text = json.dumps(body, indent=1, sort_keys=True)
@@ -290,6 +295,8 @@ def check_whole(index: Index, directory: str) -> None:
         for key, tensors in variable.arrays.items():
             for tensor in tensors:
                 shape = partition.block(tensor.shard).shape
+                if variable.dim and tensor.shape[1:] == shape[1:]:  # of a table are the rows in use
+                    shape = tensor.shape
                 try:
                     size = math.prod(shape) * dtype_of(tensor.dtype).itemsize
                 except CheckpointError as error:

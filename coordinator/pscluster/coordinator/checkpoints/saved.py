@@ -51,6 +51,8 @@ class SavedVariables(Mapping[str, Array]):
         variable = self._index.variables[name]
         shards, partition = variable.arrays["value"], variable.partition
         try:
+            if variable.dim:
+                return np.concatenate([self._shard(saved) for saved in sorted(shards, key=lambda each: each.shard)])
             if len(shards) == 1 and partition.order == RANGE:
                 return self._shard(shards[0])
             whole: Array = np.empty(variable.shape, dtype_of(variable.dtype))
@@ -64,7 +66,7 @@ class SavedVariables(Mapping[str, Array]):
     def rows(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return the ids and the values, (n, dim), of the rows of an `EmbeddingTable`, in no order.
 
-        `saved[name]` gives them as they are stored, with the ids beside the values and rows that are not in use.
+        `saved[name]` gives them as they are stored, with the ids beside the values.
 
         Raises:
             CheckpointError: it is damaged, or a variable that is no table.
@@ -74,11 +76,8 @@ class SavedVariables(Mapping[str, Array]):
         dim = self._index.variables[name].dim
         if not dim or stored.ndim != 2 or stored.dtype != np.float32 or stored.shape[1] != dim + TAIL:
             raise CheckpointError(f"{name!r} in {self.path} is not an EmbeddingTable")
-        blocks = self._index.variables[name].partition.blocks
-        shards = [stored[block.slices[0]] for block in blocks]
-        ids = [ids_in(shard, dim) for shard in shards]
-        values = [shard[: len(own), :dim] for shard, own in zip(shards, ids, strict=True)]
-        return np.concatenate(ids), np.concatenate(values)
+        ids = ids_in(stored, dim)
+        return ids, np.ascontiguousarray(stored[: len(ids), :dim])
 
     def _shard(self, saved: SavedTensor) -> Array:
         return read(join(self.path, saved.file), saved)

@@ -124,8 +124,28 @@ def _whole(path: str, index: Index, variable: SavedVariable, key: str) -> tuple[
     if key.startswith("average/"):  # a shard without one has its value as the average
         tensors = {tensor.shard: tensor for tensor in variable.arrays["value"]} | tensors
     fill = _fill(index, key) if key.startswith("slot/") else 0.0
+    if variable.dim:
+        return _rows_of_table(path, variable, name, tensors, dtype, fill)
     ordered = _in_order if variable.row_order == RANGE else _by_row_ids
     return tensor_to_write(name, dtype, variable.shape), ordered(path, variable, tensors, dtype, fill)
+
+
+def _rows_of_table(
+    path: str, variable: SavedVariable, name: str, tensors: dict[int, SavedTensor], dtype: np.dtype[Any], fill: float
+) -> tuple[ps_pb2.SavedTensor, Iterator[bytes]]:
+    """Return the rows of a table, one shard after the other, and what is beside them in the same order."""
+    shards = sorted(variable.arrays["value"], key=lambda tensor: tensor.shard)
+    rows, width = sum(tensor.shape[0] for tensor in shards), variable.shape[1]
+    some = max(1, CHUNK_BYTES // (width * dtype.itemsize))
+
+    def pieces() -> Iterator[bytes]:
+        for values in shards:
+            saved = _Shard(path, tensors[values.shard], CHUNK_BYTES) if values.shard in tensors else None
+            for start in range(0, values.shape[0], some):
+                shape = min(some, values.shape[0] - start), width
+                yield (np.full(shape, fill, dtype) if saved is None else saved.take(shape)).tobytes()
+
+    return tensor_to_write(name, dtype, (rows, width)), pieces()
 
 
 def _fill(index: Index, key: str) -> float:

@@ -128,7 +128,16 @@ class ShardMover:
                 source,
                 target,
                 spec,
-                MoveSteps(client, fresh_id(), spec.id, shard.index, source, target, shard.block.size),
+                MoveSteps(
+                    client,
+                    fresh_id(),
+                    spec.id,
+                    shard.index,
+                    source,
+                    target,
+                    shard.block.size,
+                    row_elements=spec.shape[1] if spec.HasField("table") else 0,
+                ),
                 Move(spec.placement),
             )
             return self._run(course)

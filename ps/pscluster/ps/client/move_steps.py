@@ -39,26 +39,35 @@ class MoveSteps:
     """
 
     def __init__(
-        self, client: PsClient, move: int, variable: int, shard: int, source: int, target: int, elements: int = 0
+        self,
+        client: PsClient,
+        move: int,
+        variable: int,
+        shard: int,
+        source: int,
+        target: int,
+        elements: int = 0,
+        *,
+        row_elements: int = 0,
     ) -> None:
-        """Take the numbers of the shard, of the servers, and of its `elements`."""
+        """Take the numbers of the shard, of the servers, and of its `elements`, or of those of a row of a table's."""
         self._client = client
         self._source, self._target = source, target
-        self._elements, self._round = elements, 0
+        self._elements, self._row_elements, self._rows, self._round = elements, row_elements, 0, 0
         self._about = functools.partial(ps_pb2.MoveRequest, job=client.job, id=move, variable=variable, shard=shard)
 
     def track(self) -> tuple[list[str], Pages]:
         """Have the source note changes from now on; return the names of the arrays, and all pages."""
-        return _changes(self._once(self._source, self._about(action=ps_pb2.MoveRequest.TRACK)))
+        return self._changes(self._once(self._source, self._about(action=ps_pb2.MoveRequest.TRACK)))
 
     def changed(self) -> tuple[list[str], Pages]:
         """Return the arrays, and the pages that have changed since they were last asked for."""
-        return _changes(self._next_round(ps_pb2.MoveRequest.CHANGED))
+        return self._changes(self._next_round(ps_pb2.MoveRequest.CHANGED))
 
     def freeze(self) -> tuple[ps_pb2.ShardState, Pages]:
         """Have the source apply no more updates; return the state, and the last pages that have changed."""
         reply = self._next_round(ps_pb2.MoveRequest.FREEZE)
-        return reply.state, _changes(reply)[1]
+        return reply.state, self._changes(reply)[1]
 
     def _next_round(self, action: ps_pb2.MoveRequest.Action) -> ps_pb2.MoveReply:
         self._round += 1
@@ -70,7 +79,8 @@ class MoveSteps:
         Yield the bytes of each piece once it has arrived; the next is read from the source meanwhile.
         """
         arrays = list(itemsizes)
-        state = ps_pb2.ShardState(arrays=arrays)
+        state = ps_pb2.ShardState(arrays=arrays, rows=self._rows)
+        pages = pages[pages * PAGE_ELEMENTS < self._elements]  # of a table, rows may have gone since
         self._once(self._target, self._about(action=ps_pb2.MoveRequest.STAGE, state=state))
         most = max(MOVE_BYTES // (PAGE_ELEMENTS * max(itemsizes.values())), 1)
         pieces = [(array, pages[at : at + most]) for at in range(0, len(pages), most) for array in arrays]
@@ -102,7 +112,8 @@ class MoveSteps:
         return data
 
     def _of_pages(self, action: ps_pb2.MoveRequest.Action, array: str, pages: Pages) -> ps_pb2.Request:
-        move = self._about(action=action, arrays=[array], pages=pages.tolist(), round=self._round)
+        state = ps_pb2.ShardState(rows=self._rows) if self._rows else None
+        move = self._about(action=action, arrays=[array], pages=pages.tolist(), round=self._round, state=state)
         return ps_pb2.Request(move=move, last=True)
 
     def stage(self, state: ps_pb2.ShardState) -> None:
@@ -158,6 +169,8 @@ class MoveSteps:
         reply: ps_pb2.MoveReply = self._client.exchanges.retrying(there, ask)
         return reply
 
-
-def _changes(reply: ps_pb2.MoveReply) -> tuple[list[str], Pages]:
-    return list(reply.state.arrays), np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8)))
+    def _changes(self, reply: ps_pb2.MoveReply) -> tuple[list[str], Pages]:
+        if self._row_elements:
+            self._rows = reply.state.rows
+            self._elements = self._rows * self._row_elements
+        return list(reply.state.arrays), np.flatnonzero(np.unpackbits(np.frombuffer(reply.changed, np.uint8)))

@@ -273,7 +273,8 @@ class Optimizer(Handle):
     ) -> None:
         """Apply gradients on the servers, once per shard: one request per server, all servers at once.
 
-        A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped.
+        A call counts as one step on every shard of the variables given. Pairs whose gradient is None are skipped. The
+        gradients of an `EmbeddingTable` that has an optimizer of its own are applied, and clipped, by that one.
 
         In a step of a `SynchronousStrategy` the gradients of all replicas are first summed, and applied once. What the
         optimizer does with gradients, such as clipping, is done with the sum; with `backup` or `staleness` above 0 each
@@ -299,7 +300,26 @@ class Optimizer(Handle):
         """Return what `apply_gradients` sends, for one request with other updates; for internal use."""
         if examples is not None:
             examples = checks.real("examples", examples, at_least=0)
-        pairs = self._checked(grads_and_vars)
+        updates: list[ShardUpdate] = []
+        for optimizer, own_pairs in self._by_optimizer(self._checked(grads_and_vars)):
+            updates += optimizer._updates_of(own_pairs, examples)
+        return updates
+
+    def _by_optimizer(
+        self, pairs: Sequence[tuple[Gradient, Variable]]
+    ) -> Iterable[tuple[Optimizer, list[tuple[Gradient, Variable]]]]:
+        """Divide the pairs among this optimizer and those of tables that have one of their own."""
+        groups: dict[str, tuple[Optimizer, list[tuple[Gradient, Variable]]]] = {self.name: (self, [])}
+        for pair in pairs:
+            own = pair[1].optimizer if isinstance(pair[1], EmbeddingTable) else None
+            groups.setdefault(self.name if own is None else own.name, (own, []))[1].append(pair)  # type: ignore[arg-type]
+        return [group for group in groups.values() if group[1]]
+
+    def _updates_of(self, pairs: Sequence[tuple[Gradient, Variable]], examples: float | None) -> Sequence[ShardUpdate]:
+        """Return the updates by this optimizer, which counts gradients with NaN or infinity, and may raise for them.
+
+        With none of them applied, nothing is to be sent.
+        """
         nonfinite: set[str] = set()  # names of variables
         replica = None
         if self._preprocessing.nonfinite == "skip" and may_be_dropped():
@@ -419,6 +439,8 @@ class _BuiltIn(Optimizer):
         schedule = given.pop("learning_rate") if isinstance(given["learning_rate"], LearningRateSchedule) else None
         self._create(self._rule(**given), schedule, common)
 
+
+EmbeddingTable._optimizer_of = Optimizer.of
 
 _CLASSES: dict[str, type[Optimizer]] = {}
 """The optimizers by the names of their rules."""

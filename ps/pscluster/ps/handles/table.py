@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import Selection, ShardRows
 from pscluster.core.transport.frames import view
+from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
@@ -22,10 +23,20 @@ from pscluster.ps.handles.scope import VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
-from pscluster.ps.tables import MAX_DIM, MAX_ROWS, TAIL, initial_rows, shards_of, table_ids
+from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
+from pscluster.ps.tables import GROWING_ROWS, MAX_DIM, MAX_ROWS, TAIL, initial_rows, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 _IN_USE = ps_pb2.Rows(in_use=True)
+
+
+class TableOptimizer(Protocol):
+    """What a table needs of an `Optimizer`, which builds on this module."""
+
+    name: str
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]]) -> None:
+        """Apply gradients on the servers."""
 
 
 class EmbeddingTable(Variable):
@@ -40,10 +51,18 @@ class EmbeddingTable(Variable):
 
     Args:
         dim: the number of values of a row, which are float32.
-        capacity: how many rows it can have. Servers take memory as rows are made; but that of all rows after they
-            restart, after a move or a restored checkpoint, and on the disk.
+        capacity: how many rows it can have; None: as many as the servers have memory for, or `max_bytes`. Memory and
+            disk are taken by the rows that there are, not by the capacity.
+        optimizer: what applies the table's gradients, whichever optimizer's `apply_gradients` they are given to, with
+            its own learning rate, clipping and counts; default: that optimizer.
         initializer: of new rows: `Zeros`, `Ones`, `Constant`, `RandomUniform` (the default), `RandomNormal` or
             `TruncatedNormal`.
+        max_bytes: how many bytes its rows may take on a server, those of optimizers' slots included. A table that is
+            full refuses updates of new ids.
+        admission: which gradients of an id without a row make one: `SeenTimes` or `WithProbability`; others are
+            dropped. Default: all. Updates other than gradients always make rows.
+        eviction: which rows are dropped: `LeastRecentlyUsed`, `LeastFrequentlyUsed`, `Unused` or `SmallNorm`; default:
+            none. An id that comes back has a new row. Updates are uses of a row, and lookups are not.
         name: unique in the strategy; generated if not given.
         num_shards: how many shards a hash distributes the rows over; default: one for each server.
         trainable: for the caller; pscluster itself ignores it.
@@ -54,13 +73,21 @@ class EmbeddingTable(Variable):
     """
 
     dim: int
+    max_bytes: int | None
+    _optimizer_name: str
+    _optimizer: TableOptimizer | None
+    _optimizer_of: ClassVar[Callable[[ps_pb2.OptimizerSpec, PsClient], TableOptimizer]]  # `optimizers` sets it
 
     def __new__(
         cls,
         dim: int,
         *,
-        capacity: int,
+        capacity: int | None = None,
         initializer: Initializer | None = None,
+        optimizer: TableOptimizer | None = None,
+        max_bytes: int | None = None,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
         name: str | None = None,
         num_shards: int | None = None,
         trainable: bool = True,
@@ -70,15 +97,35 @@ class EmbeddingTable(Variable):
         try:
             dim = checks.whole("dim", dim, at_least=1, at_most=MAX_DIM)
             shards = creator.num_servers if num_shards is None else checks.whole("num_shards", num_shards, at_least=1)
-            capacity = checks.whole("capacity", capacity, at_least=1, at_most=shards * (MAX_ROWS // 2))
+            if capacity is not None:
+                capacity = checks.whole("capacity", capacity, at_least=1, at_most=shards * (MAX_ROWS // 2))
             if not isinstance(initializer, Initializer):
                 raise ValueError(f"initializer is {initializer!r}; it must be an initializer, such as RandomUniform()")
             table = ps_pb2.TableSpec(dim=dim, initializer=initializer.name)
             table.numbers = json.dumps(initializer.values_by_name())
+            table.grows = capacity is None
+            if optimizer is not None:
+                if getattr(optimizer, "handle_kind", None) != "optimizer":
+                    raise ValueError(
+                        f"optimizer is {optimizer!r}; it must be an optimizer, such as optimizers.Adagrad()"
+                    )
+                table.optimizer = optimizer.name
+            if max_bytes is not None:
+                table.max_bytes = checks.whole("max_bytes", max_bytes, at_least=1, at_most=(1 << 63) - 1)
+            for argument, policy, kinds in (("admission", admission, Admission), ("eviction", eviction, Eviction)):
+                if policy is not None and not isinstance(policy, kinds):
+                    names = ", ".join(kind.__name__ for kind in kinds.__args__)
+                    raise ValueError(f"{argument} is {policy!r}; give one of {names}, or None")
+            if admission is not None:
+                table.admission.CopyFrom(admission.message())
+            if eviction is not None:
+                table.eviction.CopyFrom(eviction.message())
+                if table.eviction.kind in NEED_LIMIT and capacity is None and max_bytes is None:
+                    raise ValueError(f"{eviction} drops rows of a table that is full: give a capacity or max_bytes")
             initial_rows(table, name or "table")
         except (ValueError, InvalidUpdateError) as error:
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
-        shape = shards * _rows_of_shard(capacity, shards), dim + TAIL
+        shape = shards * (GROWING_ROWS if capacity is None else _rows_of_shard(capacity, shards)), dim + TAIL
         request = VariableRequest(
             Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", table=table
         )
@@ -88,14 +135,24 @@ class EmbeddingTable(Variable):
 
     def _described(self, spec: ps_pb2.VariableSpec) -> None:
         self.dim = spec.table.dim
-        self.shape = self.partition.shape[0], self.dim
+        self.max_bytes = spec.table.max_bytes or None
+        self._optimizer_name, self._optimizer = spec.table.optimizer, None
+        self.shape = 0 if spec.table.grows else self.partition.shape[0], self.dim
 
     # What it is
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int | None:
         """How many rows all shards together have room for. One may be full earlier: each id has its shard."""
-        return self.shape[0]
+        return self.shape[0] or None
+
+    @property
+    def optimizer(self) -> TableOptimizer | None:
+        """The optimizer of its own; None: whichever is used."""
+        if self._optimizer is None and self._optimizer_name:
+            spec = self.client.describe_optimizer(self._optimizer_name)
+            self._optimizer = EmbeddingTable._optimizer_of(spec, self.client)
+        return self._optimizer
 
     def __len__(self) -> int:
         """Return how many rows have been made."""
@@ -151,6 +208,15 @@ class EmbeddingTable(Variable):
     def _ids_of(self, slices: IndexedSlices) -> Ids:
         self._check_slices(slices._replace(dense_shape=None) if isinstance(slices, IndexedSlices) else slices)
         return table_ids(slices.indices, self.name)
+
+    def apply_gradients(self, slices: IndexedSlices) -> None:
+        """Apply gradients by the table's own optimizer, as its `apply_gradients` does. MisuseError if there is none."""
+        if (optimizer := self.optimizer) is None:
+            raise MisuseError(
+                f"{self.name!r} has no optimizer of its own: make it with optimizer=, or use an optimizer's "
+                "apply_gradients"
+            )
+        optimizer.apply_gradients([(slices, self)])
 
     def dense_gradient_updates(self, gradient: npt.ArrayLike, optimizer: int) -> NoReturn:
         del optimizer

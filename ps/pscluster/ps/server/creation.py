@@ -14,13 +14,14 @@ from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.specs import rule_of
+from pscluster.ps.server import tables
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.initialization import Array, Fill, initial_values, initializer_of, no_handles
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import COPY, partition_of
-from pscluster.ps.tables import check_table
+from pscluster.ps.tables import check_table, row_limit
 from pscluster.v1 import ps_pb2
 
 
@@ -35,6 +36,11 @@ def expected_bytes(store: Store, request: ps_pb2.CreateRequest) -> int | None:
     check_name(spec.name, "a variable's name")
     store.check_name(spec)
     check_table(spec)
+    if spec.table.optimizer and not store.knows_optimizer(spec.table.optimizer):
+        raise InvalidUpdateError(
+            f"table {spec.name!r} has an optimizer of its own, {spec.table.optimizer!r}, which is not in this job: "
+            "make it in the same strategy"
+        )
     if request.HasField("initializer"):
         return None
     partition, dtype = partition_of(spec), dtype_named(spec.dtype)
@@ -58,15 +64,29 @@ def make_variable(store: Store, request: ps_pb2.CreateRequest, payload: Payload)
     check_table(spec)
     if request.initializer.name == COPY:
         return HeldVariable(spec, dtype, partition, _copied(store, spec, request.initializer))
-    fill: Fill | None
     if spec.HasField("table"):
-        fill = None
-    elif request.HasField("initializer"):
+        return HeldVariable(spec, dtype, partition, _empty_shards(store, spec))
+    if request.HasField("initializer"):
         fill = initializer_of(request.initializer, payload.joined(), spec.name, partition)
     else:
         fill = _given(payload)
     arrays = initial_values(spec, partition, dtype, store.index, fill)
     return HeldVariable(spec, dtype, partition, {shard: Shard(array) for shard, array in arrays.items()})
+
+
+def _empty_shards(store: Store, spec: ps_pb2.VariableSpec) -> dict[int, Shard]:
+    """Return the shards of a table that live here."""
+    partition, shards = partition_of(spec), {}
+    for shard, owner in enumerate(spec.owners):
+        if owner == store.index:
+            limit = row_limit(spec, partition, shard)
+            try:
+                shards[shard] = Shard(tables.new_array(0, limit, partition.shape[1]), row_limit=limit)
+            except MemoryError as error:
+                raise InvalidUpdateError(
+                    f"table {spec.name!r}: ps {store.index} has too little memory for {error} of it"
+                ) from None
+    return shards
 
 
 def _copied(store: Store, spec: ps_pb2.VariableSpec, initializer: ps_pb2.Initializer) -> dict[int, Shard]:

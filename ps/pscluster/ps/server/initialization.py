@@ -122,9 +122,9 @@ def _takes(
 
 
 def initial_values(
-    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill | None
+    spec: ps_pb2.VariableSpec, partition: Partition, dtype: np.dtype[Any], owner: int, fill: Fill
 ) -> dict[int, Array]:
-    """Compute the initial values of one owner's shards; without `fill` zeros, which take no memory before they change.
+    """Compute the initial values of one owner's shards.
 
     InvalidUpdateError, naming the variable, if that fails.
     """
@@ -139,11 +139,9 @@ def initial_values(
             "partition it into more shards"
         )
         try:
-            arrays[shard] = np.zeros(block.shape, dtype) if fill is None else np.empty(block.shape, dtype)
+            arrays[shard] = np.empty(block.shape, dtype)
         except (MemoryError, ValueError):  # ValueError if the size in bytes exceeds any integer type
             raise too_large from None
-        if fill is None:
-            continue
         try:
             fill(partition.shape, block.start, arrays[shard])
         except PsClusterError:

@@ -11,7 +11,9 @@ meanwhile may be torn, but is noted as changed, and is read again.
 FROZEN: updates are refused, to be tried again; reads are answered. So nothing of the state that was taken changes.
 
 STAGED: what comes is written to a file at once, to which nothing refers yet, so little is left to be saved when the
-shard is frozen (`ps.storage.arrivals`). There is no room: the move is refused before anything is copied.
+shard is frozen (`ps.storage.arrivals`). There is no room: the move is refused before anything is copied. A shard of a
+table may have more rows each time that its pages are asked for, or fewer: the answer says how many, and the file has
+room for some more.
 
 ARRIVING: neither updates nor reads are answered, since the source may still answer reads. What was committed is saved
 before that is acknowledged: with it, the server that restarts has the shard. If it can't be saved, the shard is removed
@@ -26,6 +28,7 @@ refuses from then on as well.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import deque
@@ -41,12 +44,14 @@ from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, view
 from pscluster.ps.request_metrics import ShardTraffic
 from pscluster.ps.server.directory import HeldVariable
+from pscluster.ps.server.reserved_rows import reservation_of, resized
 from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
 from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager
+from pscluster.ps.tables import row_limit
 from pscluster.v1 import node_pb2, ps_pb2
 
 _MAX_OVER = 64
@@ -61,6 +66,7 @@ class _Staged:
 
     name: tuple[int, int]  # variable and shard
     shape: tuple[int, ...]
+    row_limit: int  # of a table's shard, whose rows may get more or fewer; else 0
     arrays: dict[str, Array] = field(default_factory=dict)
     state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
     round: int = 0  # of the last pages that have come
@@ -71,6 +77,26 @@ class _Staged:
         """Remove what was written, unless it was saved."""
         if self.file is not None:
             self.file.discard()
+
+    def resize(self, rows: int, begin: Callable[[Mapping[str, Array]], ShardFile | None]) -> None:
+        """Go on with this many rows; a file that has no room for them is begun anew, with what has come."""
+        if rows == self.shape[0]:
+            return
+        self.arrays = {name: resized(array, rows, self.row_limit) for name, array in self.arrays.items()}
+        self.shape = rows, *self.shape[1:]
+        if self.file is not None and self.arrays and not self.file.has_room(self.arrays):
+            self.drop()
+            if (file := begin(self.with_room())) is not None:
+                for name, array in self.arrays.items():
+                    file.put(name, 0, view(array))
+            self.file = file
+
+    def with_room(self) -> Mapping[str, Array]:
+        """Return the arrays with rows for what may come until the shard is frozen, if it can get more."""
+        if not self.row_limit:
+            return self.arrays
+        rows = min(self.shape[0] + self.shape[0] // 4 + 4096, self.row_limit)
+        return {name: resized(array, rows, self.row_limit) for name, array in self.arrays.items()}
 
 
 class Moves:
@@ -184,8 +210,10 @@ class Moves:
         with shard.lock:
             _tracked(shard, request)
             known = shard.arrays()
+        if shard.row_limit:
+            known = {name: _first_rows(array, request.state.rows) for name, array in known.items()}
         arrays = _named(known, request.arrays)
-        pages = _pages_of(request, shard.array.size)
+        pages = _pages_of(request, known["value"].size)
         if (size := pages_bytes(pages, arrays)) > MOVE_BYTES:
             raise ProtocolError(f"a read of pages of {size:,} bytes; the limit is {MOVE_BYTES:,}: divide it")
         return ps_pb2.MoveReply(), [piece for array in arrays for piece in taken_from(array, pages)]
@@ -205,20 +233,26 @@ class Moves:
         if request.shard in held.shards:
             raise ProtocolError(f"shard {request.shard} of {held.spec.name!r} is on ps {store.index} already")
         name, shape = (request.variable, request.shard), held.partition.block(request.shard).shape
+        limit = row_limit(held.spec, held.partition, request.shard)
+        if limit and request.state.rows > limit:
+            raise ProtocolError(f"a move of {request.state.rows:,} rows of {held.spec.name!r}; the limit is {limit:,}")
         with self._lock:
             self._check_wanted(store, request)
             others = [each for move, each in self._staged.items() if move != request.id]
-            staged = self._staged.get(request.id, _Staged(name, shape))
+            staged = self._staged.get(request.id, _Staged(name, shape, limit))
             self._staged = {request.id: staged}  # a coordinator makes one move at a time
         for other in others:
             other.drop()
         if staged.name != name:
             raise ProtocolError("a move of two shards")
+        begin = functools.partial(self._manager.shard_file, *name)
         with staged.lock:
+            if limit and request.state.arrays:
+                staged.resize(request.state.rows, begin)
             if new := [array for array in request.state.arrays if array not in staged.arrays]:
-                staged.arrays.update({array: _blank(store, held, shape, array) for array in new})
+                staged.arrays.update({array: _blank(store, held, staged.shape, array, limit) for array in new})
                 staged.drop()  # with new arrays, all pages of all arrays come again
-                staged.file = self._manager.shard_file(*name, staged.arrays)
+                staged.file = begin(staged.with_room())
         staged.state.MergeFrom(ps_pb2.ShardState(keys=request.state.keys))
         return ps_pb2.MoveReply(), []
 
@@ -264,7 +298,9 @@ class Moves:
             raise ProtocolError(f"a move of shard {index} of {spec.name!r}, which is not to ps {store.index}")
         if state.term != store.term:
             raise StaleError("the servers are not in one term: a restore was broken off")
-        shard = Shard(arrays["value"], state.updates)
+        if staged.row_limit and state.rows != staged.shape[0]:
+            raise ProtocolError(f"a move of {state.rows:,} rows of {spec.name!r}, of which {staged.shape[0]:,} came")
+        shard = Shard(arrays["value"], state.updates, staged.row_limit)
         shard.put(arrays)
         shard.steps.update(state.steps)
         if not 0 <= state.traffic < math.inf:
@@ -370,7 +406,16 @@ def _changes(shard: Shard, pages: ChangedPages, round_number: int) -> _Answer:
     """Return the arrays of a shard, and the pages that have changed. Needs the shard's lock."""
     names = list(shard.arrays())
     changed = np.packbits(pages.take(names, round_number)).tobytes()
-    return ps_pb2.MoveReply(state=ps_pb2.ShardState(arrays=names), changed=changed), []
+    state = ps_pb2.ShardState(arrays=names, rows=len(shard.array) if shard.row_limit else 0)
+    return ps_pb2.MoveReply(state=state, changed=changed), []
+
+
+def _first_rows(array: Array, rows: int) -> Array:
+    """Return so many rows of a table's array as the asker knew of: it has got more since, or fewer."""
+    space = reservation_of(array)
+    if rows > len(array) and (space is None or rows > len(space)):
+        raise ProtocolError(f"a move of {rows:,} rows of a shard that has {len(array):,}")
+    return array[:rows] if space is None else space[:rows]
 
 
 def _named(arrays: dict[str, Array], names: Sequence[str]) -> list[Any]:
@@ -380,14 +425,14 @@ def _named(arrays: dict[str, Array], names: Sequence[str]) -> list[Any]:
         raise ProtocolError(f"a move of the array {error.args[0][:80]!r}, which is not there") from None
 
 
-def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str) -> Array:
+def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str, limit: int) -> Array:
     kind, _, rest = name.partition("/")
     try:
         if kind == "average":
             store.directory.optimizer(int(rest))
         elif kind != "slot" and name != "value":
             raise ValueError
-        return blank_array(store, held, shape, name)
+        return blank_array(store, held, shape, name, limit)
     except ValueError:
         raise ProtocolError(f"a move of an array {name[:80]!r}") from None
     except MemoryError:

@@ -212,6 +212,8 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
     held, shard = store.find(item.variable, item.shard)
     array = values = shard.array
     dtype, ids_at = array.dtype, at
+    if item.slot and held.spec.HasField("table"):
+        raise ProtocolError(f"a read of slots or averages of table {held.spec.name!r}")
     if item.slot == AVERAGE:
         array = shard.averages.get(item.optimizer, array)  # before the first gradient the value is the average
         dtype = compute_dtype(array.dtype)
@@ -229,7 +231,7 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
         index = box_of(item.rows.slices, array, name)
         size = math.prod(axis.count for axis in item.rows.slices.axes) * dtype.itemsize
     elif which == "ids" and held.spec.HasField("table"):
-        if item.slot or item.rows.leading > 1:
+        if item.rows.leading > 1:
             raise ProtocolError(f"a read of rows of table {name!r} that is not of values by their ids")
         table = initial_rows(held.spec.table, name)
         size = item.rows.ids * table.dim * dtype.itemsize
@@ -240,7 +242,7 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
         _check_rows_bytes(item, size, name)
         at += item.rows.ids * 8 + padding(item.rows.ids * 8)
     elif which == "in_use" and held.spec.HasField("table"):
-        array = np.array([tables.row_count(shard, held.spec.table.dim)], "<u8")
+        array = np.array([len(shard.array)], "<u8")
         dtype, size = array.dtype, array.nbytes
     elif which == "version" or which == "gradients":
         if which == "version":

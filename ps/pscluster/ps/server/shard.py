@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
+from pscluster.ps.server.reserved_rows import resized
+from pscluster.ps.server.table_policy import Sightings
 from pscluster.ps.server.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.spill import SavedBlock, Spill
@@ -66,6 +68,13 @@ class ChangedPages:
     def note_all(self) -> None:
         self._changed[:] = True
 
+    def resize(self, elements: int) -> None:
+        """Go on with a shard of this many elements; the new ones are noted by those who change them."""
+        pages = pages_in(elements)
+        for name in ("_taken", "_changed"):
+            known = getattr(self, name)[:pages]
+            setattr(self, name, np.concatenate((known, np.ones(pages - len(known), np.bool_))))
+
     def note_span(self, start: int, stop: int) -> None:
         """Note a change of the elements [start, stop)."""
         self._changed[start // PAGE_ELEMENTS : pages_in(stop)] = True
@@ -85,10 +94,14 @@ def pages_in(elements: int) -> int:
 
 
 class Shard:
-    """A block of a variable. Every access to `array` and `slots` happens under `lock`."""
+    """A block of a variable. Every access to `array` and `slots` happens under `lock`.
 
-    def __init__(self, array: Array, updates: int = 0) -> None:
+    That of a table has the rows that are in use, and `row_limit` of them at most.
+    """
+
+    def __init__(self, array: Array, updates: int = 0, row_limit: int = 0) -> None:
         self.array = array
+        self.row_limit = row_limit
         self.updates = updates  # applied so far
         self.changes = 0  # rises before each update, applied or failed
         self.traffic = ShardTraffic()
@@ -103,6 +116,8 @@ class Shard:
         self.frozen: threading.Event | None = None
         self.moved = False  # another server has it
         self.rows: TableRows | None = None  # of a table, once they are needed
+        self.sightings: Sightings | None = None  # of ids without a row, if it has to be known
+        self.hand = 0  # where the next search for rows to be dropped begins
         self.arriving: threading.Event | None = None  # while another server may still serve it; set when none does
 
     @property
@@ -136,7 +151,7 @@ class Shard:
                 for name, array in self.arrays().items()
                 if name == "value" or int(name.split("/")[1]) in optimizers
             }
-            shard = Shard(arrays["value"])
+            shard = Shard(arrays["value"], row_limit=self.row_limit)
             shard.put(arrays)
             shard.steps = {optimizer: step for optimizer, step in self.steps.items() if optimizer in optimizers}
         return shard
@@ -164,6 +179,37 @@ class Shard:
         else:
             rows = np.unique(ids)
             average[rows] += (values[rows] - average[rows]) * share
+
+    def grow(self, rows: int, fills: Callable[[int], Mapping[str, float]]) -> None:
+        """Give a table's shard this many rows, more than it has. Needs the lock; MemoryError changes nothing.
+
+        The caller writes the new rows' values. Slots hold what they begin with, which `fills` says by optimizer and
+        slot, and averages any values.
+        """
+        of_slots = {optimizer: fills(optimizer) for optimizer in self.slots}
+        before, larger = len(self.array), {}
+        for name, array in self.arrays().items():
+            larger[name] = resized(array, rows, self.row_limit)
+        self.array = larger["value"]
+        self.put(larger)
+        if self.pages is not None:
+            self.pages.resize(self.array.size)
+        self.before_rows_change(np.arange(before, rows))
+        for optimizer, by_name in self.slots.items():
+            for name, slot in by_name.items():
+                slot[before:] = of_slots[optimizer][name]
+
+    def shrink(self, rows: int, moved: npt.NDArray[np.int64], to: npt.NDArray[np.int64]) -> None:
+        """Leave a table's shard this many rows; those that are `moved` take the places of others. Needs the lock."""
+        self.before_rows_change(to)
+        arrays = self.arrays()
+        for array in arrays.values():
+            array[to] = array[moved]
+        fewer = {name: array[:rows] for name, array in arrays.items()}
+        self.array = fewer["value"]
+        self.put(fewer)
+        if self.pages is not None:
+            self.pages.resize(self.array.size)
 
     def replace(self, array: Array) -> bool:
         """Replace the array, unless a snapshot would hold the old one; return whether that is done. Needs the lock."""

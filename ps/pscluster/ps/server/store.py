@@ -105,6 +105,11 @@ class Store:
         with self._lock:
             self.directory.put_optimizer(optimizer)
 
+    def knows_optimizer(self, name: str) -> bool:
+        """Return whether there is an optimizer of this name, or one whose rule is awaited."""
+        _, optimizers, awaited = self.held()
+        return name in (*(known.spec.name for known in optimizers), *(spec.name for spec in awaited.values()))
+
     def check_name(self, spec: ps_pb2.VariableSpec) -> None:
         """Refuse a variable whose name is taken or was deleted."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Reads and updates of a table's shards, by ids; see `table_rows`.
+"""Reads and updates of a table's shards, by ids; see `table_rows`, and `table_changes` for rows that come and go.
 
 All need the shard's lock, unless they say that they take it.
 """
@@ -10,26 +10,46 @@ from typing import cast
 
 import numpy as np
 
-from pscluster.core.errors import CheckpointMisfitError, InvalidUpdateError
+from pscluster.core.errors import CheckpointMisfitError
 from pscluster.ps.optim import kernels
 from pscluster.ps.optim.rules import UpdateRule
+from pscluster.ps.server import table_policy
+from pscluster.ps.server.reserved_rows import reservation_of, reserved, resized
 from pscluster.ps.server.shard import Array, Shard
 from pscluster.ps.server.table_rows import TableRows
-from pscluster.ps.tables import Ids, InitialRows, Rows, ids_in, rows_in_use, shards_of, tails_of
+from pscluster.ps.tables import Ids, InitialRows, Rows, ids_in, shards_of, tails_of
 from pscluster.v1 import ps_pb2
+
+
+def new_array(rows: int, limit: int, width: int) -> Rows:
+    """Return an array of zeros, of this many rows, that can grow to `limit`. MemoryError if it can't be."""
+    array = resized(reserved(limit, width, np.dtype(np.float32)), rows, limit)
+    return cast(Rows, array)
+
+
+def new_slots(rule: UpdateRule, rows: int, limit: int, width: int) -> dict[str, Array]:
+    """Return the slots of a table's shard before the first gradient, as `kernels.new_slots` does."""
+    slots: dict[str, Array] = {}
+    for name, fill in rule.slots.items():
+        array = slots[name] = new_array(rows, limit, width)
+        if fill:
+            array[...] = fill
+    return slots
 
 
 def rows_of(shard: Shard, dim: int) -> TableRows:
     """Return the rows of a table's shard."""
     if shard.rows is None:
-        shard.rows = TableRows(shard.array, dim)  # type: ignore[arg-type]  # tables are of float32
+        if not len(shard.array):
+            shard.array = resized(shard.array, 0, shard.row_limit)  # with space for the index to look at
+        shard.rows = TableRows(space_of(shard), len(shard.array), dim)
     return shard.rows
 
 
-def row_count(shard: Shard, dim: int) -> int:
-    """Return how many rows a shard has, without an index. Takes its lock."""
-    with shard.lock:
-        return rows_in_use(tails_of(cast(Rows, shard.array), dim)[1])
+def space_of(shard: Shard) -> Rows:
+    """Return a table's array with all rows that are reserved for it."""
+    space = reservation_of(shard.array)
+    return cast(Rows, shard.array if space is None else space)
 
 
 def read_rows(shard: Shard, ids: Ids, initial: InitialRows) -> tuple[Rows, int]:
@@ -41,37 +61,6 @@ def read_rows(shard: Shard, ids: Ids, initial: InitialRows) -> tuple[Rows, int]:
     if len(missing):
         out[missing] = initial.of(ids[missing])
     return out, len(ids) - len(missing)
-
-
-def check_room(shard: Shard, ids: Ids, dim: int, name: str) -> None:
-    """Raise InvalidUpdateError if the shard has no room for the rows that these ids lack."""
-    rows = rows_of(shard, dim)
-    if len(ids) > rows.room and len(missing := rows.missing(ids)) > rows.room:
-        raise InvalidUpdateError(
-            f"table {name!r} is full: a shard has {rows.count:,} rows and room for {rows.room:,} more, and an update "
-            f"has {len(missing):,} new ids, such as {missing[-1]}: give the table a larger capacity"
-        )
-
-
-def places_of(shard: Shard, ids: Ids, initial: InitialRows, name: str) -> tuple[Ids, int]:
-    """Return the places of these ids' rows, and how many rows were made for it; if there is no room, as `check_room`.
-
-    Snapshots and moves of the shard get to know of the new rows, and averages begin as their values.
-    """
-    rows = rows_of(shard, initial.dim)
-    places = rows.find(ids)
-    if not (new := np.unique(ids[places < 0])).size:
-        return places, 0
-    check_room(shard, new, initial.dim, name)
-    first = rows.count
-    made = np.arange(first, first + len(new))
-    shard.before_rows_change(made)
-    rows.append(new, initial.of(new))
-    for average in shard.averages.values():
-        average[made] = shard.array[made]
-    missing = np.flatnonzero(places < 0)
-    places[missing] = first + np.searchsorted(new, ids[missing])
-    return places, len(new)
 
 
 def apply_rows(
@@ -90,13 +79,24 @@ def apply_rows(
 def restore_rows(
     spec: ps_pb2.VariableSpec,
     shard: int,
-    arrays: Mapping[str, Array],
+    limit: int,
+    now: int,
+    arrays: dict[str, Array],
+    fills: Mapping[str, float],
     sources: Mapping[str, Sequence[ps_pb2.RestoreSource]],
     read: Callable[[ps_pb2.SavedTensor], Array],
 ) -> None:
-    """Fill new arrays of a shard with those saved rows whose ids are its own. CheckpointMisfitError if it can't.
+    """Give new arrays of a shard those saved rows whose ids are its own. CheckpointMisfitError if it can't.
 
-    `arrays` are as new: slots as before the first gradient. The sources of all arrays of a saved shard have one `from`.
+    Args:
+        spec: of the table.
+        shard: which one it is.
+        limit: how many rows it may have.
+        now: what the clock by which rows age shows here: that of the saved shard has shown at least its last use.
+        arrays: of no rows; those with the rows take their places.
+        fills: what each slot holds before the first gradient: not all may be saved.
+        sources: of each array; those of all arrays of a saved shard have one `from`.
+        read: returns a saved array.
     """
     of_shards = {key: {tuple(getattr(each, "from")): each.tensor for each in of} for key, of in sources.items()}
     dim, count = spec.table.dim, 0
@@ -105,16 +105,22 @@ def restore_rows(
         chosen = np.flatnonzero(shards_of(ids_in(saved, dim), len(spec.owners)) == shard)
         places = slice(count, count + len(chosen))
         count = places.stop
-        if count > len(arrays["value"]):
+        if count > limit:
             raise CheckpointMisfitError(
-                f"shard {shard} of table {spec.name!r} has room for {len(arrays['value']):,} rows, and the checkpoint "
-                "has more: give the table a larger capacity"
+                f"shard {shard} of table {spec.name!r} has room for {limit:,} rows, and the checkpoint has more: give "
+                "the table a larger capacity"
             )
-        for key, array in arrays.items():
+        for key, before in arrays.items():
+            array = arrays[key] = resized(before, count, limit)
+            array[places] = fills.get(key, 0.0)
             if (of_shard := of_shards[key].get(saved_shard)) is not None:
                 array[places] = _saved_rows(spec, read(of_shard) if key != "value" else saved)[chosen]
             elif key.startswith("average/"):
                 array[places] = saved[chosen]
+        if count > places.start and table_policy.counts_steps(spec.table):
+            _, of_saved = tails_of(saved, dim)
+            _, uses = tails_of(cast(Rows, arrays["value"][places]), dim)
+            uses[...] = table_policy.moved_to(uses, table_policy.newest(of_saved), now)
 
 
 def _saved_rows(spec: ps_pb2.VariableSpec, array: Array) -> Rows:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import ClassVar
 
 from pscluster.core.metrics.registry import OTHER, Labels, Metric, Snapshot, Telemetry
-from pscluster.ps.server import tables
 from pscluster.ps.server.admission import Budget
 from pscluster.ps.server.role import ParameterServerRole
 
@@ -23,6 +22,10 @@ _OF_VARIABLES = {  # fields of VariableMetrics
     "rows_updated": Metric("variable_rows_updated_total", "counter", "rows updated by number", _BY),
     "rows_found": Metric("table_rows_found_total", "counter", "rows of tables read that had been updated before", _BY),
     "rows_made": Metric("table_rows_made_total", "counter", "rows of tables made, for ids that had none", _BY),
+    "rows_evicted": Metric("table_rows_evicted_total", "counter", "rows of tables dropped", _BY),
+    "rows_not_admitted": Metric(
+        "table_rows_not_admitted_total", "counter", "rows of gradients of tables dropped, of ids not admitted", _BY
+    ),
 }
 
 
@@ -77,9 +80,7 @@ class ServerTelemetry(Telemetry):
             label = labels.get(held.spec.name, OTHER)
             sizes[label] += nbytes
             if held.spec.HasField("table"):
-                shards = list(held.shards.values())
-                rows = sum(tables.row_count(shard, held.spec.table.dim) for shard in shards)
-                table_rows[label] += rows
+                table_rows[label] += sum(len(shard.array) for shard in list(held.shards.values()))
             if held.spec.evaluation:
                 continue  # a counter would fall when the snapshot is deleted
             for field, metric in _OF_VARIABLES.items():

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import grpc
@@ -23,7 +23,7 @@ from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.joint import MAX_ELEMENTS, Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
-from pscluster.ps.server import encoded, tables
+from pscluster.ps.server import encoded, table_changes, tables
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.metadata import Metadata, check_texts
@@ -31,9 +31,9 @@ from pscluster.ps.server.payload import Ids, Payload
 from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_of
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
+from pscluster.ps.server.table_changes import RowChanges
 from pscluster.ps.spec import MAX_TOGETHER, METADATA, OWN_RULE, SESSION_BYTES, check_kind
-from pscluster.ps.tables import initial_rows
-from pscluster.v1 import ps_pb2
+from pscluster.v1 import ps_pb2, state_pb2
 
 _ARITHMETIC: dict[int, np.ufunc] = {
     ps_pb2.ADD: np.add,
@@ -97,6 +97,15 @@ class Change:
         return whole and self.shard.array.nbytes > SESSION_BYTES
 
 
+@dataclass(slots=True)
+class Applied:
+    """What has been applied of an update, for the log."""
+
+    counts: list[int] = field(default_factory=list)
+    """By item: the shard's count of updates after it; 0 if it was applied before."""
+    tables: list[state_pb2.TableChange] = field(default_factory=list)
+
+
 def check_update(
     store: Store, request: ps_pb2.UpdateRequest, total_bytes: int, context: grpc.ServicerContext | None = None
 ) -> list[Change]:
@@ -142,7 +151,7 @@ def changes_of(
         which = item.rows.WhichOneof("kind")
         index: Box | None = None
         if held.spec.HasField("table"):
-            _check_table_item(request, item, name)
+            _check_table_item(request, item, held.spec, optimizer)
         if which == "ids":
             expected = item.rows.ids * _row_bytes(item, held, shard)
             at += item.rows.ids * 8 + padding(item.rows.ids * 8)
@@ -179,8 +188,18 @@ def changes_of(
     return changes
 
 
-def _check_table_item(request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, name: str) -> None:
-    """Raise ProtocolError for an update of a table that is not of rows by their ids, applied at once."""
+def _check_table_item(
+    request: ps_pb2.UpdateRequest,
+    item: ps_pb2.UpdateItem,
+    spec: ps_pb2.VariableSpec,
+    optimizer: HeldOptimizer | None,
+) -> None:
+    """Raise ProtocolError for an update of a table that is not of rows by their ids, or by another's optimizer."""
+    name = spec.name
+    if spec.table.optimizer and optimizer is not None and optimizer.spec.name != spec.table.optimizer:
+        raise ProtocolError(
+            f"a gradient of table {name!r} by {optimizer.spec.name!r}; its optimizer is {spec.table.optimizer!r}"
+        )
     by_ids = item.rows.WhichOneof("kind") == "ids" and item.rows.leading <= 1
     piece = item.HasField("offset") or item.gradients or item.elements or item.kind == ps_pb2.APPLY_CHANGE
     if not by_ids or piece or item.wire_dtype or request.HasField("contribution"):
@@ -257,13 +276,10 @@ def apply(
     request: ps_pb2.UpdateRequest,
     changes: list[Change],
     payload: Payload,
-    applied: list[int] | None = None,
+    applied: Applied | None = None,
 ) -> ps_pb2.UpdateReply:
-    """Apply each item of a checked request, whose payload has fully arrived, once.
-
-    Adds to `applied` the shard's count of updates after each item, or 0 if it was applied before, until this raises.
-    """
-    applied = [] if applied is None else applied
+    """Apply each item of a checked request, whose payload has fully arrived, once. Enters each in `applied`."""
+    applied = Applied() if applied is None else applied
     origin = _origin(request)
     store.note_lost((item.variable, item.shard, item.boot_id, item.seen) for item in request.items)
     rows_of = [_checked_rows(change, payload) for change in changes]
@@ -276,7 +292,7 @@ def apply(
         begin = time.monotonic()
         group = _locked(store, changes, rows_of, done)
         try:
-            counts = _apply_once(store, request.job, origin, group, rows_of[done:], payload)
+            counts = _apply_once(store, request.job, origin, group, rows_of[done:], payload, applied)
             for change, count in zip(group, counts, strict=True):
                 if count:
                     if change.item.boot_id == reply.boot_id:
@@ -285,7 +301,7 @@ def apply(
                 else:
                     store.metrics.duplicates += 1
                     reply.repeated_ += 1
-                applied.append(count)
+                applied.counts.append(count)
                 reply.updates.append(change.shard.updates)
         finally:
             for change in group:
@@ -331,12 +347,20 @@ def _locked(store: Store, changes: list[Change], rows_of: Sequence[_Rows], start
 
 
 def _apply_once(
-    store: Store, job: int, origin: Origin, group: Sequence[Change], rows_of: Sequence[_Rows], payload: Payload
+    store: Store,
+    job: int,
+    origin: Origin,
+    group: Sequence[Change],
+    rows_of: Sequence[_Rows],
+    payload: Payload,
+    applied: Applied,
 ) -> list[int]:
     """Apply changes whose shards are locked, and remember them; return the counts of updates, 0 for one that was seen.
 
-    Of several, all are applied or, if this raises, none. `rows_of` begins with theirs.
+    Of several, all are applied or, if this raises, none. `rows_of` begins with theirs. Enters in `applied` what was
+    done to the rows of a table, as of the next item.
     """
+    row_changes: RowChanges | None = None
     group[0].shard.check_here(group[0].held.spec.name)
     with store.ledger() as ledger:
         store.check_job(job)  # it may have been taken over since
@@ -351,7 +375,8 @@ def _apply_once(
             _apply_together(fresh, payload)
         elif fresh:
             with np.errstate(all="ignore"):  # infinity and NaN are for the caller to check
-                _apply(*fresh[0], payload)
+                row_changes = _row_changes(*fresh[0])
+                _apply(store, *fresh[0], payload, row_changes)
     except PsClusterError:
         raise
     except Exception as error:  # the rule, which may be the user's, or its learning rate
@@ -368,6 +393,8 @@ def _apply_once(
         for change, _ in fresh:
             ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
             change.shard.updates += 1
+    if row_changes is not None and table_changes.has_policy(group[0].held.spec.table):
+        applied.tables.append(row_changes.record(len(applied.counts)))
     return [0 if again else change.shard.updates for change, again in zip(group, seen, strict=True)]
 
 
@@ -398,7 +425,7 @@ def checked_ids(change: Change, payload: Payload) -> Ids | None:
     ids = payload.ids(change.ids_at, change.item.rows.ids)
     if change.held.spec.HasField("table"):
         with change.shard.lock:
-            tables.check_room(change.shard, ids, change.held.spec.table.dim, change.held.spec.name)
+            table_changes.check_room(change.held, change.shard, ids, change.optimizer)
         return ids
     check_ids(_table(change.item, change.shard, change.held.spec.name), ids, change.held.spec.name)
     return ids
@@ -410,14 +437,35 @@ def _table(item: ps_pb2.UpdateItem, shard: Shard, name: str) -> Array:
     return table_of(shard.array, leading, name)
 
 
-def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
-    """Apply one item of a logged request as its shard's update number `count`, and remember it."""
+def _row_changes(change: Change, ids: Ids | None) -> RowChanges | None:
+    """Decide what an item does to the rows of a table; None of a variable. InvalidUpdateError if there is no room."""
+    if ids is None or not change.held.spec.HasField("table"):
+        return None
+    gradient = change.item.kind == ps_pb2.APPLY_GRADIENT
+    return table_changes.decide(change.held, change.shard, ids, change.optimizer, gradient=gradient)
+
+
+def replay(
+    store: Store,
+    request: ps_pb2.UpdateRequest,
+    change: Change,
+    payload: Payload,
+    count: int,
+    table: state_pb2.TableChange | None = None,
+) -> None:
+    """Apply one item of a logged request as its shard's update number `count`, and remember it.
+
+    `table`: what it has done to the rows of a table, if that was logged.
+    """
     origin, ids = _origin(request), None
     if change.item.rows.WhichOneof("kind") == "ids":
         ids = payload.ids(change.ids_at, change.item.rows.ids)
     with change.shard.lock, np.errstate(all="ignore"):
         change.shard.changes += 1
-        _apply(change, ids, payload)
+        row_changes = None
+        if ids is not None and change.held.spec.HasField("table"):
+            row_changes = table_changes.recorded(change.held, change.shard, ids, table)
+        _apply(store, change, ids, payload, row_changes)
         change.shard.updates = count
     if origin.function and request.job != store.job:
         return  # of a previous coordinator; the present one numbers its functions anew
@@ -425,19 +473,34 @@ def replay(store: Store, request: ps_pb2.UpdateRequest, change: Change, payload:
         ledger.record(origin, change.item.variable, change.item.shard, change.item.nth)
 
 
-def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
-    """Apply one item, of a table to the rows of these ids. Needs the shard's lock."""
-    if ids is not None and change.held.spec.HasField("table"):
-        spec, metrics = change.held.spec, change.held.metrics
-        ids, made = tables.places_of(change.shard, ids, initial_rows(spec.table, spec.name), spec.name)
-        metrics.rows_made += made
-    shard, dtype = change.shard, change.shard.array.dtype
+def _apply(
+    store: Store, change: Change, ids: Ids | None, payload: Payload, row_changes: RowChanges | None = None
+) -> None:
+    """Apply one item, of a table to the rows of these ids, once their rows are made. Needs the shard's lock."""
+    if ids is not None and row_changes is not None:
+
+        def fills(optimizer: int) -> Mapping[str, float]:
+            return store.directory.optimizer(optimizer).rule.slots
+
+        _have_slots(change)
+        placed = table_changes.carry_out(change.held, change.shard, ids, row_changes, fills)
+        try:
+            _apply_values(store, change, placed.places, payload, placed.kept)
+        except BaseException:
+            placed.undo()
+            raise
+    else:
+        _apply_values(store, change, ids, payload)
+
+
+def _apply_values(store: Store, change: Change, ids: Ids | None, payload: Payload, kept: Ids | None = None) -> None:
+    """Apply one item, to the rows at `ids` if it names rows: of a table, those of them that are `kept`."""
+    shard = change.shard
     slots: dict[str, Array] = {}
     step = 0
     if change.optimizer is not None:
         optimizer = change.optimizer.spec.id
-        if optimizer not in shard.slots:
-            shard.slots[optimizer] = new_slots(change.optimizer.rule, shard.array.shape, dtype)
+        _have_slots(change)
         slots, step = shard.slots[optimizer], shard.steps.get(optimizer, 0) + 1
         if change.item.kind == ps_pb2.APPLY_CHANGE:
             _add(change, ids, slots[change.item.slot] if change.item.slot else shard.array, payload)
@@ -448,12 +511,12 @@ def _apply(change: Change, ids: Ids | None, payload: Payload) -> None:
             item.CopyFrom(change.item)
             item.gradients, item.value_bytes = 0, size
             for nth in range(change.item.gradients):
-                _apply(replace(change, item=item, values_at=change.values_at + nth * size), ids, payload)
+                _apply_values(store, replace(change, item=item, values_at=change.values_at + nth * size), ids, payload)
             return
     if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
-        _apply_own(change, ids, slots, step, payload)
+        _apply_own(change, ids, slots, step, payload, kept)
     elif ids is not None:
-        _apply_rows(change, ids, slots, step, payload)
+        _apply_rows(change, ids, slots, step, payload, kept)
     elif change.index is not None or change.item.scalar:
         _apply_slices(change, payload)
     elif isinstance(shard, Metadata):
@@ -503,8 +566,7 @@ def _apply_together(changes: Sequence[tuple[Change, Ids | None]], payload: Paylo
     parts, names = [], list(rule.slots)
     for change, ids in changes:
         shard = change.shard
-        if optimizer not in shard.slots:
-            shard.slots[optimizer] = new_slots(rule, shard.array.shape, dtype)
+        _have_slots(change)
         arrays = [shard.array, *map(shard.slots[optimizer].__getitem__, names)]
         if ids is None:
             shard.before_span_changes(0, shard.array.size)
@@ -518,7 +580,27 @@ def _apply_together(changes: Sequence[tuple[Change, Ids | None]], payload: Paylo
         change.shard.steps[optimizer] = step
 
 
-def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload) -> None:
+def _have_slots(change: Change) -> None:
+    """Give a shard the slots of the optimizer, if there is one. InvalidUpdateError if a table has no memory for it."""
+    optimizer, shard = change.optimizer, change.shard
+    if optimizer is None or optimizer.spec.id in shard.slots:
+        return
+    try:
+        if change.held.spec.HasField("table"):
+            slots = tables.new_slots(optimizer.rule, len(shard.array), shard.row_limit, shard.array.shape[1])
+        else:
+            slots = new_slots(optimizer.rule, shard.array.shape, shard.array.dtype)
+        shard.slots[optimizer.spec.id] = slots
+    except MemoryError as error:
+        raise InvalidUpdateError(
+            f"{change.held.spec.name!r} can't have slots of {optimizer.spec.name!r}: the server has no memory for "
+            f"{error}: have more servers"
+        ) from None
+
+
+def _apply_own(
+    change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+) -> None:
     """Apply a gradient by a user's rule, which may raise at any block; then restore the shard."""
     rows = slice(None) if ids is None else ids
     arrays = [change.shard.array, *slots.values()]
@@ -527,14 +609,17 @@ def _apply_own(change: Change, ids: Ids | None, slots: dict[str, Array], step: i
         if ids is None:
             _apply_dense(change, slots, step, payload)
         else:
-            _apply_rows(change, ids, slots, step, payload)
+            _apply_rows(change, ids, slots, step, payload, kept)
     except BaseException:
         for array, old in zip(arrays, before, strict=True):
             array[rows if array.ndim else ...] = old
         raise
 
 
-def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload) -> None:
+def _apply_rows(
+    change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+) -> None:
+    """Apply the rows of an item, or those of them that are `kept`, to the rows at `ids`."""
     shard, dtype = change.shard, change.shard.array.dtype
     whole = table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
     if is_table := change.held.spec.HasField("table"):
@@ -543,7 +628,9 @@ def _apply_rows(change: Change, ids: Ids, slots: dict[str, Array], step: int, pa
         rows: Array = encoded.rows_of(change.item, change.values_at, table.shape[1], payload)
     else:
         values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
-        rows = values.reshape(len(ids), table.shape[1])
+        rows = values.reshape(change.item.rows.ids, table.shape[1])
+        if kept is not None:
+            rows = rows[kept]
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
         slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}

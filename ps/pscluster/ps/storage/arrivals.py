@@ -71,6 +71,10 @@ class ShardFile:
         for tensor in self.tensors.values():
             tensor.file = path.name
 
+    def has_room(self, arrays: Mapping[str, Array]) -> bool:
+        """Return whether there is room for arrays of these sizes."""
+        return all(array.nbytes <= self.tensors[name].bytes for name, array in arrays.items())
+
     def put(self, array: str, at: int, data: memoryview) -> None:
         """Write these bytes of an array, from byte `at` on."""
         with self._lock:
@@ -85,9 +89,14 @@ class ShardFile:
                 os.fdatasync(self._descriptor)
 
     def finish(self, arrays: Mapping[str, Array]) -> list[ps_pb2.SavedTensor]:
-        """Return the entries of these arrays, all of which must have been written; nothing more is written."""
+        """Return the entries of these arrays, all of which must have been written; nothing more is written.
+
+        An array may be smaller than its place in the file, which the file's header describes.
+        """
         for name, array in arrays.items():
-            self.tensors[name].checksum = xxh3_128(view(array)).hexdigest()
+            tensor = self.tensors[name]
+            tensor.checksum, tensor.bytes = xxh3_128(view(array)).hexdigest(), array.nbytes
+            tensor.shape[:] = array.shape
         with self._lock:
             self._check_open()
             if self._fsync:

@@ -29,7 +29,7 @@ from pscluster.core.errors import CheckpointMisfitError, StaleError, Unavailable
 from pscluster.core.geometry import Partition, common_rows
 from pscluster.core.row_orders import Ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
-from pscluster.ps.server import tables
+from pscluster.ps.server import table_policy, tables
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.metadata import check_texts
 from pscluster.ps.server.shard import Shard, Snapshot
@@ -219,7 +219,8 @@ class CheckpointParts:
                     key = _with_optimizer(wanted_array.array, numbers)
                 except KeyError:
                     continue  # its optimizer does not exist here
-                arrays[key] = blank_array(store, held[item.variable], shard.array.shape, key)
+                shape = (0, shard.array.shape[1]) if is_table else shard.array.shape
+                arrays[key] = blank_array(store, held[item.variable], shape, key, shard.row_limit)
                 sources[key] = wanted_array.sources
                 for source in () if is_table else wanted_array.sources:
                     wanted = values if source.tensor.array == "value" else others
@@ -239,8 +240,16 @@ class CheckpointParts:
                     array[...] = arrays["value"]
         _read_into(others, where)
         for table, shard_index, arrays, sources in of_tables:
+            fills = {key: _fill(store, key) for key in arrays if key.startswith("slot/")}
             tables.restore_rows(
-                table.spec, shard_index, arrays, sources, lambda tensor: read(where(tensor.file), tensor)
+                table.spec,
+                shard_index,
+                table.shards[shard_index].row_limit,
+                table_policy.in_steps(table.shards[shard_index].updates),
+                arrays,
+                fills,
+                sources,
+                lambda tensor: read(where(tensor.file), tensor),
             )
         with self._lock:
             if checkpoint_id != self._over:
@@ -286,8 +295,12 @@ class CheckpointParts:
                 shard.before_change()
                 shard.updates += 1
                 shard.changes += 1
-                shard.array[...] = arrays.pop("value")
-                shard.rows = None
+                if shard.row_limit:
+                    shard.array, shard.rows = arrays.pop("value"), None
+                    if shard.pages is not None:
+                        shard.pages.resize(shard.array.size)
+                else:
+                    shard.array[...] = arrays.pop("value")
                 shard.slots.clear()
                 shard.averages.clear()
                 shard.put(arrays)
@@ -309,9 +322,16 @@ def _shared_failure(copies: Future[Any]) -> Iterator[None]:
         raise
 
 
-def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: str) -> Array:
-    """Return a new array of a shard to read into. Slots are as before the first gradient: not all may be saved."""
+def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: str, limit: int = 0) -> Array:
+    """Return a new array of a shard to read into. Slots are as before the first gradient: not all may be saved.
+
+    `limit`: how many rows those of a table can grow to.
+    """
     kind, _, rest = key.partition("/")
+    if limit:
+        if kind == "slot":
+            _fill(store, key)
+        return tables.new_array(shape[0], limit, shape[1])
     if kind != "slot":
         return np.zeros(shape, held.dtype if kind == "value" else compute_dtype(held.dtype))
     optimizer_id, _, slot = rest.partition("/")
@@ -321,6 +341,15 @@ def blank_array(store: Store, held: HeldVariable, shape: tuple[int, ...], key: s
             f"the checkpoint has a slot {slot!r} of {held.spec.name!r} that its optimizer does not keep"
         )
     return slots[slot]
+
+
+def _fill(store: Store, key: str) -> float:
+    """Return what a slot holds before the first gradient. CheckpointMisfitError if its optimizer has no such slot."""
+    _, optimizer, slot = key.split("/", 2)
+    fills = store.directory.optimizer(int(optimizer)).rule.slots
+    if slot not in fills:
+        raise CheckpointMisfitError(f"the checkpoint has a slot {slot!r} that its optimizer does not keep")
+    return fills[slot]
 
 
 def _check_slots(store: Store, held: HeldVariable, arrays: Mapping[str, Array]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import struct
@@ -16,14 +17,18 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.errors import CheckpointError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
+from pscluster.ps.server.reserved_rows import reserved, resized
+from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.disk import write_all
 from pscluster.ps.storage.tensor_files import Array, read, stream
+from pscluster.ps.tables import row_limit
 from pscluster.v1 import ps_pb2, state_pb2
 
 M = TypeVar("M", bound=Message)
@@ -212,22 +217,38 @@ class StateDirectory:
             pass
         raise DamagedError(f"{path} is damaged, or of another version")
 
-    def read(self, shard: state_pb2.SavedShard) -> dict[str, Array]:
-        """Read a shard's arrays, by name. DamagedError if they are damaged, OSError if they may be whole."""
-        return {saved.array: self._read_array(saved) for saved in shard.arrays}
+    def read(self, shard: state_pb2.SavedShard, limit: int = 0) -> dict[str, Array]:
+        """Read a shard's arrays, by name. DamagedError if they are damaged, OSError if they may be whole.
+
+        `limit`: how many rows those of a table can grow to.
+        """
+        return {saved.array: self._read_array(saved, limit) for saved in shard.arrays}
 
     def read_all(self, manifest: state_pb2.Manifest) -> list[dict[str, Array]]:
         """Read the arrays of all shards, on several threads."""
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(self.read, manifest.shards))
+        of_tables = {spec.id: spec for spec in manifest.variables if spec.HasField("table")}
 
-    def _read_array(self, saved: ps_pb2.SavedTensor) -> Array:
+        def limit(shard: state_pb2.SavedShard) -> int:
+            spec = of_tables.get(shard.variable)
+            return 0 if spec is None else row_limit(spec, partition_of(spec), shard.shard)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(self.read, manifest.shards, map(limit, manifest.shards)))
+
+    def _read_array(self, saved: ps_pb2.SavedTensor, limit: int) -> Array:
         if "/" in saved.file or not _NAMES.fullmatch(saved.file):
             raise DamagedError(f"a manifest in {self.path} refers to {saved.file!r}")
         try:
-            return read(self.path / saved.file, saved)
+            return read(self.path / saved.file, saved, functools.partial(_growing, limit) if limit else np.empty)
         except CheckpointError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 raise cause from None
             raise DamagedError(str(error)) from None
+
+
+def _growing(limit: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array to read a table's rows into, which can grow."""
+    if len(shape) != 2:
+        raise ValueError(f"rows of shape {shape}")
+    return resized(reserved(limit, shape[1], dtype), shape[0], limit)

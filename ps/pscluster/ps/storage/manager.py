@@ -28,7 +28,8 @@ from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Array, Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
-from pscluster.ps.server.updates import Change
+from pscluster.ps.server.table_changes import record_bytes
+from pscluster.ps.server.updates import Applied, Change
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
 from pscluster.ps.storage.generations import DamagedError, StateDirectory
@@ -294,12 +295,12 @@ class StateManager:
     @contextlib.contextmanager
     def logged(
         self, store: Store, request: ps_pb2.UpdateRequest, changes: Sequence[Change], payload: Payload, total: int
-    ) -> Iterator[list[int]]:
-        """Save or log what the block applies of an update and enters in the list; then it may be acknowledged.
+    ) -> Iterator[Applied]:
+        """Save or log what the block applies of an update, and enters; then it may be acknowledged.
 
         With a log, UnavailableError if the update is refused, or can't be acknowledged.
         """
-        applied: list[int] = []
+        applied = Applied()
         if self._log is None:
             try:
                 yield applied
@@ -314,6 +315,7 @@ class StateManager:
         optimizers = {change.optimizer.spec.id: change.optimizer for change in changes if change.optimizer is not None}
         used = [replay.saved_optimizer(known) for known in optimizers.values()]
         size = total + request.ByteSize() + 16 * len(request.items) + sum(saved.ByteSize() + 8 for saved in used)
+        size += sum(record_bytes(change.held.spec.table, change.item.rows.ids) for change in changes)
         try:
             ticket, room = self._log.take(size)
         except UnavailableError:
@@ -324,17 +326,18 @@ class StateManager:
         finally:
             self._note_change()
             try:
-                if not any(applied):
+                if not any(applied.counts):
                     self._log.give_back(ticket, room)
                 else:
-                    counts = applied + [0] * (len(request.items) - len(applied))
+                    counts = applied.counts + [0] * (len(request.items) - len(applied.counts))
                     record = state_pb2.LogRecord(update=request, updates=counts, total_bytes=total, last=True)
                     record.store_id, record.coordinator_number = identity.store_id, identity.coordinator_number
                     record.optimizers.extend(used)
+                    record.tables.extend(applied.tables)
                     reach("ps.log.before")
                     self._log.record(ticket, room, record, payload.chunks if total else ())
                     reach("ps.log.after")
-                if 0 in applied:
+                if 0 in applied.counts:
                     self._log.wait_for_others()
                 job = self._job
                 if self._log.size > max(_LEAST_LOG, 2 * sum(job.sizes.values()) if job is not None else 0):
@@ -637,7 +640,21 @@ class StateManager:
                 for saved_shard in job.saved.shards
                 if all(array.file in reusable for array in saved_shard.arrays)
             }
-        changed: list[tuple[state_pb2.SavedShard, Shard]] = []
+        with contextlib.ExitStack() as captures:
+            changed = self._changed_shards(job, variables, manifest, before, captures)
+            arrays = [array for saved, _, _ in changed for array in saved.arrays]
+            return self._directory.write_arrays(manifest.generation, arrays, _captured(job.store, changed))
+
+    @staticmethod
+    def _changed_shards(
+        job: _Job,
+        variables: Sequence[HeldVariable],
+        manifest: state_pb2.Manifest,
+        before: Mapping[tuple[int, int], state_pb2.SavedShard],
+        captures: contextlib.ExitStack,
+    ) -> list[_ChangedShard]:
+        """Enter all shards in the manifest; return those to be written, of which `before` has no file to go on with."""
+        changed: list[_ChangedShard] = []
         for held in variables:
             for index, shard in held.shards.items():
                 known = before.get((held.spec.id, index))
@@ -651,18 +668,30 @@ class StateManager:
                         saved.arrays.extend(known.arrays)
                     else:
                         saved.arrays.extend(replay.arrays_to_save(held.spec.id, index, shard))
-                        changed.append((saved, shard))
-        arrays = [array for saved, _ in changed for array in saved.arrays]
-        return self._directory.write_arrays(manifest.generation, arrays, _captured(job.store, changed))
+                        captured = None
+                        if shard.row_limit:  # the next update may give it more rows than the file's header says
+                            replay.note_shard(job.store, shard, saved)
+                            captured = shard.capture(job.store.spill)
+                            for array in captured.values():
+                                captures.callback(array.close)
+                        changed.append((saved, shard, captured))
+        return changed
 
 
 class _MoreArraysError(Exception):
     """A shard's arrays differ from those in the file's header: another optimizer has created its slots."""
 
 
-def _captured(store: Store, shards: Sequence[tuple[state_pb2.SavedShard, Shard]]) -> Iterator[Snapshot]:
+_ChangedShard = tuple[state_pb2.SavedShard, Shard, Mapping[str, Snapshot] | None]
+"""A shard to be written, with its entry, and its arrays if they were captured before."""
+
+
+def _captured(store: Store, shards: Sequence[_ChangedShard]) -> Iterator[Snapshot]:
     """Yield snapshots of each shard's arrays, of the moment its first one is written, and enter its counts."""
-    for saved, shard in shards:
+    for saved, shard, before in shards:
+        if before is not None:
+            yield from before.values()
+            continue
         with shard.lock:
             if replay.arrays_to_save(saved.variable, saved.shard, shard) != list(saved.arrays):
                 raise _MoreArraysError

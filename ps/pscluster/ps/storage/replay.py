@@ -9,6 +9,7 @@ from typing import Any
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
+from pscluster.core.geometry import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.directory import Contents, HeldOptimizer, HeldVariable
@@ -22,6 +23,7 @@ from pscluster.ps.spec import METADATA, partition_of
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import Dropped
 from pscluster.ps.storage.tensor_files import Array, tensor_to_write
+from pscluster.ps.tables import row_limit
 from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)
@@ -96,13 +98,17 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         if "value" not in of_shard:
             raise DamagedError(f"snapshot {manifest.generation} lacks the values of a shard")
         shard = by_variable[saved.variable][saved.shard] = Shard(of_shard["value"], saved.updates)
+        if {array.shape for array in of_shard.values()} != {shard.array.shape}:
+            raise DamagedError(f"snapshot {manifest.generation} has arrays of a shard that have different shapes")
         shard.put(of_shard)
         shard.steps.update(saved.steps)
     held = []
     for spec in manifest.variables:
         partition, shards = partition_of(spec), by_variable[spec.id]
-        shapes = {i: partition.block(i).shape for i, owner in enumerate(spec.owners) if owner == manifest.server}
-        if {index: shard.array.shape for index, shard in shards.items()} != shapes:
+        for index, shard in shards.items():
+            shard.row_limit = row_limit(spec, partition, index)
+        here = {i for i, owner in enumerate(spec.owners) if owner == manifest.server}
+        if shards.keys() != here or not all(_fits(partition, *item) for item in shards.items()):
             raise DamagedError(f"snapshot {manifest.generation} lacks shards of {spec.name!r}")
         held.append(HeldVariable(spec, dtype_named(spec.dtype), partition, shards))
     store.directory.restore(held, {saved.spec.id: saved.spec for saved in manifest.optimizers})
@@ -126,6 +132,14 @@ def restored(manifest: state_pb2.Manifest, arrays: Sequence[Mapping[str, Array]]
         for incarnation in manifest.closed:
             ledger.close(incarnation)
     return store
+
+
+def _fits(partition: Partition, index: int, shard: Shard) -> bool:
+    """Return whether a shard has its shape; that of a table has any number of rows within its limit."""
+    shape = partition.block(index).shape
+    if shard.row_limit:
+        return shard.array.ndim == 2 and shard.array.shape[1] == shape[1] and len(shard.array) <= shard.row_limit
+    return shard.array.shape == shape
 
 
 def losses_of(store: Store, store_id: int) -> state_pb2.SavedLosses:
@@ -198,7 +212,7 @@ class Replay:
         self._here = {METADATA, *((held.spec.id, index) for held in store.held()[0] for index in held.shards)}
         self._declared: dict[int, bytes] = {}
         self.skipped = 0  # updates of variables that were deleted, and of shards that have moved
-        self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Change, Payload]]] = defaultdict(dict)
+        self._early: defaultdict[tuple[int, int], dict[int, tuple[Any, Change, Payload, Any]]] = defaultdict(dict)
         self.applied = 0
 
     def add(self, record: state_pb2.LogRecord, payload: memoryview) -> None:
@@ -225,13 +239,14 @@ class Replay:
             changes = updates.changes_of(self._store, update, len(payload))
         except PsClusterError as error:
             raise DamagedError(f"an update in the log does not fit what was saved: {error}") from None
+        of_tables = {each.item: each for each in record.tables}
         for change, index in zip(changes, wanted, strict=True):
             count = record.updates[index]
             if count > change.shard.updates:
                 early = self._early[change.item.variable, change.item.shard]
-                early[count] = update, change, Payload([payload])
+                early[count] = update, change, Payload([payload]), of_tables.get(index)
                 while (ready := early.pop(change.shard.updates + 1, None)) is not None:
-                    self._apply(*ready, change.shard.updates + 1)
+                    self._apply(change.shard.updates + 1, *ready)
 
     def _contributed(self, record: state_pb2.LogRecord, data: memoryview) -> None:
         """Take a contribution to a synchronous step, which may have been applied since, and may not."""
@@ -255,9 +270,16 @@ class Replay:
                 self._declared[saved.spec.id] = form
                 _declare(self._store, saved)
 
-    def _apply(self, request: ps_pb2.UpdateRequest, change: Change, payload: Payload, count: int) -> None:
+    def _apply(
+        self,
+        count: int,
+        request: ps_pb2.UpdateRequest,
+        change: Change,
+        payload: Payload,
+        table: state_pb2.TableChange | None,
+    ) -> None:
         try:
-            updates.replay(self._store, request, change, payload, count)
+            updates.replay(self._store, request, change, payload, count, table)
         except Exception as error:
             raise DamagedError(f"an update in the log can't be replayed: {error}") from error
         self.applied += 1
@@ -266,7 +288,7 @@ class Replay:
         """Apply the remaining updates, after the last record."""
         for early in self._early.values():
             for count in sorted(early):
-                self._apply(*early[count], count)
+                self._apply(count, *early[count])
 
 
 def replayed(

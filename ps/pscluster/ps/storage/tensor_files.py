@@ -188,9 +188,12 @@ def verified(
         raise CheckpointError(f"{path} is damaged: {content} is not what was written")
 
 
-def read(path: str | Path, saved: Saved) -> Array:
-    """Read and verify a tensor. CheckpointError if it is not what was written, or its entry makes no sense."""
-    array = _empty(path, saved)
+def read(path: str | Path, saved: Saved, make: Callable[[tuple[int, ...], np.dtype[Any]], Array] = np.empty) -> Array:
+    """Read and verify a tensor. CheckpointError if it is not what was written, or its entry makes no sense.
+
+    `make` returns an array to read it into.
+    """
+    array = _empty(path, saved, make)
     data, at = view(array), 0
     for chunk in verified(path, saved.tensor, saved.offset, saved.bytes, saved.checksum):
         data[at : at + len(chunk)] = chunk
@@ -198,7 +201,7 @@ def read(path: str | Path, saved: Saved) -> Array:
     return array
 
 
-def _empty(path: str | Path, saved: Saved) -> Array:
+def _empty(path: str | Path, saved: Saved, make: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Array:
     """Return an empty array for a tensor. CheckpointError, before it takes memory, if shape and bytes disagree."""
     shape = tuple(saved.shape[:MAX_RANK])
     try:
@@ -209,7 +212,7 @@ def _empty(path: str | Path, saved: Saved) -> Array:
     if len(saved.shape) > MAX_RANK or size != saved.bytes:
         raise CheckpointError(f"{path}: {described} takes {size:,} bytes, not {saved.bytes:,}")
     try:
-        return np.empty(shape, dtype)
+        return make(shape, dtype)
     except (MemoryError, ValueError) as error:
         raise CheckpointError(f"{path}: {described} is too large: {error}") from None
 
