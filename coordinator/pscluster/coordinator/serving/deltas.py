@@ -7,7 +7,8 @@
 
 Two checkpoints are compared, and nothing is counted while a job trains: updates cost nothing more, a row that has
 changed back is not sent, and the delta is right whatever has died or was restored in between. Both are read as mapped
-files, a few MiB at a time; what is remembered of a row is one bit.
+files, a few MiB at a time; what is remembered of a row is one bit. Of an `EmbeddingTable`, a row that was dropped has
+its initial values again.
 
 A file gets its name once all of it is on the disk, so a writer that is killed leaves none, or the one before.
 """
@@ -28,7 +29,8 @@ from xxhash import xxh3_128
 
 from pscluster.coordinator.checkpoints.folder import path_of, reason
 from pscluster.coordinator.checkpoints.index import dtype_of
-from pscluster.coordinator.serving.mapped import Ids, MappedTable, map_table
+from pscluster.coordinator.serving.by_id import MappedById
+from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, stream, tensor_to_write
@@ -74,29 +76,34 @@ def export_delta(
     earlier = map_table(since, table, verify=verify)
     later.check_like(earlier)
     step = max(CHUNK_BYTES // max(math.prod(later.shape[1:]) * later.dtype.itemsize, 1), 8) // 8 * 8
-    changed = [_changed(earlier, later, ids) for ids in _ranges(later.shape[0], step)]
+    changed = [_changed(earlier, later, ids) for ids in _ranges(earlier, later, step)]
     count = sum(int(np.unpackbits(bits).sum()) for bits in changed)
     _write(Path(out), earlier, later, changed, step, count)
     return Delta(str(out), table, earlier.version, later.version, count)
 
 
-def _ranges(rows: int, step: int) -> Iterator[Ids]:
-    """Yield the ids of all rows, `step` at a time."""
+def _ranges(earlier: Mapped, later: Mapped, step: int) -> Iterator[Ids]:
+    """Yield the ids of all rows, rising, `step` at a time."""
+    if isinstance(earlier, MappedById) and isinstance(later, MappedById):
+        both = np.union1d(earlier.ids, later.ids)
+        yield from (both[start : start + step] for start in range(0, len(both), step))
+        return
+    rows = later.shape[0]
     for start in range(0, rows, step):
         yield np.arange(start, min(start + step, rows), dtype=np.int64)
 
 
-def _changed(earlier: MappedTable, later: MappedTable, ids: Ids) -> npt.NDArray[np.uint8]:
+def _changed(earlier: Mapped, later: Mapped, ids: Ids) -> npt.NDArray[np.uint8]:
     """Return for these rows, as bits, whether any byte differs."""
     before, after = (table.take(ids).reshape(len(ids), -1).view(np.uint8) for table in (earlier, later))
     return np.packbits((before != after).any(axis=1))
 
 
 def _write(
-    out: Path, earlier: MappedTable, later: MappedTable, changed: list[npt.NDArray[np.uint8]], step: int, count: int
+    out: Path, earlier: Mapped, later: Mapped, changed: list[npt.NDArray[np.uint8]], step: int, count: int
 ) -> None:
     def ids() -> Iterator[Ids]:
-        for bits, all_ids in zip(changed, _ranges(later.shape[0], step), strict=True):
+        for bits, all_ids in zip(changed, _ranges(earlier, later, step), strict=True):
             yield all_ids[np.unpackbits(bits, count=len(all_ids)).astype(np.bool_)]
 
     digest = xxh3_128()
@@ -110,6 +117,7 @@ def _write(
         "table": later.name,
         "dtype": later.dtype.name,
         "shape": later.shape,
+        "any_ids": isinstance(later, MappedById),
         "since": asdict(earlier.version),
         "to": asdict(later.version),
     }
@@ -181,7 +189,8 @@ def read_delta(path: str | Path) -> LoadedDelta:
         ids = np.ndarray(ids_end // 8, np.int64, data, begin)
         rows = memoryview(data)[begin + ids_end : begin + rows_end]
         shape = tuple(about["shape"])
-        if len(ids) and (ids[0] < 0 or ids[-1] >= shape[0] or (np.diff(ids) <= 0).any()):
+        in_range = about.get("any_ids") is True or not len(ids) or (ids[0] >= 0 and ids[-1] < shape[0])
+        if not in_range or (ids[1:] <= ids[:-1]).any():
             raise ValueError("row ids that do not rise, or are out of range")
         if len(ids) * math.prod(shape[1:]) * dtype_of(about["dtype"]).itemsize != len(rows):
             raise ValueError(f"{len(rows):,} bytes of rows for {len(ids):,} ids")

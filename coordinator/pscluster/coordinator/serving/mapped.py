@@ -14,10 +14,13 @@ import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.folder import reason, where
 from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
+from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.versions import TableVersion
-from pscluster.core.errors import CheckpointError, MisuseError, UnknownVariableError
-from pscluster.core.geometry import Partition, split_rows
+from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, UnknownVariableError
+from pscluster.core.geometry import Partition, check_ids, split_rows
 from pscluster.ps.storage.tensor_files import Array, join, verified
+from pscluster.ps.tables import initial_rows
+from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
 Columns = tuple[slice, ...]
@@ -49,8 +52,14 @@ class MappedTable:
                     out[index] = array.take(local_ids, axis=0, mode="clip")
         return out
 
-    def check_like(self, other: MappedTable) -> None:
+    def checked(self, ids: npt.ArrayLike) -> Ids:
+        """Return ids as int64. InvalidUpdateError if they are not integers, or one is out of range."""
+        return check_ids(ids, self.shape[0], self.name)
+
+    def check_like(self, other: Mapped) -> None:
         """Raise MisuseError if the other has another type or shape."""
+        if isinstance(other, MappedById):
+            other.check_like(self)
         mine, theirs = ((table.dtype.name, list(table.shape)) for table in (self, other))
         if mine != theirs:
             raise MisuseError(
@@ -58,7 +67,10 @@ class MappedTable:
             )
 
 
-def map_table(path: str | Path, name: str, *, verify: bool = True) -> MappedTable:
+Mapped = MappedTable | MappedById
+
+
+def map_table(path: str | Path, name: str, *, verify: bool = True) -> Mapped:
     """Map a variable of a checkpoint, or of the newest in a directory of them.
 
     Raises:
@@ -77,6 +89,15 @@ def map_table(path: str | Path, name: str, *, verify: bool = True) -> MappedTabl
     if not variable.shape:
         raise MisuseError(f"{name!r} is a scalar in {path}, and has no rows: read it with SavedVariables")
     dtype, partition = dtype_of(variable.dtype), variable.partition
+    if variable.dim:
+        table = ps_pb2.TableSpec(dim=variable.dim, initializer=variable.initializer, numbers=variable.numbers)
+        try:
+            initial = initial_rows(table, name)
+        except InvalidUpdateError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        saved_shards = sorted(variable.arrays["value"], key=lambda tensor: tensor.shard)
+        arrays = [_mapped(Path(join(path, saved.file)), saved, verify) for saved in saved_shards]
+        return MappedById.of(path, name, TableVersion.of(index.number, variable), initial, arrays)
     by_rows: dict[int, list[tuple[Columns, Array]]] = defaultdict(list)
     side_by_side = math.prod(partition.grid[1:])
     for saved in sorted(variable.arrays["value"], key=lambda tensor: tensor.shard):

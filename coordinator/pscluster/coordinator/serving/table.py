@@ -19,22 +19,21 @@ import numpy.typing as npt
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import read_index
 from pscluster.coordinator.serving.deltas import Delta, read_delta
-from pscluster.coordinator.serving.mapped import Ids, MappedTable, map_table
+from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
-from pscluster.core.geometry import check_ids
 from pscluster.ps.storage.tensor_files import Array
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    base: MappedTable
+    base: Mapped
     version: TableVersion
     ids: Ids  # [n], rising: of the rows that differ from the base
     rows: Array  # [n, ...]
 
     @staticmethod
-    def of(base: MappedTable) -> _State:
+    def of(base: Mapped) -> _State:
         return _State(base, base.version, np.empty(0, np.int64), np.empty((0, *base.shape[1:]), base.dtype))
 
     def take(self, ids: Ids) -> Array:
@@ -57,7 +56,7 @@ class _State:
 
 
 class ServingTable:
-    """A variable of a checkpoint, read by rows: without a cluster, in any number of processes. Thread-safe.
+    """A variable or an `EmbeddingTable` of a checkpoint, read by rows without a cluster. Thread-safe.
 
     The checkpoint is mapped into memory: it is read as it is used, and all processes of a machine share one copy. Rows
     that deltas have changed are held in memory besides.
@@ -115,16 +114,17 @@ class ServingTable:
         """Return copies of rows, in the order of the ids.
 
         Args:
-            ids: integers in 0..rows-1, of any shape; they may repeat.
+            ids: integers in 0..rows-1, or any int64 of an `EmbeddingTable`, of any shape; they may repeat.
 
         Returns:
-            An array of the shape of `ids`, followed by that of a row.
+            An array of the shape of `ids`, followed by that of a row. Ids without one in an `EmbeddingTable` have
+            their initial values, as in the job.
 
         Raises:
             InvalidUpdateError: also a ValueError; they are not integers, or one, which is named, is out of range.
         """
         state = self._state
-        checked = check_ids(ids, state.base.shape[0], state.base.name)
+        checked = state.base.checked(ids)
         return state.take(checked.reshape(-1)).reshape(*checked.shape, *state.base.shape[1:])
 
     def follow(self, path: str | Path) -> Delta:

@@ -1,0 +1,82 @@
+"""An `EmbeddingTable` of a checkpoint, mapped into memory: its rows are found by their ids, which are held sorted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.coordinator.serving.versions import TableVersion
+from pscluster.core.errors import CheckpointError, MisuseError
+from pscluster.ps.storage.tensor_files import Array
+from pscluster.ps.tables import TAIL, Ids, InitialRows, table_ids, tails_of
+
+
+@dataclass(frozen=True, slots=True)
+class MappedById:
+    """The rows of a table in a checkpoint; ids without one have their initial values, as in the job. Read-only."""
+
+    path: str  # of the checkpoint
+    name: str
+    version: TableVersion
+    initial: InitialRows
+    ids: Ids  # [n], rising
+    places: Ids  # [n], of their rows in all shards, laid end to end
+    shards: list[npt.NDArray[np.float32]]  # [rows, dim + TAIL] each
+    starts: Ids  # where each shard begins
+
+    @staticmethod
+    def of(path: str, name: str, version: TableVersion, initial: InitialRows, shards: list[Array]) -> MappedById:
+        """Sort the ids of these shards. CheckpointError if they are no rows of such a table."""
+        mapped: list[npt.NDArray[np.float32]] = []
+        ids: list[Ids] = []
+        for shard in shards:
+            if shard.ndim != 2 or shard.dtype != np.float32 or shard.shape[1] != initial.dim + TAIL:
+                raise CheckpointError(f"{shard.dtype}{list(shard.shape)} are no rows of {name!r} in {path}")
+            mapped.append(shard)
+            ids.append(tails_of(mapped[-1], initial.dim)[0] if len(shard) else np.empty(0, np.int64))
+        all_ids = np.concatenate(ids)
+        places = np.argsort(all_ids, kind="stable")
+        starts = np.cumsum([0, *map(len, shards)])[:-1]
+        return MappedById(path, name, version, initial, all_ids[places], places, mapped, starts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows is not limited: 0 stands for it, as in the table's handle."""
+        return 0, self.initial.dim
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def checked(self, ids: npt.ArrayLike) -> Ids:
+        """Return ids as int64. InvalidUpdateError if they are not integers, or do not fit."""
+        return table_ids(ids, self.name)
+
+    def take(self, ids: Ids) -> Array:
+        """Return the rows with these ids, [n, dim]."""
+        if not len(self.ids):
+            return self.initial.of(ids)
+        at = np.searchsorted(self.ids, ids)
+        at[at == len(self.ids)] = 0
+        known = self.ids[at] == ids
+        places = self.places[at]
+        out = np.empty((len(ids), self.initial.dim), np.float32)
+        for start, shard in zip(self.starts.tolist(), self.shards, strict=True):
+            here = np.flatnonzero(known & (places >= start) & (places < start + len(shard)))
+            out[here] = shard[places[here] - start, : self.initial.dim]
+        missing = np.flatnonzero(~known)
+        if len(missing):
+            out[missing] = self.initial.of(ids[missing])
+        return out
+
+    def check_like(self, other: object) -> None:
+        """Raise MisuseError if the other is no such table, or its ids without a row have other values."""
+        if not isinstance(other, MappedById) or self.initial != other.initial:
+            path = getattr(other, "path", "the other")
+            raise MisuseError(
+                f"{self.name!r} is an EmbeddingTable of rows of {self.initial.dim} values in {self.path}, but one with "
+                f"other rows or initial values, or a variable, in {path}"
+            )
