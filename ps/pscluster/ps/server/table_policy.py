@@ -67,7 +67,7 @@ class Sightings:
             np.maximum.at(row, at, counts.astype(np.uint8))
         self._added += len(ids)
         if self._added >= _AGEING:
-            self._counts >>= np.uint8(1)
+            np.right_shift(self._counts, 1, out=self._counts)
             self._added //= 2
         return counts
 

@@ -328,8 +328,9 @@ def _locked(store: Store, changes: list[Change], rows_of: Sequence[_Rows], start
     if not first.shard.lock.acquire(blocking=False):
         begin = time.monotonic()
         first.shard.lock.acquire()
+        took = time.monotonic() - begin
         store.metrics.lock_waits += 1
-        store.metrics.lock_seconds += time.monotonic() - begin
+        store.metrics.lock_seconds += took
     group, room = [first], MAX_ELEMENTS - first.joins
     if first.joins and rows_of[start].join:
         step = _step(first)
