@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     *("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "collectives", "observability"),
     *("dashboard", "synchronous", "trainer", "spmd", "serving", "threads_and_gpus", "features"),
+    *("asynchrony",),
 )
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
