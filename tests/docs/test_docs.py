@@ -35,6 +35,7 @@ NAMES = (
     *("variables", "optimizers", "checkpoints", "datasets", "training", "workers", "collectives", "observability"),
     *("dashboard", "synchronous", "trainer", "spmd", "serving", "threads_and_gpus", "features"),
     *("asynchrony",),
+    *("from_tensorflow",),
 )
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"
@@ -200,6 +201,13 @@ def test_the_scripts_of_a_move_are_shown_as_they_are() -> None:
         blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
         assert len(blocks) == count
         assert [block for block in blocks if not any(flat(block) in script for script in scripts)] == []
+
+
+def test_what_is_shown_of_tensorflow_is_python() -> None:
+    """The blocks that show its API are not run, since it is not installed; but they can be."""
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "from_tensorflow.md").read_text(), re.DOTALL)
+    assert len(blocks) == 8
+    assert all(ast.parse(block).body for block in blocks)
 
 
 def names_in(path: Path) -> set[str]:
