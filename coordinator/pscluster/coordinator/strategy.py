@@ -65,6 +65,13 @@ class ParameterServerStrategy(Strategy):
         ConfigurationError: the cluster's description is wrong.
         UnavailableError: tasks did not answer in time; the message names them.
         BusyError: another coordinator uses this cluster; the message names it.
+
+    Examples:
+        >>> with LocalCluster(num_ps=2) as two, ParameterServerStrategy(two, FixedShardsPartitioner(2)) as strategy:
+        ...     with strategy.scope():
+        ...         w = Variable(np.zeros((10, 3)), name="w")
+        ...     sorted(shard.device for shard in w.variables)
+        ['/job:ps/task:0', '/job:ps/task:1']
     """
 
     is_synchronous: ClassVar[bool] = False

@@ -46,6 +46,18 @@ class Trainer:
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+
+    Examples:
+        >>> def train(config):
+        ...     for epoch in range(config["epochs"]):
+        ...         launch.report({"epoch": epoch, "rank": launch.get_context().world_rank})
+        >>> run = launch.RunConfig("example", storage=folder)
+        >>> here = launch.ScalingConfig(workers=0)  # in this process; workers=4: in four, at the same time
+        >>> result = launch.Trainer(train, {"epochs": 2}, here, run).fit()
+        example  report 1  epoch 0  rank 0
+        example  report 2  epoch 1  rank 0
+        >>> result.metrics["epoch"]
+        1
     """
 
     def __init__(

@@ -50,6 +50,18 @@ class CheckpointManager(StaysHere):
     Raises:
         ConfigurationError: an argument is out of its range.
         MisuseError: no strategy is open, or several are.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     saved = Variable(np.ones(3), name="saved")
+        >>> manager = CheckpointManager(os.path.join(folder, "checkpoints"), strategy=strategy, max_to_keep=3)
+        >>> os.path.basename(manager.save().result())
+        'ckpt-000001'
+        >>> _ = saved.assign(np.zeros(3))
+        >>> _ = manager.restore()
+        >>> saved.numpy()
+        array([1., 1., 1.])
+        >>> manager.close()
     """
 
     instead = "save and restore in the script"

@@ -53,6 +53,11 @@ class LocalCluster(ScalableCluster):
         tls_folder: the folder with the certificates of all roles; "" without TLS.
         task_type, task_id, rpc_layer, environment: as for any resolver; the process that holds the cluster is its
             chief.
+
+    Examples:
+        >>> with LocalCluster(num_ps=1, num_workers=2, env={"OMP_NUM_THREADS": "1"}) as cluster:
+        ...     sorted(cluster.pids)
+        [('ps', 0), ('worker', 0), ('worker', 1)]
     """
 
     noun = "local cluster"

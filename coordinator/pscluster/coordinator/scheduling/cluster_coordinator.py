@@ -42,6 +42,13 @@ class ClusterCoordinator(FunctionQueue):
     Raises:
         ValueError: there is no strategy, or an option is out of range.
         MisuseError: the strategy's coordinator was created with other options, or the strategy is closed.
+
+    Examples:
+        >>> coordinator = ClusterCoordinator(strategy)
+        >>> values = [coordinator.schedule(pow, args=(number, 2)) for number in range(5)]
+        >>> coordinator.join()
+        >>> coordinator.fetch(values)
+        [0, 1, 4, 9, 16]
     """
 
     _options: dict[str, Any]
@@ -139,6 +146,20 @@ class ClusterCoordinator(FunctionQueue):
             ValueError, TypeError, MisuseError: an argument is wrong; nothing was done.
             FunctionError: a step failed. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
+
+        Examples:
+            >>> with strategy.scope():
+            ...     slope = Variable(0.0, name="slope")
+            >>> def step(batch):
+            ...     x, y = batch
+            ...     error = float(slope.numpy()) * x - y
+            ...     slope.assign_sub(0.1 * float((error * x).mean()))
+            ...     return float((error**2).mean())
+            >>> x = np.linspace(-1, 1, 100)
+            >>> data = coordinator.distribute_dataset((x, 3 * x)).shuffle(seed=0).batch(10)
+            >>> history = coordinator.fit(step, data, epochs=20, verbose=0)
+            >>> round(float(slope.numpy()), 1), len(history.epoch)
+            (3.0, 20)
         """
         epochs = checks.whole("epochs", epochs, at_least=1)
         validation_freq = checks.whole("validation_freq", validation_freq, at_least=1)

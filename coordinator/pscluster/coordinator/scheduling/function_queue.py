@@ -109,6 +109,9 @@ class FunctionQueue(StaysHere):
         Blocks while the queue is full, and, after an earlier function has failed, until all running ones have stopped.
 
         Args:
+            fn: any callable.
+            args, kwargs: what it is called with, of any structure: arrays, numbers, texts, handles, RemoteValues, and
+                what can be pickled where that is allowed.
             lookups: called on the worker with the same arguments before `fn` runs, while the function before it does.
                 It returns the rows that `fn` will look up, `[(table, ids), ...]`, which are fetched meanwhile: lookups
                 of exactly these ids in `fn` get them. Updates in `fn` then return at once, and are sent while the next
@@ -134,6 +137,13 @@ class FunctionQueue(StaysHere):
             FunctionError: an earlier function failed; this one has not been scheduled.
             WaitTimeoutError: it was not scheduled within `wait` seconds; the message says why.
             PSUnavailableError: a parameter server is lost.
+
+        Examples:
+            >>> value = coordinator.schedule(lambda x: x + 1, args=(41,))
+            >>> value.fetch()
+            42
+            >>> coordinator.schedule(lambda x: x + 1, args=(value,), timeout=60.0, retries=2).fetch()
+            43
         """
         if not callable(fn):
             raise TypeError(f"schedule takes a function, not {type_of(fn)}")
@@ -399,10 +409,16 @@ class FunctionQueue(StaysHere):
     def join(self, timeout: float | None = None) -> None:
         """Wait until every scheduled function has ended.
 
+        Args:
+            timeout: seconds; None: as long as it takes.
+
         Raises:
             FunctionError: a function failed: the first error, raised once. All else was cancelled, nothing runs.
             PSUnavailableError: a parameter server is lost.
             WaitTimeoutError: `timeout` seconds have passed; the message says what waits and which workers are missing.
+
+        Examples:
+            >>> coordinator.join(timeout=60.0)
         """
         deadline = deadline_of(timeout)
         self._dispatcher.waits.join(timeout)
@@ -474,14 +490,29 @@ class FunctionQueue(StaysHere):
         timeline.write(path, list(context.metrics.attempts), timeline.collect(context.tasks))
 
     def done(self) -> bool:
-        """Return whether every scheduled function has ended. Raises as `join` does."""
+        """Return whether every scheduled function has ended. Raises as `join` does.
+
+        Examples:
+            >>> coordinator.done()
+            True
+        """
         return self._dispatcher.waits.done()
 
     def fetch(self, structure: Any, timeout: float | None = None) -> Any:
         """Return a structure with each RemoteValue in it replaced by its value; everything else stays as it is.
 
+        Args:
+            structure: a RemoteValue, or lists, tuples and dicts that hold some.
+            timeout: seconds for all of them together; None: as long as it takes.
+
         Raises:
+            FunctionError, CancelledError: as `RemoteValue.fetch`.
             WaitTimeoutError: not all values were ready within `timeout` seconds.
+
+        Examples:
+            >>> values = {name: coordinator.schedule(len, args=(name,)) for name in ("one", "three")}
+            >>> coordinator.fetch(values)
+            {'one': 3, 'three': 5}
         """
         deadline = deadline_of(timeout)
 
@@ -496,6 +527,20 @@ class FunctionQueue(StaysHere):
         An iterable in place of the function is sent to every worker. Pass `iter()` of the returned dataset to
         `schedule`, or the dataset itself if each function should begin at its start. A worker that restarts rebuilds it
         and begins at its start.
+
+        Args:
+            dataset_fn: called on each worker, with an `InputContext` if it takes an argument; or an iterable that is
+                no iterator.
+
+        Raises:
+            ValueError: it is neither.
+
+        Examples:
+            >>> def numbers(context):
+            ...     yield from range(context.worker_index, 1000, context.num_workers)
+            >>> iterator = iter(coordinator.create_per_worker_dataset(numbers))
+            >>> coordinator.schedule(lambda it: next(it) < 1000, args=(iterator,)).fetch()
+            True
         """
         make = made_in_sync if self.strategy.is_synchronous else None
         return self.per_worker_dataset(dataset_fn, make)
@@ -577,6 +622,12 @@ class FunctionQueue(StaysHere):
         Raises:
             TypeError: the source can't be read in any of these ways.
             ValueError: it has no examples, or an argument is out of range.
+
+        Examples:
+            >>> data = coordinator.distribute_dataset(np.arange(10)).batch(4)
+            >>> values = [coordinator.schedule(lambda part: sum(map(len, part)), args=(part,)) for part in data]
+            >>> sum(coordinator.fetch(values))
+            10
         """
         progress = self.context.dataset_progress
         assert progress is not None  # made with the coordinator
@@ -623,6 +674,11 @@ class FunctionQueue(StaysHere):
             CancelledError: with `concurrent`, another function failed meanwhile.
             WaitTimeoutError: `timeout` seconds have passed.
             UnavailableError: with `concurrent`, a parameter server has lost the copies: evaluate again.
+
+        Examples:
+            >>> data = coordinator.distribute_dataset(np.arange(10.0)).batch(4)
+            >>> coordinator.evaluate(lambda batch: (batch,), data, [metrics.Mean(name="mean")])
+            {'mean': 4.5}
         """
         named = by_name(metrics)
         if shards != "auto":

@@ -29,6 +29,8 @@ class Owner(Protocol):
 
 
 class RemoteValueStatus(enum.Enum):
+    """Whether a RemoteValue is ready, or why it never will be."""
+
     NOT_READY = "not ready"
     READY = "ready"
     FAILED = "failed"
@@ -48,6 +50,13 @@ class RemoteValue(StaysHere):
     are shared, or made only when needed.
 
     A value that is ready stays so, whatever dies later: it is here, not on the worker.
+
+    Examples:
+        >>> value = coordinator.schedule(sorted, args=([3, 1, 2],))
+        >>> value.fetch(timeout=60.0)
+        [1, 2, 3]
+        >>> value.status.name
+        'READY'
     """
 
     instead = "pass it as an argument, `schedule(fn, args=(value,))`, and the function gets its value"
@@ -109,6 +118,9 @@ class RemoteValue(StaysHere):
     def fetch(self, timeout: float | None = None) -> Any:
         """Wait for the value and return it; arrays are NumPy arrays.
 
+        Args:
+            timeout: seconds; None: as long as it takes.
+
         Raises:
             FunctionError: the function raised; also an instance of the class it raised. If it is the first error of all
                 functions, the next `schedule`, `join` or `done` raises it as well, once, and says so.
@@ -144,7 +156,11 @@ class RemoteValue(StaysHere):
         return self._status is not RemoteValueStatus.NOT_READY or self._wait(timeout)
 
     def cancel(self, *, kill_after: float | None = None) -> bool:
-        """End the function, as `ClusterCoordinator.cancel` does. Return False if it had ended already."""
+        """End the function, as `ClusterCoordinator.cancel` does. Return False if it had ended already.
+
+        Args:
+            kill_after: seconds for it to stop, after which its worker's process is ended. None: it may go on forever.
+        """
         return self._owner is not None and self._owner.cancel([self], kill_after=kill_after) > 0
 
     def _wait(self, timeout: float | None) -> bool:

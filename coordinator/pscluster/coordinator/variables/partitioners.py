@@ -131,6 +131,10 @@ class FixedShardsPartitioner(Partitioner):
 
     Raises:
         ValueError: the argument is below 1.
+
+    Examples:
+        >>> FixedShardsPartitioner(2)((10, 3), np.dtype(np.float32))
+        [2, 1]
     """
 
     num_shards: int
@@ -179,6 +183,10 @@ class MinSizePartitioner(_BySize):
 
     Raises:
         ValueError: a number is below 1.
+
+    Examples:
+        >>> MinSizePartitioner(256 << 10, max_shards=2)((1024, 1024), np.dtype(np.float32))
+        [2, 1]
     """
 
     min_shard_bytes: int = 256 << 10
@@ -210,6 +218,10 @@ class MaxSizePartitioner(_BySize):
 
     Raises:
         ValueError: a number is below 1, except a `max_shards` of 0.
+
+    Examples:
+        >>> MaxSizePartitioner(1 << 20)((1024, 1024), np.dtype(np.float32))
+        [4, 1]
     """
 
     max_shard_bytes: int

@@ -21,6 +21,9 @@ class IndexedSlices(NamedTuple):
         values: (n, ...) rows.
         indices: (n,) integers.
         dense_shape: of the whole, or None.
+
+    Examples:
+        >>> gradient = IndexedSlices(np.ones((2, 16), np.float32), [7, 3])
     """
 
     values: npt.ArrayLike

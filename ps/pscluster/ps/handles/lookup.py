@@ -30,6 +30,12 @@ def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
 
     Raises:
         InvalidUpdateError: an id is not a row (the message names it), or ids are not integers.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     table = Variable(np.eye(4, dtype=np.float32), name="eye")
+        >>> embedding_lookup(table, [2, 0, 2]).argmax(axis=1)
+        array([2, 0, 2])
     """
     if isinstance(params, Variable):
         return _distinct([(params, ids)])[0]
@@ -56,6 +62,12 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
 
     Raises:
         InvalidUpdateError: an id is not a row, weights have other lengths, or the combiner is unknown.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     weights = Variable(np.arange(10.0), name="weights")
+        >>> embedding_bag(weights, [[1, 2], [], [9]], combiner="sum")
+        array([3., 0., 9.])
     """
     if combiner not in ("sum", "mean", "sqrtn"):
         raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")

@@ -219,7 +219,15 @@ def _pair(y_true: npt.ArrayLike, y_pred: npt.ArrayLike, metric: str) -> tuple[Fl
 
 
 class Mean(Metric):
-    """The (weighted) mean of all values; 0 without values."""
+    """The (weighted) mean of all values; 0 without values.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.Mean(name="mean")
+        >>> m.update_state([1.0, 2.0, 6.0])
+        >>> m.result()
+        3.0
+    """
 
     def update_state(self, values: npt.ArrayLike, sample_weight: Weights = None) -> None:
         """Add values, on the servers: one update, which counts once even if the function runs again.
@@ -238,7 +246,15 @@ class Mean(Metric):
 
 
 class Sum(Mean):
-    """The (weighted) sum of all values."""
+    """The (weighted) sum of all values.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.Sum(name="sum")
+        >>> m.update_state([1.0, 2.0])
+        >>> m.result()
+        3.0
+    """
 
     states = ("total",)
 
@@ -270,7 +286,15 @@ class _OfPairs(Metric):
 
 
 class Accuracy(_OfPairs):
-    """The share of predictions that equal their labels."""
+    """The share of predictions that equal their labels.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.Accuracy(name="accuracy")
+        >>> m.update_state([1, 2, 3, 4], [1, 2, 3, 0])
+        >>> m.result()
+        0.75
+    """
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         true, predicted = array_of(y_true), array_of(y_pred)

@@ -73,6 +73,7 @@ class Arithmetic:
         raise NotImplementedError
 
     def numpy(self) -> npt.NDArray[Any]:
+        """Read the whole value, as `read_value` does."""
         return self.read_value()
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:

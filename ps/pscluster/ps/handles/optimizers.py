@@ -290,6 +290,14 @@ class Optimizer(Handle):
             InvalidUpdateError: a gradient of another shape or dtype, ids out of range, or NaN or infinity with the
                 policy "refuse". Nothing was applied.
             PSUnavailableError: a server is unreachable.
+
+        Examples:
+            >>> with strategy.scope():
+            ...     v = Variable(np.zeros(3), name="v")
+            ...     sgd = optimizers.SGD(0.5)
+            >>> sgd.apply_gradients([(np.array([1.0, 0.0, -1.0]), v)])
+            >>> v.numpy()
+            array([-0.5,  0. ,  0.5])
         """
         if updates := self.updates_of(grads_and_vars, examples=examples):
             self._client.update(updates)
@@ -447,7 +455,22 @@ _CLASSES: dict[str, type[Optimizer]] = {}
 
 
 class SGD(_BuiltIn, rule=rules.SGD):
-    """Stochastic gradient descent, with momentum or Nesterov's; see `rules.SGD` for the formula."""
+    """Stochastic gradient descent, with momentum or Nesterov's; see `rules.SGD` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.01.
+        momentum: the share of the last change that is added to the next one, 0 to 1. Default 0: none.
+        nesterov: whether the momentum is Nesterov's.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.SGD(0.1, momentum=0.9, name="sgd")
+    """
 
     def __init__(
         self,
@@ -460,7 +483,22 @@ class SGD(_BuiltIn, rule=rules.SGD):
 
 
 class Adagrad(_BuiltIn, rule=rules.Adagrad):
-    """Adagrad; see `rules.Adagrad` for the formula."""
+    """Adagrad; see `rules.Adagrad` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        initial_accumulator_value: of each element's sum of squared gradients, at least 0. Default 0.1.
+        epsilon: added within the root, above 0. Default 1e-7.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.Adagrad(0.05, name="adagrad")
+    """
 
     def __init__(
         self,
@@ -473,7 +511,24 @@ class Adagrad(_BuiltIn, rule=rules.Adagrad):
 
 
 class Adam(_BuiltIn, rule=rules.Adam):
-    """Adam, or AMSGrad; see `rules.Adam` for the formula."""
+    """Adam, or AMSGrad; see `rules.Adam` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        beta_1, beta_2: how much of the last averages of gradients and of their squares is kept, below 1. Default 0.9,
+            0.999.
+        epsilon: added to the root, above 0. Default 1e-7.
+        amsgrad: whether the second average may only grow.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.Adam(1e-3, global_clipnorm=1.0, name="adam")
+    """
 
     def __init__(
         self,
@@ -488,11 +543,42 @@ class Adam(_BuiltIn, rule=rules.Adam):
 
 
 class AdamW(Adam, rule=rules.AdamW):
-    """Adam with decoupled weight decay, 0.004 by default; see `rules.AdamW`."""
+    """Adam with decoupled weight decay, 0.004 by default; see `rules.AdamW`.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        beta_1, beta_2, epsilon, amsgrad: as of Adam.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.AdamW(1e-3, weight_decay=0.01, name="adamw")
+    """
 
 
 class RMSprop(_BuiltIn, rule=rules.RMSprop):
-    """RMSprop, optionally centered and with momentum; see `rules.RMSprop` for the formula."""
+    """RMSprop, optionally centered and with momentum; see `rules.RMSprop` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        rho: how much of the last average of squared gradients is kept, below 1. Default 0.9.
+        momentum: the share of the last change that is added to the next one, 0 to 1. Default 0: none.
+        epsilon: added within the root, above 0. Default 1e-7.
+        centered: whether the average gradient is subtracted, so that the scale is a variance.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.RMSprop(1e-3, name="rmsprop")
+    """
 
     def __init__(
         self,
@@ -507,7 +593,25 @@ class RMSprop(_BuiltIn, rule=rules.RMSprop):
 
 
 class Ftrl(_BuiltIn, rule=rules.Ftrl):
-    """Follow the regularised leader; see `rules.Ftrl` for the formula."""
+    """Follow the regularised leader; see `rules.Ftrl` for the formula.
+
+    Args:
+        learning_rate: a number, above 0, or a schedule of the steps of each shard. Default 0.001.
+        learning_rate_power: how the rate falls with the sum of squared gradients, at most 0. Default -0.5.
+        initial_accumulator_value: of that sum, at least 0. Default 0.1.
+        l1_regularization_strength, l2_regularization_strength, l2_shrinkage_regularization_strength: at least 0; l1
+            makes weights exactly 0. Default 0.
+        beta: at least 0; as if the root of the sum were larger by this. Default 0.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.Ftrl(0.05, l1_regularization_strength=0.01, name="ftrl")
+    """
 
     def __init__(
         self,
@@ -524,7 +628,22 @@ class Ftrl(_BuiltIn, rule=rules.Ftrl):
 
 
 class Adadelta(_BuiltIn, rule=rules.Adadelta):
-    """Adadelta; see `rules.Adadelta` for the formula."""
+    """Adadelta; see `rules.Adadelta` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        rho: how much of the last averages is kept, below 1. Default 0.95.
+        epsilon: added within the roots, above 0. Default 1e-7.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.Adadelta(1.0, name="adadelta")
+    """
 
     def __init__(
         self,
@@ -537,7 +656,21 @@ class Adadelta(_BuiltIn, rule=rules.Adadelta):
 
 
 class Lion(_BuiltIn, rule=rules.Lion):
-    """Lion; see `rules.Lion` for the formula."""
+    """Lion; see `rules.Lion` for the formula.
+
+    Args:
+        learning_rate: a number, at least 0, or a schedule of the steps of each shard. Default 0.001.
+        beta_1, beta_2: how much of the average gradient counts for the sign, and is kept. Default 0.9, 0.99.
+        **common: what all optimizers take: see `Common`.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or unknown.
+        MisuseError: outside of `strategy.scope()`, or the name is taken.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     optimizer = optimizers.Lion(1e-4, weight_decay=0.01, name="lion")
+    """
 
     def __init__(
         self,

@@ -70,6 +70,13 @@ class EmbeddingTable(Variable):
     Raises:
         MisuseError: outside of `strategy.scope()`, the name is taken, or an argument is wrong.
         InvalidUpdateError: a server has too little memory. Whatever is raised, nothing has been created.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     users = EmbeddingTable(4, capacity=1000, initializer=initializers.Zeros(), name="users")
+        >>> _ = users.scatter_add(IndexedSlices(np.ones((1, 4), np.float32), [10**15]))
+        >>> embedding_lookup(users, [10**15, -3])[:, 0]
+        array([1., 0.], dtype=float32)
     """
 
     dim: int

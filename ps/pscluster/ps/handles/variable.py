@@ -135,6 +135,14 @@ class Variable(ShardRequests, Arithmetic, Handle):
         InvalidUpdateError: the initial value does not fit the dtype without loss, or could not be made.
         ConfigurationError: the partitioner or the placement policy gave an invalid answer.
             Whatever is raised, nothing has been created.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     w = Variable(np.zeros((64, 10), np.float32), name="w")
+        >>> w.assign_add(np.ones((64, 10))).shape
+        (64, 10)
+        >>> w[0, :3]
+        array([1., 1., 1.], dtype=float32)
     """
 
     handle_kind = "variable"
@@ -237,7 +245,14 @@ class Variable(ShardRequests, Arithmetic, Handle):
     # Reading
 
     def read_value(self) -> Array:
-        """Read the whole value: one request per server, all at once. Each shard is consistent, as of one moment."""
+        """Read the whole value: one request per server, all at once. Each shard is consistent, as of one moment.
+
+        Returns:
+            An array of the variable's shape and dtype, which is yours to change.
+
+        Raises:
+            PSUnavailableError: a server is unreachable.
+        """
         return read_variables([self])[0]
 
     value = read_value
@@ -290,12 +305,23 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
         Raises:
             InvalidUpdateError: an id is not a row of the variable (the message names it), or ids are not integers.
+
+        Examples:
+            >>> with strategy.scope():
+            ...     squares = Variable(np.arange(5) ** 2, name="squares")
+            >>> squares.sparse_read([[4, 0], [1, 4]])
+            array([[16,  0],
+                   [ 1, 16]])
         """
         del name
         return gather_rows([(self, indices)])[0]
 
     def gather(self, indices: npt.ArrayLike) -> Array:
-        """Read the rows of these ids; see `sparse_read`."""
+        """Read the rows of these ids; see `sparse_read`.
+
+        Args:
+            indices: integers of any shape, each in 0..rows - 1.
+        """
         return self.sparse_read(indices)
 
     # Updating
@@ -304,43 +330,143 @@ class Variable(ShardRequests, Arithmetic, Handle):
         """Replace the value, or with `at` the box `v[at]`, by one that NumPy broadcasts to its shape.
 
         `at` consists of integers, slices and `...`.
+
+        Args:
+            value: numbers that NumPy broadcasts to the shape of the variable or box, and that fit its dtype.
+            at: a box: an integer, a slice, `...`, or a tuple of these. Default: the whole variable.
+
+        Returns:
+            The variable.
+
+        Raises:
+            InvalidUpdateError: the value does not fit; nothing was changed on any shard.
+            PSUnavailableError: a server is unreachable.
         """
         return self._update(ps_pb2.ASSIGN, value, at)
 
     def assign_add(self, delta: npt.ArrayLike, *, at: Any = None) -> Self:
-        """Add to the value, or to a box of it, on the servers."""
+        """Add to the value, or to a box of it, on the servers.
+
+        Args:
+            delta: what is added; as the value of `assign`.
+            at: a box, as for `assign`.
+
+        Returns:
+            The variable.
+
+        Raises:
+            InvalidUpdateError: the delta does not fit; nothing was changed on any shard.
+            PSUnavailableError: a server is unreachable.
+        """
         return self._update(ps_pb2.ADD, delta, at)
 
     def assign_sub(self, delta: npt.ArrayLike, *, at: Any = None) -> Self:
-        """Subtract from the value, or from a box of it, on the servers."""
+        """Subtract from the value, or from a box of it, on the servers.
+
+        Args:
+            delta: what is subtracted; as the value of `assign`.
+            at: a box, as for `assign`.
+
+        Returns:
+            The variable.
+
+        Raises:
+            InvalidUpdateError: the delta does not fit; nothing was changed on any shard.
+            PSUnavailableError: a server is unreachable.
+        """
         return self._update(ps_pb2.SUB, delta, at)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Replace rows. Of duplicate ids, the last one counts."""
+        """Replace rows. Of duplicate ids, the last one counts.
+
+        Args:
+            sparse_delta: `IndexedSlices` of rows and their ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Returns:
+            The variable.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.ASSIGN, sparse_delta, use_locking, name)
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Add to rows; duplicate ids add up."""
+        """Add to rows; duplicate ids add up.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+
+        Examples:
+            >>> with strategy.scope():
+            ...     table = Variable(np.zeros((5, 2)), name="rows")
+            >>> table.scatter_add(IndexedSlices(np.ones((3, 2)), [4, 0, 4])).numpy()[:, 0]
+            array([1., 0., 0., 0., 2.])
+        """
         return self._scatter(ps_pb2.ADD, sparse_delta, use_locking, name)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Subtract from rows; duplicate ids add up."""
+        """Subtract from rows; duplicate ids add up.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.SUB, sparse_delta, use_locking, name)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Multiply rows; duplicate ids multiply."""
+        """Multiply rows; duplicate ids multiply.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.MUL, sparse_delta, use_locking, name)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Divide rows; duplicate ids divide again."""
+        """Divide rows; duplicate ids divide again.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.DIV, sparse_delta, use_locking, name)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Replace rows by the minimum of row and value."""
+        """Replace rows by the minimum of row and value.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.MIN, sparse_delta, use_locking, name)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Replace rows by the maximum of row and value."""
+        """Replace rows by the maximum of row and value.
+
+        Args:
+            sparse_delta: `IndexedSlices` of values and the rows' ids, (n, ...) and (n,).
+            use_locking, name: ignored; TensorFlow has them.
+
+        Raises:
+            InvalidUpdateError: an id is not a row, or values do not fit; nothing was changed on any shard.
+        """
         return self._scatter(ps_pb2.MAX, sparse_delta, use_locking, name)
 
     def batch_scatter_update(
