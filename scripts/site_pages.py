@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
 """Documents outside docs/, by their path in the repository, and their pages."""
 
-PLANNED = frozenset({"jax.md", "keras.md", "pytorch.md"})
+PLANNED = frozenset({"jax.md", "keras.md", "notebook.md", "pytorch.md"})
 """Pages that have a place in the navigation before they are written."""
 
 # Of Markdown: [text](target), also over a line's end; of HTML: src="target".

@@ -234,3 +234,14 @@ def test_the_map_is_true() -> None:
         if not path.is_file() or (name and name not in names_in(path)):
             missing.append((file, name))
     assert missing == []
+
+
+def test_the_readme_shows_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The API in twenty lines is a script: it learns the weights that it prints."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The API in twenty lines")[2]
+    match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    exec(compile(match[1], "README.md", "exec"), {"__name__": "__main__"})
+    loss, *weights = re.findall(r"[-+.\de]+", capsys.readouterr().out)
+    assert float(loss) < 0.1
+    assert [round(float(weight)) for weight in weights] == list(range(8))
