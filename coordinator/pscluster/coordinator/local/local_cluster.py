@@ -92,6 +92,7 @@ class LocalCluster(ScalableCluster):
         """Check the arguments; `start()` or `with` starts the processes.
 
         Args:
+            num_ps, num_workers: how many processes of each role, at least 1.
             until_done: the processes exit when the coordinator ends its job; otherwise they wait for the next one.
             restart: whether a process that dies is restarted. If not, `restart()` restarts it.
             max_restarts: restarts in a row of one task. A process that stays up for ten minutes resets the count.

@@ -90,7 +90,12 @@ class ClusterResolver(ABC):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG at each access; the constructor's arguments take precedence."""
+    """Reads TF_CONFIG at each access; the constructor's arguments take precedence.
+
+    Args:
+        task_type, task_id, rpc_layer: take precedence over TF_CONFIG's. Default: those.
+        environment: the platform's name; nothing here depends on it.
+    """
 
     def _config(self) -> Mapping[str, object]:
         return load_config(os.environ.get(VARIABLE, "{}"))

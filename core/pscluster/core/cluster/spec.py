@@ -170,7 +170,13 @@ def is_loopback(host: str) -> bool:
 
 
 class ClusterSpec:
-    """The addresses of all tasks, by job and index, like tf.train.ClusterSpec. Immutable."""
+    """The addresses of all tasks, by job and index, like tf.train.ClusterSpec. Immutable.
+
+    Examples:
+        >>> spec = ClusterSpec({"ps": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222", "10.0.0.3:2222"]})
+        >>> spec.num_tasks("worker"), spec.task_address("worker", 1)
+        (2, '10.0.0.3:2222')
+    """
 
     __slots__ = ("_source", "_tasks")
     _source: str

@@ -26,14 +26,23 @@ from pscluster.core.handles import Handle
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a `dataset_fn(context)` is told about the worker, or the replica, that it is for."""
+    """What a `dataset_fn(context)` is told about the worker, or the replica, that it is for.
 
-    worker_index: int  # of that worker, from 0; another one may run the replica while it is gone
-    num_workers: int  # of the cluster
-    input_pipeline_id: int  # the replica, from 0; without replicas in sync the worker
-    num_input_pipelines: int  # the number of replicas, or of workers
-    seed: int  # differs between pipelines and between `iter()` calls; the same if the run is repeated
-    num_replicas_in_sync: int = 1  # how many replicas step together: all of a SynchronousStrategy's, else one
+    Attributes:
+        worker_index: of that worker, from 0; another one may run the replica while it is gone.
+        num_workers: of the cluster.
+        input_pipeline_id: the replica, from 0; without replicas in sync the worker.
+        num_input_pipelines: the number of replicas, or of workers.
+        seed: differs between pipelines and between `iter()` calls; the same if the run is repeated.
+        num_replicas_in_sync: how many replicas step together: all of a SynchronousStrategy's, else one.
+    """
+
+    worker_index: int
+    num_workers: int
+    input_pipeline_id: int
+    num_input_pipelines: int
+    seed: int
+    num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int, uneven: bool = False) -> int:
         """Return this replica's share of the examples of a batch: all of them unless replicas step together.
