@@ -36,6 +36,7 @@ NAMES = (
     *("dashboard", "synchronous", "trainer", "spmd", "serving", "threads_and_gpus", "features"),
     *("asynchrony",),
     *("from_tensorflow",),
+    *("notebook",),
 )
 DOCUMENTS = [f"docs/{name}.md" for name in NAMES]
 TABLE = "| call | error | message |"

@@ -17,7 +17,7 @@ from pscluster.coordinator.moves.mover import Moved, ShardMover
 from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.moves.servers import add_server, remove_server
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
-from pscluster.coordinator.variables.placement import placement_table
+from pscluster.coordinator.variables.placement import placement_html, placement_table
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.cluster.resolvers import ClusterResolver
@@ -42,7 +42,8 @@ class ParameterServerStrategy(Strategy):
     answer, in whatever order they start, and takes the servers for its job. Other workers may join while it runs.
 
     Args:
-        cluster_resolver: a `TFConfigClusterResolver`, another resolver, or a running `LocalCluster`.
+        cluster_resolver: a `TFConfigClusterResolver`, another resolver, or a `LocalCluster`, which is started if it is
+            not running.
         variable_partitioner: a callable `(shape, dtype) -> shards per axis` that cuts variables; None: not cut.
         placement: which server gets a shard: "bytes" (the one that holds least), "round_robin", or a callable.
         seed: from which per-worker datasets derive theirs.
@@ -417,6 +418,10 @@ class ParameterServerStrategy(Strategy):
     def placement(self) -> str:
         """Return a table of where each shard lives, and a bar chart of each server's bytes (without slots)."""
         return placement_table(self.variables, self._client.num_servers)
+
+    def _repr_html_(self) -> str:
+        """Return a table of its variables, and of how full each server is, for a notebook."""
+        return placement_html(repr(self)[1:-1], self.variables, self._client.num_servers)
 
     def __repr__(self) -> str:
         life = ", closed" if self.context.closed else ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from pscluster.core.notebook import render_traceback
 from pscluster.core.sanitize import shown
 
 __all__ = [
@@ -47,6 +48,10 @@ __all__ = [
 
 class PsClusterError(Exception):
     """Base of pscluster's own errors."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows of it: the user's lines, and what it says."""
+        return render_traceback(self)
 
 
 class ConfigurationError(PsClusterError, ValueError):

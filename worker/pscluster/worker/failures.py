@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import linecache
-import operator
-import os
 import re
 import sys
 import traceback
 import types
-from collections.abc import Iterable
 from typing import Any
 
-import pscluster
 from pscluster.core.errors import FunctionError, ProtocolError, PsClusterError
 from pscluster.core.sanitize import shown
+from pscluster.core.tracebacks import FoldedStack, are_ours
 from pscluster.core.values import decode, encode
 from pscluster.core.values.records import imported_class, module_of
 from pscluster.v1 import value_pb2, worker_pb2
@@ -33,8 +29,6 @@ _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
 _RUNNER = "pscluster.worker.runner"
-_OWN = tuple(str(folder) + os.sep for folder in pscluster.__path__)
-_CALLED_BY_US = tuple(f"{os.sep}{name}{os.sep}" for name in ("grpc", "tenacity", "concurrent"))
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
@@ -81,9 +75,9 @@ def _traceback_of(error: BaseException) -> str:
     try:
         described = traceback.TracebackException(type(error), error, frames)
         chain = _chain(described)
-        if any(not ours for link in chain for ours in _ours(link.stack)):
+        if any(not ours for link in chain for ours in are_ours(link.stack)):
             for link in chain:
-                link.stack = _FoldedStack(link.stack)
+                link.stack = FoldedStack(link.stack)
         elif (frames is None or isinstance(error, PsClusterError)) and not getattr(error, "__notes__", None):
             return ""
         lines = list(described.format())
@@ -100,31 +94,6 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
         chain.append(link)
         todo += [other for other in (link.__cause__, link.__context__, *(link.exceptions or ())) if other is not None]
     return chain
-
-
-class _FoldedStack(traceback.StackSummary):
-    """Frames to show without those of the library."""
-
-    def format(self, **kwargs: Any) -> list[str]:
-        """Return the lines to show. The library's frames before the first of the user's are left out."""
-        lines, folded = list[str](), ""
-        for ours, group in itertools.groupby(zip(_ours(self), self, strict=True), key=operator.itemgetter(0)):
-            frames = [frame for _, frame in group]
-            if not ours:
-                lines += traceback.StackSummary.from_list(frames).format(**kwargs)
-                continue
-            folded = f"  [{len(frames)} frame{'s' * (len(frames) > 1)} inside pscluster]\n"
-            lines += [folded] if lines else []
-        return lines or [folded]
-
-
-def _ours(frames: Iterable[traceback.FrameSummary]) -> list[bool]:
-    """Return for each frame whether it is the library's, or that of a package which it calls."""
-    flags, ours = [], False
-    for frame in frames:
-        ours = frame.filename.startswith(_OWN) or (ours and any(folder in frame.filename for folder in _CALLED_BY_US))
-        flags.append(ours)
-    return flags
 
 
 def _text(text: str) -> str:

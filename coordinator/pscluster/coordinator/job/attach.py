@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pscluster.coordinator.dashboard.server import Dashboard
-from pscluster.coordinator.job.context import JobContext
+from pscluster.coordinator.job.context import JobContext, open_jobs
 from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_job_name
 from pscluster.coordinator.job.registration import SERVICE, Registration, addresses_of
 from pscluster.coordinator.job.settings import process_options
@@ -66,7 +66,7 @@ def describe_job(
     with configuration_errors():
         ps_timeout = checks.real("ps_timeout", ps_timeout, kind="number of seconds", above=0)
     if isinstance(resolver, SupervisedCluster):
-        resolver.check_not_stopped()
+        resolver.start()
     spec = resolver.cluster_spec()
     options = process_options()
     if options.num_ps is not None and not isinstance(resolver, SupervisedCluster):
@@ -122,6 +122,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
     Without a `timeout` the process's options say how long to wait. See `ParameterServerStrategy` for the errors.
     """
     options, client, request = context.options, context.client, context.request
+    _close_earlier(context)
     timeout = options.connect_timeout if timeout is None else timeout
     try:
         if options.dashboard:
@@ -156,6 +157,19 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
     context.begin()
     if isinstance(context.resolver, SupervisedCluster):
         context.resolver.serve(context)
+
+
+def _close_earlier(context: JobContext) -> None:
+    """In a notebook, close the jobs that earlier cells have begun on this cluster: a cell was run again."""
+    for job in open_jobs():
+        is_same = job.resolver is context.resolver or job.spec == context.spec
+        if context.cell is not None and job.cell not in (None, context.cell) and is_same:
+            logger.warning(
+                "the strategy that cell %d has made on this cluster is closed, and its variables are gone: this cell "
+                "makes it again",
+                job.cell,
+            )
+            job.close("its cell was run again")
 
 
 class _CoordinatorRole(Role):

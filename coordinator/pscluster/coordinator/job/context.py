@@ -38,6 +38,7 @@ from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.errors import CheckpointError, MisuseError, PSUnavailableError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.exposition import MetricsServer
+from pscluster.core.notebook import current_cell
 from pscluster.core.role.options import RoleOptions
 from pscluster.core.role.server import RoleServer
 from pscluster.core.transport.channels import PeerAddress
@@ -102,6 +103,7 @@ class JobContext:
     event_log: EventLog = field(default_factory=EventLog)  # what has happened, for observers
     partly_applied: PartlyApplied = field(default_factory=PartlyApplied)
     closed: bool = False  # is the job over?
+    cell: int | None = field(default_factory=current_cell)  # of a notebook, that has begun it
     half_restored: str = ""  # why only some servers may have a checkpoint's values
     managers: weakref.WeakSet[Saver] = field(default_factory=weakref.WeakSet)  # open ones
     senders: weakref.WeakSet[Sender] = field(default_factory=weakref.WeakSet)

@@ -32,6 +32,7 @@ from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.cluster.spec import ClusterSpec, is_loopback
 from pscluster.core.errors import ConfigurationError, MisuseError
+from pscluster.core.notebook import current_cell, place_of_cell
 from pscluster.core.role.options import DATA_PORT_VARIABLE, GRACE_SECONDS
 from pscluster.core.role.process import LOG_FORMATS, LOG_LEVELS
 from pscluster.core.security.tls import Tls, load_tls
@@ -178,6 +179,7 @@ class LocalCluster(ScalableCluster):
         self._addresses: Addresses | None = None  # None before the start
         self._joining: set[int] = set()  # workers that were started by `scale`: they register with the coordinator
         self._started_at = ""  # the caller's file and line
+        self._cell, self._made_in = current_cell(), place_of_cell() or _place_of_caller()
 
     @staticmethod
     def running() -> list[LocalCluster]:
@@ -187,6 +189,10 @@ class LocalCluster(ScalableCluster):
 
     def start(self) -> Self:
         self._started_at = self._started_at or _place_of_caller()
+        for other in LocalCluster.running():
+            if self._cell is not None and other._cell not in (None, self._cell) and other._made_in == self._made_in:
+                logger.warning("the cluster that this cell has started before is stopped")
+                other.stop()
         return super().start()
 
     def _open(self) -> None:

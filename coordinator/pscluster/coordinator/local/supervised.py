@@ -50,6 +50,7 @@ from pscluster.core.cluster.resolvers import ClusterResolver
 from pscluster.core.cluster.spec import Task, TFConfig
 from pscluster.core.errors import MisuseError, PsClusterError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
+from pscluster.core.notebook import html_table
 from pscluster.core.security.tls import Tls
 
 logger = logging.getLogger("pscluster.local_cluster")
@@ -58,6 +59,9 @@ logger = logging.getLogger("pscluster.local_cluster")
 _DEADLY = {
     signal.Signals[f"SIG{name}"] for name in ("ABRT", "BUS", "FPE", "HUP", "ILL", "INT", "KILL", "QUIT", "SEGV", "TERM")
 }
+
+
+_HEADER = ("task", "state", "pid", "restarts", "failure")
 
 
 class ClusterError(PsClusterError):
@@ -433,6 +437,20 @@ class SupervisedCluster(ClusterResolver, StaysHere):
             for state in states
         )
         return f"<{name} {'stopped' if ended else 'running'}: {tasks}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of its tasks for a notebook."""
+        if not hasattr(self, "_monitor"):
+            return html_table(repr(self), (), ())
+        with self._changed:
+            states, failures = self._supervisor.states(), self._supervisor.failures
+            ended, started = self._ended.is_set(), self._monitor is not None
+        life = "failed" if ended and failures else "stopped" if ended else "running" if started else "not started"
+        rows = [
+            (task_name(state.task), state.phase.value, state.pid or "", max(state.starts - 1, 0), state.failure)
+            for state in states
+        ]
+        return html_table(f"{type(self).__name__}: {life}, {self._size}", _HEADER, rows)
 
     def _task(self, role: str, index: int) -> TaskKey:
         if not 0 <= index < self._counts.get(role, 0):

@@ -188,5 +188,8 @@ class ClusterCoordinator(FunctionQueue):
             raise MisuseError("this coordinator is already training: wait until fit() returns, or train in one thread")
         try:
             return training.run()
+        except KeyboardInterrupt as interrupt:
+            self.interrupted(interrupt)
+            raise
         finally:
             self._training.release()

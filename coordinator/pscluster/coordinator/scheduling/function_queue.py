@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -16,6 +17,7 @@ from pscluster.coordinator.data.dataset import RETRIES, DataPart, DistributedDat
 from pscluster.coordinator.data.dataset_progress import DatasetProgress, DatasetResource
 from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.job.context import JobContext
+from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability import timeline
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.call import Call, ResourceRecipe, placeholder
@@ -37,6 +39,7 @@ from pscluster.core.errors import MisuseError, UnavailableError, UnknownVariable
 from pscluster.core.functions.definitions import CapturedFunction, FunctionHandle, partial_of
 from pscluster.core.handles import Handle, StaysHere
 from pscluster.core.ids import fresh_id
+from pscluster.core.notebook import current_cell, render_traceback
 from pscluster.core.values import HandleResolver, encode, encode_call, map_structure
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import value_pb2, worker_pb2
@@ -52,6 +55,7 @@ T = TypeVar("T")
 
 _SECONDS = "number of seconds"
 _ELEMENTS = (DataPart, PerWorkerDataset, PerWorkerIterator)
+_INTERRUPT_SECONDS = 5.0  # for functions to stop after Ctrl-C in a notebook, before their worker is ended
 _MAX_OVERLAPPING = 64  # functions with lookups that are captured once; the least recently used are captured again
 
 
@@ -175,9 +179,11 @@ class FunctionQueue(StaysHere):
                 part.enter()
                 entered.append(part)
             self._dispatcher.submit(Task(call, limits=limits, key=_number_of(key)), key, wait)
-        except BaseException:
+        except BaseException as error:
             for part in entered:
                 part.release()
+            if isinstance(error, KeyboardInterrupt):
+                self.interrupted(error)
             raise
         return result
 
@@ -421,7 +427,11 @@ class FunctionQueue(StaysHere):
             >>> coordinator.join(timeout=60.0)
         """
         deadline = deadline_of(timeout)
-        self._dispatcher.waits.join(timeout)
+        try:
+            self._dispatcher.waits.join(timeout)
+        except KeyboardInterrupt as interrupt:
+            self.interrupted(interrupt)
+            raise
         # A server that came back while functions ended may have lost their updates: wait for the log to say so.
         self.context.losses.wait(seconds_left(deadline))
 
@@ -449,6 +459,20 @@ class FunctionQueue(StaysHere):
         if kill_after is not None:
             _check_seconds("kill_after", kill_after)
         return self._dispatcher.waits.cancel(values, kill_after)
+
+    def interrupted(self, interrupt: KeyboardInterrupt) -> None:
+        """Take note that Ctrl-C has ended a wait: in a notebook all functions end, and the cluster goes on.
+
+        Otherwise the next cell would wait for them. A script usually ends.
+        """
+        if current_cell() is None:
+            return
+        restarts = isinstance(self.context.resolver, SupervisedCluster)
+        if count := self.cancel(kill_after=_INTERRUPT_SECONDS if restarts else None):
+            interrupt.add_note(
+                f"{count} function{'s were' if count > 1 else ' was'} cancelled. The cluster goes on: run any cell."
+            )
+        interrupt._render_traceback_ = functools.partial(render_traceback, interrupt)  # type: ignore[attr-defined]
 
     def withdraw(self, values: Iterable[RemoteValue]) -> None:
         """Cancel functions that have not begun, and ask those to stop that have; for internal use. Returns at once."""

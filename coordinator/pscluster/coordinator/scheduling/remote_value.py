@@ -24,6 +24,9 @@ class Owner(Protocol):
     def cancel(self, values: Iterable[RemoteValue] | None = None, *, kill_after: float | None = None) -> int:
         """Cancel the functions of these values, and return how many."""
 
+    def interrupted(self, interrupt: KeyboardInterrupt) -> None:
+        """Take note that Ctrl-C has ended a wait."""
+
     def pending(self) -> str:
         """Return which error of another function is to be raised, and what that waits for; or ""."""
 
@@ -168,7 +171,12 @@ class RemoteValue(StaysHere):
             if self._status is not RemoteValueStatus.NOT_READY:
                 return True
             event = self._event = self._event or Event()
-        return event.wait(timeout)
+        try:
+            return event.wait(timeout)
+        except KeyboardInterrupt as interrupt:
+            if self._owner is not None:
+                self._owner.interrupted(interrupt)
+            raise
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self._function}: {self._status.value}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,13 @@ from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.handles import Handle
+from pscluster.core.notebook import current_cell
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.keys import parse_variable_key
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, colocation
 from pscluster.ps.handles.variable import Variable, VariableList
-from pscluster.ps.spec import NOT_IN_STEP, RESERVED, partition_of, row_order_message
+from pscluster.ps.spec import NOT_IN_STEP, OWN_RULE, RESERVED, partition_of, row_order_message
 from pscluster.v1 import definition_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _TAKEN = {
     "none, or use the one that exists (strategy.variables); strategy.delete_variable(variable) deletes one",
     "metric": "names are unique in a strategy; give another one or none",
 }
+
+
+_KINDS = ("variable", "table")  # of what is no optimizer, see `VariableRequest.kind`
 
 
 class VariableCreator:
@@ -51,7 +56,9 @@ class VariableCreator:
         self.placing = threading.RLock()
         self._lock = threading.Lock()
         self._variables: dict[str, Variable] = {}
-        self._reserved: set[tuple[str, str]] = set()
+        self._reserved: dict[tuple[str, str], int | None] = {}  # with the cell of a notebook that has
+        self._optimizers: dict[str, ps_pb2.OptimizerSpec] = {}
+        self._told: int | None = None  # the last cell of which the log says that it makes something again
         self._live = LiveJob()
         self._last_id = 0
         self.combines_gradients = False
@@ -141,6 +148,8 @@ class VariableCreator:
                     wire_dtype=wire_dtype,  # type: ignore[arg-type]
                     push_top_k=push_top_k,
                 )
+                if (earlier := self._variables.pop(name, None)) is not None:  # of a cell that has run before
+                    self._delete(earlier)
                 reach("coordinator.create.before")
                 self._client.create_variable(spec, initial.shards(partition), initial.initializers)
                 reach("coordinator.create.after")
@@ -156,24 +165,36 @@ class VariableCreator:
     ) -> tuple[ps_pb2.OptimizerSpec, PsClient]:
         if (live := self._live.take_optimizer(spec)) is not None:
             spec = live
+        elif (earlier := self._optimizers.get(spec.name)) is not None:
+            _check_same(spec, earlier)
+            spec.id = earlier.id  # it keeps the slots of variables that are not made again
         else:
             (spec.id,) = self.numbers(1)
         with self.placing:
             self._client.create_optimizer(spec, forms)
+        self._optimizers[spec.name] = spec
         return spec, self._client
 
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable with its slots from its servers. Its name is free again, and its handles are stale."""
         self._variables.pop(variable.name, None)
+        self._delete(variable)
+        with self._lock:
+            self._reserved.pop(("variable", variable.name), None)
+
+    def _delete(self, variable: Variable) -> None:
         self._client.delete_variable(variable.name, variable.id)
         with self._lock:
             self._placer.release(variable.partition, variable.dtype, list(variable.owners))
-            self._reserved.discard(("variable", variable.name))
 
     @contextlib.contextmanager
     def reserving(self, namespace: str, name: str | None, kind: str | None = None) -> Iterator[str]:
-        """Reserve the name, or a free one made from the kind. It is free again if the block raises."""
-        kind = kind or namespace
+        """Reserve the name, or a free one made from the kind. It is free again if the block raises.
+
+        In a notebook a variable, a metric or an optimizer that an earlier cell has made under this name makes way.
+        """
+        kind, cell = kind or namespace, current_cell()
+        earlier: int | None = None
         with self._lock:
             if name is None:
                 free = (f"{kind}_{suffix}" if suffix else kind for suffix in itertools.count())
@@ -185,15 +206,45 @@ class VariableCreator:
                     f"the {kind} can't be named {name!r}: names that begin with {RESERVED!r} are pscluster's own"
                 )
             elif (namespace, name) in self._reserved:
-                is_optimizer = namespace == "variable" and name not in self._variables  # they share their names
-                taken_by = "an optimizer" if is_optimizer else f"a {namespace}"
-                raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[namespace]}")
-            self._reserved.add((namespace, name))
+                earlier = self._make_way(namespace, name, kind, cell)
+            self._reserved[namespace, name] = cell
         try:
             yield name
         except BaseException:
-            self._reserved.discard((namespace, name))
+            if earlier is None and namespace == "variable":
+                self._optimizers.pop(name, None)  # it was made, and something that belongs to it was not
+            if earlier is None or (namespace == "variable" and not self._is_made(name)):
+                self._reserved.pop((namespace, name), None)
+            else:
+                self._reserved[namespace, name] = earlier
             raise
+
+    def _is_made(self, name: str) -> bool:
+        return name in self._variables or name in self._optimizers
+
+    def _make_way(self, namespace: str, name: str, kind: str, cell: int | None) -> int:
+        """Return the earlier cell that has taken the name; MisuseError unless what it made may be made again."""
+        is_optimizer = namespace == "variable" and name not in self._variables  # they share their names
+        wants_optimizer = namespace == "variable" and kind not in _KINDS
+        taken_by = "an optimizer" if is_optimizer else f"a {namespace}"
+        earlier = self._reserved[namespace, name]
+        if cell is None or earlier in (None, cell) or is_optimizer is not wants_optimizer:
+            raise MisuseError(f"there is already {taken_by} {name!r}: {_TAKEN[namespace]}")
+        if self._told != cell:
+            self._told = cell
+            logger.warning("%s %r is made again, and others of cell %s: their values are gone", kind, name, earlier)
+        return earlier
+
+
+def _check_same(spec: ps_pb2.OptimizerSpec, earlier: ps_pb2.OptimizerSpec) -> None:
+    """Raise MisuseError if an optimizer differs from that of an earlier cell in more than its hyperparameters."""
+    policy = json.loads(spec.options or "{}").get("nonfinite", "apply")
+    one, other = ((it.rule, it.options, bool(it.ema_momentum)) for it in (spec, earlier))
+    if one != other or spec.rule == OWN_RULE or policy != "apply":
+        raise MisuseError(
+            f"there is already an optimizer {spec.name!r}, which this one can't take over from: leave out its name, or "
+            "give another one"
+        )
 
 
 def _has_surrogates(text: str) -> bool:

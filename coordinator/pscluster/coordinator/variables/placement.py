@@ -17,6 +17,7 @@ from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
 from pscluster.core.geometry import Block, Partition
+from pscluster.core.notebook import html_table
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.variable import Variable
 
@@ -168,3 +169,19 @@ def placement_table(variables: Iterable[Variable], num_servers: int) -> str:
         size = per_server.get(f"/job:ps/task:{index}", 0)
         bars.append(f"ps {index} |{'#' * round(40 * size / fullest):40}| {size:,} bytes")
     return "\n".join([rendered(table), *bars])
+
+
+def placement_html(title: str, variables: Iterable[Variable], num_servers: int) -> str:
+    """Return tables for a notebook: of variables with the servers that hold them, and of each server's bytes."""
+    per_server: dict[str, int] = {f"/job:ps/task:{index}": 0 for index in range(num_servers)}
+    rows = []
+    for variable in variables:
+        shards = variable.variables
+        for shard in shards:
+            per_server[shard.device] = per_server.get(shard.device, 0) + shard.nbytes
+        places = ", ".join(sorted({shard.device for shard in shards}))
+        nbytes = sum(shard.nbytes for shard in shards)
+        rows.append((variable.name, variable.shape, variable.dtype.name, len(shards), places, f"{nbytes:,}"))
+    servers = [(server, f"{nbytes:,}") for server, nbytes in per_server.items()]
+    table = html_table(title, ("variable", "shape", "type", "shards", "place", "bytes"), rows)
+    return table + html_table("values held, without slots", ("server", "bytes"), servers)

@@ -22,6 +22,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.geometry import Block, Partition
 from pscluster.core.handles import Handle
+from pscluster.core.notebook import html_table
 from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.array_pool import aligned_empty
@@ -40,6 +41,7 @@ from pscluster.ps.spec import partition_of
 from pscluster.v1 import ps_pb2
 
 _V = TypeVar("_V", "Variable", "Shard")
+SHARD_HEADER = ("shard", "shape", "place", "bytes")
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 
 
@@ -225,6 +227,11 @@ class Variable(ShardRequests, Arithmetic, Handle):
     def __repr__(self) -> str:
         devices = ", ".join(sorted({shard.device for shard in self.variables}))
         return f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype.name} on {devices}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of its shards for a notebook. Reads nothing: it may be large, or a server away."""
+        rows = [(shard.name, shard.shape, shard.device, f"{shard.nbytes:,}") for shard in self.variables]
+        return html_table(f"{type(self).__name__} {self.name}: {self.dtype.name} {self.shape}", SHARD_HEADER, rows)
 
     def __iter__(self) -> Iterator[Any]:
         len(self)  # refuses scalars
