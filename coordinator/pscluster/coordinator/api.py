@@ -32,7 +32,13 @@ from pscluster.coordinator.variables.partitioners import (
 )
 from pscluster.core import errors as errors
 from pscluster.core.cluster.kubernetes import KubernetesClusterResolver
-from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.resolvers import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionClusterResolver,
+    UnionResolver,
+)
 from pscluster.core.cluster.slurm import SlurmClusterResolver
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.context import exact_reads, experimental_get_current_worker_index
@@ -42,7 +48,12 @@ from pscluster.ps import table_policies as table_policies
 from pscluster.ps.handles import metrics as metrics
 from pscluster.ps.handles import optimizers as optimizers
 from pscluster.ps.handles.indexing import IndexedSlices
-from pscluster.ps.handles.lookup import embedding_bag, embedding_lookup, embedding_lookup_sparse
+from pscluster.ps.handles.lookup import (
+    embedding_bag,
+    embedding_lookup,
+    embedding_lookup_sparse,
+    safe_embedding_lookup_sparse,
+)
 from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
@@ -94,6 +105,8 @@ __all__ = [
     "SlurmClusterResolver",
     "SynchronousStrategy",
     "TFConfigClusterResolver",
+    "UnionClusterResolver",
+    "UnionResolver",
     "Variable",
     "compute_average_loss",
     "embedding_bag",
@@ -103,5 +116,6 @@ __all__ = [
     "experimental_get_current_worker_index",
     "export_delta",
     "replica_context",
+    "safe_embedding_lookup_sparse",
     "scale_regularization_loss",
 ]

@@ -6,7 +6,9 @@ A facade of `job/` (the job's context, how it begins and ends) and `variables/`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
@@ -29,10 +31,22 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles.scope import Partitioner, colocated_with, creating_with, current_creator, has_creator
 from pscluster.ps.handles.variable import Shard, Variable
 from pscluster.v1 import worker_pb2
-from pscluster.worker.strategy import Strategy
+from pscluster.worker.strategy import ReduceOp, Strategy
+
+logger = logging.getLogger(__name__)
 
 PS_TIMEOUT = 600.0
 """Seconds to wait for a parameter server that is unreachable."""
+
+
+@functools.cache
+def _warn_outside(method: str, what: str) -> None:
+    logger.warning(
+        "strategy.%s() outside a scheduled function %s: call it in a function that is given to "
+        "ClusterCoordinator.schedule()",
+        method,
+        what,
+    )
 
 
 class ParameterServerStrategy(Strategy):
@@ -243,6 +257,16 @@ class ParameterServerStrategy(Strategy):
             )
         with self.scope(), colocated_with(variable.owners[0]):
             yield
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call `fn` here, in the script; the log warns of that, once. In a scheduled function, on its worker."""
+        _warn_outside("run", "calls the function in the script, and on no worker")
+        return super().run(fn, args, kwargs)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+        """Do what it does in a scheduled function, with this value alone; the log warns of that, once."""
+        _warn_outside("reduce", "has only the value that it is given, and none of workers'")
+        return super().reduce(reduce_op, value, axis)
 
     @property
     def extended(self) -> ParameterServerStrategy:

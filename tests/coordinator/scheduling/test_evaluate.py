@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,50 @@ def test_a_step_that_fails(coordinator: ClusterCoordinator, data: DistributedDat
     with pytest.raises(ValueError, match="not like this"):
         coordinator.evaluate(fails, data, [metrics.Sum()], timeout=TIMEOUT)
     assert coordinator.evaluate(passes, data, [metrics.Sum()], timeout=TIMEOUT)["sum"] == sum(range(EXAMPLES))
+
+
+@dataclass
+class Found:
+    """What a step returns."""
+
+    score: Any
+    more: tuple[Any, dict[str, Any]]
+
+
+def test_predictions(coordinator: ClusterCoordinator, w: Variable) -> None:
+    """They come in the order of the data, whatever their structure, and however many functions make them."""
+    x = np.random.default_rng(1).normal(size=(101, 4)).astype(np.float32)
+    data = coordinator.distribute_dataset((np.arange(101), x)).batch(16)
+
+    def step(batch: Any) -> Found:
+        numbers, rows = batch
+        return Found(rows @ w.numpy(), (int(numbers[0]), {"numbers": numbers}))
+
+    for shards in (1, 5):
+        found = coordinator.predict(step, data, shards=shards, timeout=TIMEOUT)
+        batches = [x[at : at + 16] @ w.numpy() for at in range(0, 101, 16)]
+        assert found.score.tolist() == np.concatenate(batches).tolist()
+        assert found.more[0].tolist() == list(range(0, 101, 16))
+        assert found.more[1]["numbers"].tolist() == list(range(101))
+    assert coordinator.predict(lambda batch: batch[0], data).tolist() == list(range(101))
+    assert data.epoch == data.visited == 0
+
+
+def _chosen(outputs: list[Any], batch: Any) -> Any:
+    return outputs[int(batch[0])]
+
+
+def test_predictions_that_do_not_fit(coordinator: ClusterCoordinator) -> None:
+    """Other structures and shapes, and what is no step or dataset, are refused."""
+    data = coordinator.distribute_dataset(np.arange(4)).batch(1)
+    for outputs, words in (
+        ([1, {"a": 1}, 1, 1], "returned an int for one element and a dict for another"),
+        ([(1,), (1, 2), (1,), (1,)], "for one element and"),
+        ([np.zeros((1, 2)), np.zeros((1, 3)), 0, 0], "can't be joined along their first axis: .* match"),
+    ):
+        with pytest.raises(errors.MisuseError, match=words):
+            coordinator.predict(functools.partial(_chosen, outputs), data, timeout=TIMEOUT)
+    with pytest.raises(TypeError, match=r"predict takes a distributed dataset, not a list: give coordinator.distrib"):
+        coordinator.predict(lambda batch: 0, [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="predict takes a step function, not an int"):
+        coordinator.predict(5, data)  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.coordinator.scheduling import captured_functions
+from pscluster.coordinator.strategy import _warn_outside
 from pscluster.core.functions.definitions import FunctionHandle, capture
 from pscluster.core.functions.sources import holds_handle
 
@@ -1094,9 +1095,24 @@ def test_run_and_reduce_as_in_the_tutorial(strategy: ParameterServerStrategy, co
     assert (results["replicas"], results["local"]) == (1, (2,))
     assert w.numpy().tolist() == [-2, -6]
     assert strategy.num_replicas_in_sync == 1
-    assert strategy.run(triple, args=(2,)) == 6, "on the coordinator, too"
+    assert strategy.experimental_distribute_dataset(results) is results
+    assert strategy.experimental_distribute_datasets_from_function(triple) is triple
+
+
+def test_run_and_reduce_in_the_script(
+    strategy: ParameterServerStrategy, coordinator: ClusterCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They do what they say, and the log warns, once each, that no worker does it."""
+    _warn_outside.cache_clear()
+    for _ in range(2):
+        assert strategy.run(triple, args=(2,)) == 6
+        assert strategy.reduce("sum", np.arange(4), axis=0) == 6
+    told = [record.getMessage() for record in caplog.records if "outside a scheduled function" in record.getMessage()]
+    assert [message.split("(")[0] for message in told] == ["strategy.run", "strategy.reduce"]
+    assert "call it in a function that is given to ClusterCoordinator.schedule()" in told[0]
+    assert coordinator.schedule(lambda: strategy.run(triple, args=(2,))).fetch(TIMEOUT) == 6
     with pytest.raises(ValueError, match="median"):
-        strategy.reduce("median", x, axis=0)
+        strategy.reduce("median", [1], axis=0)
 
 
 def test_nothing_is_made_inside_a_step(strategy: ParameterServerStrategy, coordinator: ClusterCoordinator) -> None:

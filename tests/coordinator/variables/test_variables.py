@@ -29,6 +29,7 @@ from pscluster.coordinator import (
     embedding_lookup,
     errors,
     optimizers,
+    safe_embedding_lookup_sparse,
 )
 
 Array = npt.NDArray[Any]
@@ -827,3 +828,33 @@ def test_a_big_read_never_sees_half_an_update(cutting: ParameterServerStrategy) 
     assert here >= 1
     assert all(count >= 1 for count in coordinator.fetch(counts, TIMEOUT))
     same(variable, np.full((rows, 64), 19, np.float32))
+
+
+def test_safe_lookups(strategy: ParameterServerStrategy) -> None:
+    """Empty bags, negative ids and weights that do not count, as in TensorFlow."""
+    rows = np.arange(1, 21, dtype=np.float32).reshape(10, 2)
+    with strategy.scope():
+        table = Variable(rows, name="table")
+    lookup = functools.partial(safe_embedding_lookup_sparse, table)
+    bags = [[0, 1, -1], [], [2, -4], [3], [-1, -1], [5]]
+    mean = [rows[:2].mean(0), [0, 0], rows[2], rows[3], [0, 0], rows[5]]
+    np.testing.assert_array_equal(lookup(bags), mean)
+    default = [mean[0], rows[7], rows[2], rows[3], rows[7], rows[5]]
+    np.testing.assert_array_equal(lookup(bags, default_id=7), default)
+    weights = [[1.0, 2.0, 1.0], [], [1.0, 1.0], [0.0], [3.0, 3.0], [-2.0]]
+    weighted = rows[0] + 2 * rows[1]
+    expected = [weighted / 3, rows[7], rows[2], rows[7], rows[7], rows[7]]
+    np.testing.assert_allclose(lookup(bags, weights, default_id=7), expected, rtol=1e-6)
+    sums = [weighted, [0, 0], rows[2], [0, 0], [0, 0], -2 * rows[5]]
+    np.testing.assert_allclose(lookup(bags, weights, "sum"), sums, rtol=1e-6)
+    np.testing.assert_allclose(lookup(bags[:1], weights[:1], "sqrtn"), [weighted / np.sqrt(5)], rtol=1e-6)
+    assert (lookup(np.array([[0, 1, -1], [2, -1, -1]]), combiner="sum")[1] == rows[2]).all()
+    for bag, more, words in (
+        ([[10]], {}, "10"),
+        ([[]], {"default_id": -1}, "-1"),
+        ([[1]], {"sparse_weights": [[1, 2]]}, "same lengths"),
+        ([[1]], {"combiner": "max"}, "combiner"),
+        ([[0.5]], {}, "integers"),
+    ):
+        with pytest.raises(errors.InvalidUpdateError, match=words):
+            lookup(bag, **more)

@@ -14,7 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pscluster.core.cluster.resolvers import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from pscluster.core.cluster.resolvers import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
 from pscluster.core.cluster.spec import (
     JOBS,
     ClusterSpec,
@@ -715,3 +720,35 @@ def test_any_address_is_split_or_refused_in_one_line(text: str) -> None:
     else:
         assert host
         assert 1 <= port <= 65535
+
+
+def test_union_of_resolvers() -> None:
+    """Lists are joined, numbered tasks keep their numbers, and what is not given is the first resolver's."""
+    first = SimpleClusterResolver(
+        ClusterSpec({"ps": ["a:1"], "worker": ["b:1", "c:1"]}), "m:1", "worker", 1, "lab", "grpc"
+    )
+    second = SimpleClusterResolver(ClusterSpec({"worker": ["d:1"], "chief": ["e:1"]}))
+    union = UnionResolver(first, second)
+    lists = {"ps": ["a:1"], "worker": ["b:1", "c:1", "d:1"], "chief": ["e:1"]}
+    assert union.cluster_spec() == ClusterSpec(lists)
+    assert (union.task_type, union.task_id, union.rpc_layer, union.environment) == ("worker", 1, "grpc", "lab")
+    assert (union.master(), union.master("worker", 2)) == ("grpc://m:1", "grpc://d:1")
+    union.task_type, union.task_id = "ps", 0
+    assert (union.task_type, union.task_id) == ("ps", 0)
+    given = UnionResolver(second, task_type="chief", task_id=0)
+    assert (given.task_type, given.task_id, given.rpc_layer) == ("chief", 0, None)
+    gaps = SimpleClusterResolver(ClusterSpec({"worker": {2: "f:1", 5: "g:1"}}))
+    assert UnionResolver(first, gaps).cluster_spec().as_dict()["worker"] == {0: "b:1", 1: "c:1", 2: "f:1", 5: "g:1"}
+
+
+def test_wrong_unions_of_resolvers() -> None:
+    """What is no resolver, a number or an address that two have."""
+    first, gaps = (SimpleClusterResolver(ClusterSpec({"worker": tasks})) for tasks in (["a:1"], {0: "b:1", 2: "c:1"}))
+    with pytest.raises(ValueError, match="at least one resolver"):
+        UnionResolver()
+    with pytest.raises(TypeError, match="takes cluster resolvers, not a dict"):
+        UnionResolver({"ps": ["a:1"]})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"several resolvers have worker 0, .*: give each task its own number"):
+        UnionResolver(first, gaps).cluster_spec()
+    assert "has that address too" in message_of(UnionResolver(first, first).cluster_spec)
+    assert "task_type is" in message_of(lambda: UnionResolver(first, task_type="master"))

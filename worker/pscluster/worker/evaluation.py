@@ -1,4 +1,7 @@
-"""Evaluation: examples to states of metrics, states to results; with a shard on each worker, or all in one process."""
+"""Evaluation: examples to states of metrics, states to results; with a shard on each worker, or all in one process.
+
+And prediction: examples to outputs, joined in the examples' order.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.checks import type_of
+from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError
+from pscluster.core.values import describe
+from pscluster.core.values.records import is_record_class, layout_of
 from pscluster.ps.handles.metrics import MetricLike, State
 
 States = dict[str, State]
@@ -37,6 +43,53 @@ def states_of(step: Callable[[Any], Any], metrics: Mapping[str, MetricLike], ele
                     f"{name!r} does not take the dict itself ({error}): return a dict with {list(metrics)}"
                 ) from error
     return states
+
+
+def outputs_of(step: Callable[[Any], Any], elements: Iterable[Any]) -> list[Any]:
+    """Return what the step returns for each of these elements, in order."""
+    return [step(element) for element in elements]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return one structure of outputs, with the arrays of each leaf joined along the first axis; numbers become one.
+
+    Raise MisuseError if they differ in structure, or in shape after the first axis.
+    """
+    if not outputs:
+        return []
+    first = outputs[0]
+    cls: type = type(first)
+    structure = _structure_of(first)
+    if (other := next((output for output in outputs if _structure_of(output) != structure), None)) is not None:
+        raise MisuseError(
+            f"the step returned {describe(first)} for one element and {describe(other)} for another: return the same "
+            "structure for all"
+        )
+    if is_record_class(cls):
+        layout = layout_of(cls)
+        return layout.build(layout.fields, list(map(joined, zip(*map(layout.values, outputs), strict=True))))
+    if isinstance(first, dict):
+        return {key: joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list | tuple):
+        parts = map(joined, zip(*outputs, strict=True))
+        return tuple(parts) if isinstance(first, tuple) else list(parts)
+    try:
+        return np.concatenate([np.atleast_1d(array_of(output)) for output in outputs])
+    except (TypeError, ValueError) as error:
+        raise MisuseError(
+            f"the step's outputs can't be joined along their first axis: {error}. Return arrays with an example a row, "
+            "or numbers"
+        ) from None
+
+
+def _structure_of(output: Any) -> Any:
+    """Return something that is equal for outputs of the same structure at their top."""
+    cls: type = type(output)
+    if is_record_class(cls):
+        return cls
+    if isinstance(output, dict):
+        return dict, frozenset(output)
+    return (cls, len(output)) if isinstance(output, list | tuple) else None
 
 
 def _is_by_metric(result: Mapping[Any, Any], metrics: Mapping[str, MetricLike]) -> bool:

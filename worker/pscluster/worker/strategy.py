@@ -94,6 +94,17 @@ class Strategy(Handle):
         del options
         return dataset_fn
 
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_dataset(self, dataset: Any, options: object = None) -> Any:
+        """Return the dataset: each worker is one replica, and takes whole batches of its own dataset.
+
+        As in TensorFlow, this is for a `dataset_fn`, or for what `create_per_worker_dataset` is given. For examples
+        that are each visited once, by any worker, see `ClusterCoordinator.distribute_dataset`.
+        """
+        del options
+        return dataset
+
     def read(self, structure: Any) -> Any:
         """Return the values of nested variables, in the same nesting: one request per server, all at once."""
         return read_structure(structure)

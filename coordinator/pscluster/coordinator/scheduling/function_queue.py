@@ -46,7 +46,7 @@ from pscluster.v1 import value_pb2, worker_pb2
 from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
 from pscluster.worker.data.pipelines import Pipeline, numbered
-from pscluster.worker.evaluation import States, by_name, results_of, states_of
+from pscluster.worker.evaluation import States, by_name, joined, outputs_of, results_of, states_of
 from pscluster.worker.features.layer import Layer
 from pscluster.worker.overlap import overlapped
 from pscluster.worker.step_results import of_steps
@@ -705,23 +705,67 @@ class FunctionQueue(StaysHere):
             {'mean': 4.5}
         """
         named = by_name(metrics)
-        if shards != "auto":
-            shards = checks.whole("shards", shards, ", or 'auto'", at_least=1)
-        if not callable(step):
-            raise TypeError(f"evaluate takes a step function, not {type_of(step)}")
-        if not isinstance(dataset, DistributedDataset):
-            raise TypeError(
-                f"evaluate takes a distributed dataset, not {type_of(dataset)}: give "
-                "coordinator.distribute_dataset(...).batch(64)"
-            )
-
+        shards = self._checked_shards("evaluate", step, dataset, shards)
         captured = self.captured(step)
-        if shards == "auto":
-            shards = self._shards
         if concurrent:
             return results_of(named, self._states_of_copies(captured.function, named, dataset, shards, timeout))
         evaluate_shard = partial_of(captured.function.name, states_of, captured, named)
         return results_of(named, self.over_shards(evaluate_shard, dataset, shards, timeout))
+
+    def predict(
+        self,
+        step: Callable[[Any], Any],
+        dataset: DistributedDataset,
+        *,
+        shards: int | Literal["auto"] = "auto",
+        timeout: float | None = None,
+    ) -> Any:
+        """Return what the step returns for each element of a dataset, joined in the order of its first epoch.
+
+        As `evaluate` does, it waits for functions that were scheduled before, and `schedule` in other threads waits
+        until it returns. Each example is read once, whatever dies. The outputs must fit in this process's memory.
+
+        Args:
+            step: called on workers with each element; returns an array with an example a row, a number, or a structure
+                of these, the same for all elements.
+            dataset: its first epoch is read once; its position does not change. With `on_error="skip"` outputs of
+                examples that can't be read are missing.
+            shards: how many functions; "auto": five a worker.
+            timeout: seconds for all of it.
+
+        Returns:
+            The structure, each leaf an array of all elements' outputs joined along the first axis; of numbers, an
+            array with one for each element.
+
+        Raises:
+            TypeError: `step` is not a function, or `dataset` is not a distributed dataset.
+            MisuseError: outputs differ in structure, or can't be joined.
+            FunctionError: the step failed, or a function that was scheduled before.
+            WaitTimeoutError: `timeout` seconds have passed.
+        """
+        shards = self._checked_shards("predict", step, dataset, shards)
+        captured = self.captured(step)
+        predict_shard = partial_of(captured.function.name, outputs_of, captured)
+        outputs = self.over_shards(predict_shard, dataset, shards, timeout)
+        return joined(list(itertools.chain.from_iterable(outputs)))
+
+    def _checked_shards(self, caller: str, step: object, dataset: object, shards: int | Literal["auto"]) -> int:
+        """Return how many shards to cut into. TypeError or ValueError if an argument of the caller is wrong."""
+        if shards != "auto":
+            shards = checks.whole("shards", shards, ", or 'auto'", at_least=1)
+        if not callable(step):
+            raise TypeError(f"{caller} takes a step function, not {type_of(step)}")
+        if not isinstance(dataset, DistributedDataset):
+            raise TypeError(
+                f"{caller} takes a distributed dataset, not {type_of(dataset)}: give "
+                "coordinator.distribute_dataset(...).batch(64)"
+            )
+        return self._shards if shards == "auto" else shards
+
+    @property
+    def _shards(self) -> int:
+        """Return into how many shards a dataset is cut by default."""
+        return 5 * max(len(self.context.workers), 1)
 
     def over_shards(
         self,
@@ -740,12 +784,8 @@ class FunctionQueue(StaysHere):
             except BaseException:
                 self._dispatcher.waits.withdraw(values)
                 raise
-            return self.fetch(values)  # type: ignore[no-any-return]  # the structure is a list
-
-    @property
-    def _shards(self) -> int:
-        """Return into how many shards a dataset is cut by default."""
-        return 5 * max(len(self.context.workers), 1)
+            results: list[Any] = self.fetch(values)
+        return results
 
     def _states_of_copies(
         self,

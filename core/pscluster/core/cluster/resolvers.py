@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 
+from pscluster.core.checks import type_of
 from pscluster.core.cluster.spec import (
     VARIABLE,
     ClusterSpec,
@@ -19,6 +22,7 @@ from pscluster.core.cluster.spec import (
     task_in,
     value_in,
 )
+from pscluster.core.errors import ConfigurationError
 
 
 class ClusterResolver(ABC):
@@ -152,3 +156,68 @@ class SimpleClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return self._url(self._master, rpc_layer)
         return self._url(self._cluster_spec.task_address(task_type, task_id), rpc_layer)
+
+
+class UnionResolver(ClusterResolver):
+    """Describes a cluster whose tasks several resolvers describe.
+
+    Tasks of a job that several have are listed one after the other, unless one of them numbers its tasks with gaps:
+    then all keep their numbers. What is not given here is as the first resolver says.
+
+    Raises:
+        ValueError: there is no resolver.
+        TypeError: an argument is no resolver.
+    """
+
+    def __init__(
+        self,
+        *cluster_resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not cluster_resolvers:
+            raise ValueError("a UnionResolver needs at least one resolver")
+        for resolver in cluster_resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"a UnionResolver takes cluster resolvers, not {type_of(resolver)}")
+        self._resolvers = cluster_resolvers
+        super().__init__(task_type, task_id, rpc_layer)
+
+    def _config(self) -> Mapping[str, object]:
+        first = self._resolvers[0]
+        task = {"type": first.task_type, "index": first.task_id}
+        config = {"rpc_layer": first.rpc_layer, "environment": first.environment}
+        return {
+            "task": {key: value for key, value in task.items() if value is not None},
+            **{key: value for key, value in config.items() if value is not None},
+        }
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the union. ConfigurationError if two tasks have the same number, or the same address."""
+        merged: dict[str, list[str] | dict[int, str]] = {}
+        dicts = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        for job in dict.fromkeys(itertools.chain.from_iterable(dicts)):
+            having = [tasks[job] for tasks in dicts if job in tasks]
+            lists = [tasks for tasks in having if isinstance(tasks, list)]
+            if len(lists) == len(having):
+                merged[job] = list(itertools.chain.from_iterable(lists))
+                continue
+            numbered = [dict(enumerate(tasks)) if isinstance(tasks, list) else tasks for tasks in having]
+            numbers = Counter(itertools.chain.from_iterable(numbered))
+            if twice := [number for number, count in numbers.items() if count > 1]:
+                raise ConfigurationError(
+                    f"UnionResolver: several resolvers have {job} {min(twice)}, and one numbers its tasks with gaps: "
+                    "give each task its own number"
+                )
+            merged[job] = {number: address for tasks in numbered for number, address in tasks.items()}
+        return ClusterSpec(merged, source="UnionResolver")
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the task's address if both type and index are given, else the master of the first resolver."""
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)
+        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+
+
+UnionClusterResolver = UnionResolver  # as TensorFlow's source calls it

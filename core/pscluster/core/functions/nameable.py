@@ -58,7 +58,7 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.launch.running": ("run_here",),  # not what starts a process, which would choose by itself what to load
     "pscluster.worker.data.per_replica": ("made_in_sync", "sliced"),
     "pscluster.worker.data.per_worker": ("given",),
-    "pscluster.worker.evaluation": ("states_of",),
+    "pscluster.worker.evaluation": ("outputs_of", "states_of"),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
     "pscluster.worker.data.sources": ("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files"),
     "pscluster.worker.features.counts": ("Counts",),

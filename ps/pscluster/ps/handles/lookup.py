@@ -94,6 +94,53 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
 embedding_lookup_sparse = embedding_bag  # TensorFlow's name
 
 
+def safe_embedding_lookup_sparse(
+    embedding_weights: Variable,
+    sparse_ids: Bags,
+    sparse_weights: Bags | None = None,
+    combiner: Combiner = "mean",
+    default_id: int | None = None,
+) -> Array:
+    """Combine the rows of each bag of ids, as `embedding_bag` does, where bags may be empty or padded.
+
+    Negative ids are left out; with "mean" and "sqrtn", so are ids with weights of 0 or less. As in TensorFlow, but bags
+    are a list of lists, or an array with a bag per row.
+
+    Args:
+        embedding_weights: the table, (rows, ...).
+        sparse_ids: the bags of ids.
+        sparse_weights: of the same lengths; default: 1 each.
+        combiner: as of `embedding_bag`.
+        default_id: whose row, with the weight 1, stands for a bag in which nothing is left. None: zeros.
+
+    Returns:
+        As `embedding_bag`.
+
+    Raises:
+        InvalidUpdateError: an id, or the default, is not a row, weights have other lengths, or the combiner is unknown.
+    """
+    if not isinstance(embedding_weights, Variable):
+        raise TypeError(f"safe_embedding_lookup_sparse takes one variable, not {type_of(embedding_weights)}")
+    name = embedding_weights.name
+    bags = [as_array(bag, name, "bag of ids").reshape(-1) for bag in sparse_ids]
+    weights: list[Array] | None = None
+    if sparse_weights is not None:
+        weights = [as_array(bag, name, "weights").reshape(-1) for bag in sparse_weights]
+        _weights(weights, np.array([bag.size for bag in bags], np.int64), name)
+    for at, bag in enumerate(bags):
+        kept = bag >= 0
+        if weights is not None and combiner != "sum":
+            kept = kept & (weights[at] > 0)
+        bags[at] = bag[kept]
+        if weights is not None:
+            weights[at] = weights[at][kept]
+        if default_id is not None and not bags[at].size:
+            bags[at] = np.array([default_id])
+            if weights is not None:
+                weights[at] = np.ones(1)
+    return embedding_bag(embedding_weights, bags, weights, combiner)
+
+
 def _flat(arrays: Sequence[Array]) -> Array:
     """Return all elements in one array. Its type ignores empty arrays, which NumPy takes for floats."""
     return np.concatenate([array.reshape(-1) for array in arrays if array.size] or [np.empty(0, np.int64)])
