@@ -745,3 +745,82 @@ def test_threads(job: Job) -> None:
     before = set(threading.enumerate())
     SidecarEvaluator(worth, job.directory, max_evaluations=1).run()
     assert set(threading.enumerate()) <= before
+
+
+# The best checkpoint
+
+
+def of_numbers(values: dict[int, float]) -> Callable[[SavedVariables], dict[str, float]]:
+    """A value by the checkpoint's number."""
+    return lambda saved: {"accuracy": values[saved.number], **worth(saved)}
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["path", "memory"])
+def test_the_best_is_copied(job: Job, url: bool) -> None:
+    """It stays when the job removes its own, another evaluator goes on from it, and jobs can begin with it."""
+    best = f"memory://{job.directory}/best" if url else f"{job.directory}-best"
+    values = {1: 0.5, 2: 0.8, 3: 0.7, 4: float("nan"), 5: 0.9, 6: 0.85}
+    job.save(4)
+    evaluator = SidecarEvaluator(
+        of_numbers(values), job.directory, every=True, monitor="accuracy", best_dir=best, max_evaluations=4
+    )
+    assert len(evaluator.run()) == 4
+    assert folder.numbers(best, whole=False) == [2]
+    shutil.rmtree(folder.path_of(job.directory, 2))
+    assert worth(SavedVariables(folder.where(best))) == {"count": 2}
+    if not url:
+        Checkpoint(job.strategy).read(folder.path_of(best, 2))
+        assert set(job.count.numpy().reshape(-1).tolist()) == {2}
+    job.manager.save().result()
+    job.save(1)
+    again = SidecarEvaluator(
+        of_numbers(values), job.directory, every=True, monitor="accuracy", best_dir=best, max_evaluations=2
+    )
+    assert [evaluation.number for evaluation in again.run()] == [5, 6]
+    assert folder.numbers(best, whole=False) == [5]
+
+
+def test_a_copy_that_was_broken_off(job: Job) -> None:
+    """It is made again by the evaluator that is started next, which has no line of it."""
+    job.save(1)
+    evaluator = SidecarEvaluator(worth, job.directory, monitor="count", mode="max", max_evaluations=1)
+    left = Path(folder.path_of(evaluator.best_dir, 1))
+    left.mkdir(parents=True)
+    (left / "rubbish").touch()
+    evaluator.run()
+    assert sorted(os.listdir(left)) == sorted(os.listdir(folder.path_of(job.directory, 1)))
+    assert evaluator.best_dir == f"{job.directory}/evaluations/best"
+    tools.verify(str(left))
+
+
+def test_the_best_vanishes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """One that was removed before it is copied is evaluated, and not the best."""
+    job.save(2)
+
+    def fn(saved: SavedVariables) -> dict[str, float]:
+        found = worth(saved)
+        if saved.number == 2:
+            shutil.rmtree(saved.path)
+        return found
+
+    evaluator = SidecarEvaluator(fn, job.directory, every=True, monitor="count", mode="max", max_evaluations=2)
+    assert counts(evaluator.run()) == [(1, 1), (2, 2)]
+    assert folder.numbers(evaluator.best_dir, whole=False) == [1]
+    assert "was removed before it could be copied" in caplog.text
+
+
+def test_what_can_not_be_the_best(job: Job) -> None:
+    """A name that fn does not return, and arguments that are wrong."""
+    job.save(1)
+    with pytest.raises(MisuseError, match="monitors 'loss', but fn returned 'count'"):
+        SidecarEvaluator(worth, job.directory, monitor="loss").run()
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"monitor": "a", "mode": "least"}, "mode is 'least'; it must be 'auto', 'min' or 'max'"),
+        ({"monitor": ""}, "monitor is ''; give the name of a number that fn returns"),
+        ({"best_dir": "there"}, "best_dir is there, but nothing says what is best: give a monitor"),
+        ({"monitor": "a", "best_dir": job.directory}, "that of the checkpoints"),
+        ({"monitor": "a", "best_dir": "none://run"}, "none://run can't be reached"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(ConfigurationError, match=words):
+            SidecarEvaluator(worth, job.directory, **arguments)

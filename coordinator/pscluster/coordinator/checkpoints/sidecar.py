@@ -23,7 +23,9 @@ from typing import Any
 import fsspec
 
 from pscluster.coordinator.checkpoints import folder
+from pscluster.coordinator.checkpoints.best import BestCheckpoint
 from pscluster.coordinator.checkpoints.saved import SavedVariables
+from pscluster.coordinator.training.callbacks.monitor import Mode
 from pscluster.coordinator.training.events import EventWriter, appended_file
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
@@ -76,6 +78,10 @@ class SidecarEvaluator:
         max_evaluations: the number after which it ends.
         poll: seconds between two checks of the directory.
         timeout: seconds without a new checkpoint after which it gives up; None: never.
+        monitor: the name of a number that `fn` returns, "value" if it returns one alone: the checkpoint with the best
+            one is copied to `best_dir`, where `SavedVariables(best_dir)` and a `CheckpointManager` find it. None: none.
+        mode: whether the best one is the smallest ("min") or the largest ("max"); "auto": as the name suggests.
+        best_dir: a path or a URL of fsspec; default: LOG_DIR/best.
 
     Raises:
         ConfigurationError: an argument is out of its range, or a path is of no known file system.
@@ -91,6 +97,9 @@ class SidecarEvaluator:
         max_evaluations: int | None = None,
         poll: float = 1.0,
         timeout: float | None = None,
+        monitor: str | None = None,
+        mode: Mode = "auto",
+        best_dir: str | Path | None = None,
     ) -> None:
         if not callable(fn):
             raise ConfigurationError(f"fn is {fn!r}; give a function of a checkpoint's variables")
@@ -107,7 +116,13 @@ class SidecarEvaluator:
         self.max_evaluations = max_evaluations
         self.poll = poll
         self.timeout = timeout
-        for path in (self.directory, self.log_dir):
+        self.best_dir = f"{self.log_dir}/best" if best_dir is None else str(best_dir).rstrip("/")
+        if monitor is None and best_dir is not None:
+            raise ConfigurationError(f"best_dir is {self.best_dir}, but nothing says what is best: give a monitor")
+        if self.best_dir == self.directory:
+            raise ConfigurationError(f"best_dir is {self.best_dir}, that of the checkpoints: give another one")
+        self._best = None if monitor is None else BestCheckpoint(self.best_dir, monitor, mode)
+        for path in (self.directory, self.log_dir, self.best_dir):
             try:
                 fsspec.core.url_to_fs(path)
             except (ValueError, ImportError) as error:
@@ -128,6 +143,8 @@ class SidecarEvaluator:
         """
         evaluations: list[Evaluation] = []
         with contextlib.closing(_Results(self.log_dir)) as results:
+            if self._best is not None:
+                self._best.begin()
             last = logged = time.monotonic()
             while self.max_evaluations is None or len(evaluations) < self.max_evaluations:
                 finished, checkpoint_number = self._poll()
@@ -191,6 +208,8 @@ class SidecarEvaluator:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         seconds = round(time.monotonic() - begin, 6)
         evaluation = Evaluation(path, saved.number, saved.created, now, seconds, values)
+        if self._best is not None:  # before the line that says that the checkpoint is done with
+            self._best.offer(path, checkpoint_number, values)
         results.add(evaluation)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
         logger.info("%s: %s (%.1f s)", path, shown, seconds)
