@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
+from pscluster.coordinator.checkpoints.deferred import DeferredRestore
 from pscluster.coordinator.checkpoints.folder import INDEX, there, written
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable, sent_ahead
@@ -43,6 +44,7 @@ from pscluster.core.errors import CheckpointError, CheckpointMisfitError, PsClus
 from pscluster.core.fault_points import reach
 from pscluster.core.handles import StaysHere
 from pscluster.core.ids import fresh_id
+from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import part_name
 from pscluster.ps.storage.tensor_files import Array, join
 from pscluster.v1 import ps_pb2
@@ -150,7 +152,9 @@ class Checkpoint(StaysHere):
         Functions run while it is read; those running when it is committed end first, as in `mark`.
 
         Args:
-            partial: leave variables and layers that the checkpoint lacks as they are; otherwise they are an error.
+            partial: leave variables and layers that the checkpoint lacks as they are; otherwise they are an error. Those
+                that it has, and there are not yet, are restored when they are made, with what optimizers keep beside
+                them.
             progress: restore the job's progress as well: what `save_progress` saved, datasets' positions, and `fit`'s
                 state. If False, they stay as they are.
 
@@ -188,6 +192,7 @@ class Checkpoint(StaysHere):
                 self._set_layers(states)
                 if datasets is not None:
                     datasets.restored()
+            self._defer(index, path, progress)
         return index
 
     def read_missing_layers(self, path: str) -> None:
@@ -200,6 +205,34 @@ class Checkpoint(StaysHere):
         for layer in self.features:
             if layer.name in states:
                 layer.set_state(states[layer.name])
+
+    def _defer(self, index: Index, path: str, progress: bool) -> None:
+        """Have variables that there are not yet restored when they are made."""
+        context = self.context
+        known = {variable.name for variable in context.variables.all}
+        names = [name for name in index.variables if name not in known]
+
+        def restore(variables: Sequence[Variable]) -> None:
+            with context.placing:
+                requests = {server: ps_pb2.RestoreRequest() for server in range(context.client.num_servers)}
+                for variable in variables:
+                    plan_variable(variable, index.variables[variable.name], path, requests, named=progress)
+                for request in requests.values():
+                    request.directory = path
+                words = ", ".join(variable.name for variable in variables)
+                with self._taking_place(requests, f"the restore of {words} from {path}", index.nbytes):
+                    pass
+
+        def scheduled() -> int:
+            return 0 if context.dispatcher is None else context.dispatcher.status.stats().scheduled
+
+        before = scheduled()
+
+        def may_have_changed(variables: Sequence[Variable]) -> bool:
+            return scheduled() > before or any(map(context.client.updater.has_updated, (v.id for v in variables)))
+
+        deferred = DeferredRestore(index, path, names, restore, may_have_changed)
+        context.variables.deferred = deferred if names else None
 
     def give_up_restore(self) -> None:
         """Continue with what the servers have, after a restore that failed in its last step.
@@ -252,7 +285,11 @@ class Checkpoint(StaysHere):
                 f"{path} has no {', '.join(map(repr, missing))}: give partial=True to leave them as they are"
             )
         if surplus := [name for name in index.variables if name not in known]:
-            logger.warning("%s has variables that this job does not have: %s", path, ", ".join(surplus))
+            logger.warning(
+                "%s has variables that this job does not have: %s; they get its values when they are made",
+                path,
+                ", ".join(surplus),
+            )
 
     def _plan(self, index: Index, path: str, progress: bool) -> dict[int, ps_pb2.RestoreRequest]:
         requests = {server: ps_pb2.RestoreRequest() for server in range(self.context.client.num_servers)}

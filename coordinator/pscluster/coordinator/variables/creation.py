@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from pscluster.coordinator.job.live_job import LiveJob
 from pscluster.coordinator.variables.encodings import check_shards, encoding_of
@@ -39,6 +40,19 @@ _TAKEN = {
 _KINDS = ("variable", "table")  # of what is no optimizer, see `VariableRequest.kind`
 
 
+class Deferred(Protocol):
+    """What is to be restored once it is made."""
+
+    def variable_made(self, variable: Variable) -> None:
+        """Restore a variable, if it was awaited."""
+
+    def variable_deleted(self, variable: Variable) -> None:
+        """Forget a variable."""
+
+    def optimizer_made(self, name: str) -> None:
+        """Restore what an optimizer had kept, if it was awaited."""
+
+
 class VariableCreator:
     """Creates the variables and optimizers of one job: the `Creator` of its strategy's scope. Thread-safe.
 
@@ -61,6 +75,7 @@ class VariableCreator:
         self._told: int | None = None  # the last cell of which the log says that it makes something again
         self._live = LiveJob()
         self._last_id = 0
+        self.deferred: Deferred | None = None
         self.combines_gradients = False
         """Whether those of all replicas are combined, which must be exact."""
 
@@ -119,8 +134,7 @@ class VariableCreator:
                         "are ignored",
                         name,
                     )
-                variable = self._variables[name] = Variable.of(spec, self._client)
-                return variable
+                return self._made(Variable.of(spec, self._client))
             beside = colocation()
             partitioner = None if beside is not None else request.partitioner or self._partitioner
             partition = partition_for(partitioner, shape, dtype, name)
@@ -157,7 +171,17 @@ class VariableCreator:
                 with self._lock:
                     self._placer.release(partition, dtype, owners)
                 raise
-        variable = self._variables[name] = Variable.of(spec, self._client)
+            return self._made(Variable.of(spec, self._client))
+
+    def _made(self, variable: Variable) -> Variable:
+        """Enter a variable, and restore it if it was awaited; or delete it if that is not possible, and raise."""
+        self._variables[variable.name] = variable
+        if self.deferred is not None:
+            try:
+                self.deferred.variable_made(variable)
+            except BaseException:
+                self.delete_variable(variable)
+                raise
         return variable
 
     def create_optimizer(
@@ -172,6 +196,8 @@ class VariableCreator:
             (spec.id,) = self.numbers(1)
         with self.placing:
             self._client.create_optimizer(spec, forms)
+            if self.deferred is not None:
+                self.deferred.optimizer_made(spec.name)
         self._optimizers[spec.name] = spec
         return spec, self._client
 
@@ -183,6 +209,8 @@ class VariableCreator:
             self._reserved.pop(("variable", variable.name), None)
 
     def _delete(self, variable: Variable) -> None:
+        if self.deferred is not None:
+            self.deferred.variable_deleted(variable)
         self._client.delete_variable(variable.name, variable.id)
         with self._lock:
             self._placer.release(variable.partition, variable.dtype, list(variable.owners))

@@ -216,6 +216,10 @@ class Updater:
             boot_id, most = self._seen.get(key, (0, 0))
             self._seen[key] = reply.boot_id, max(most, count) if boot_id == reply.boot_id else count
 
+    def has_updated(self, variable: int) -> bool:
+        """Return whether an update of this client to a variable, by id, was acknowledged."""
+        return any(known == variable for known, _ in list(self._seen))
+
     def seen(self) -> list[ps_pb2.SeenUpdates]:
         return [
             ps_pb2.SeenUpdates(variable=variable, shard=shard, boot_id=boot_id, updates=updates)
