@@ -757,6 +757,7 @@ def test_a_live_line(
 
 
 NOTEBOOK = {
+    "IPython/__init__.py": "",
     "IPython/display.py": """
         shown = []
         display = shown.append
@@ -781,6 +782,8 @@ def notebook(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
         if request.param == "with ipywidgets" or name != "ipywidgets.py":
             (tmp_path / name).write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "IPython"]:
+        monkeypatch.delitem(sys.modules, name)
     yield importlib.import_module("IPython.display").shown
     for name in ("IPython", "IPython.display", "ipywidgets"):
         sys.modules.pop(name, None)
