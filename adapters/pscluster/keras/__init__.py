@@ -1,1 +1,7 @@
 """Keras 3 models whose weights are on the parameter servers. Keras is imported only once it is used."""
+
+from __future__ import annotations
+
+from pscluster.keras.served import ServedModel, serve
+
+__all__ = ["ServedModel", "serve"]

@@ -104,7 +104,10 @@ def _is_by_metric(result: Mapping[Any, Any], metrics: Mapping[str, MetricLike]) 
 
 
 def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> dict[str, Any]:
-    """Return the results over all shards, merged in order. Raise MisuseError if a metric's states do not match."""
+    """Return the results over all shards, merged in order. Raise MisuseError if a metric's states do not match.
+
+    The result of a metric that says that it has `several` is a dict of them.
+    """
     results: dict[str, Any] = {}
     for name, metric in metrics.items():
         state = metric.initial()
@@ -122,7 +125,8 @@ def results_of(metrics: Mapping[str, MetricLike], shards: Sequence[States]) -> d
                 raise MisuseError(
                     f"metric {name!r} does not merge: {error}; the states' shapes are {shapes[0]} and {shapes[1]}"
                 ) from error
-        results[name] = metric.result(state)
+        result = metric.result(state)
+        results |= result if getattr(metric, "several", False) else {name: result}
     return results
 
 

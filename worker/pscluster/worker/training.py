@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,27 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.context import experimental_get_current_worker_index
 from pscluster.core.errors import MisuseError
+from pscluster.ps.handles.metrics import MetricLike
 from pscluster.worker.step_results import NO_RESULT
 
 StepLogs = tuple[int, float, float, list[str], npt.NDArray[np.float64]]
 """The worker's index, its clock before and after, names, and for each step a row of numbers."""
 
 _LOSS = ["loss"]
+
+
+@runtime_checkable
+class MakesSteps(Protocol):
+    """A model of a framework, which `fit` and `evaluate` take in place of a step function."""
+
+    def training_step(self) -> Callable[[Any], Any]:
+        """Return the step of `fit`."""
+
+    def evaluation_step(self) -> Callable[[Any], Any]:
+        """Return the step of `evaluate`, which returns the arguments of the metric."""
+
+    def evaluation_metric(self) -> MetricLike:
+        """Return the metric; it may have `several` results, as a dict."""
 
 
 def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: int | None = None) -> StepLogs:

@@ -11,13 +11,14 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.scheduling.function_queue import FunctionQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training.callbacks import Callback
-from pscluster.coordinator.training.fit import Fit, validation_of
+from pscluster.coordinator.training.fit import Fit, own_validation, validation_of
 from pscluster.coordinator.training.history import History
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.metrics import MetricLike
+from pscluster.worker.training import MakesSteps
 
 DEFAULTS = {"max_queued": 262_144, "max_attempts": 3, "worker_lease": 30.0}
 
@@ -92,7 +93,7 @@ class ClusterCoordinator(FunctionQueue):
 
     def fit(
         self,
-        step: Callable[[Any], Any],
+        step: Callable[[Any], Any] | MakesSteps,
         data: DistributedDataset | PerWorkerDataset,
         *,
         epochs: int = 1,
@@ -120,7 +121,8 @@ class ClusterCoordinator(FunctionQueue):
         variables live, otherwise from a checkpoint, with `callbacks.BackupAndRestore`.
 
         Args:
-            step: called on a worker with each element; returns the loss, a dict of numbers, or None.
+            step: called on a worker with each element; returns the loss, a dict of numbers, or None. Or a Keras model
+                that `pscluster.keras.serve` has returned.
             data: read once an epoch, or as often as its `repeat` says. A per-worker dataset needs `steps_per_epoch`. A
                 `SynchronousStrategy` takes only those, as its `distribute_dataset` makes them.
             epochs: how many, including those that were done before the script was restarted.
@@ -129,7 +131,7 @@ class ClusterCoordinator(FunctionQueue):
                 less than 2 % of their time (or as `data.parts` says). It does not change what is computed, only how
                 steps of several workers overlap.
             validation_data: evaluated after epochs, as by `evaluate`, into logs named "val_...".
-            validation_step, validation_metrics: see `evaluate`.
+            validation_step, validation_metrics: see `evaluate`. A Keras model has its own.
             validation_freq: evaluate after every this many epochs.
             callbacks: see `pscluster.coordinator.callbacks`.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
@@ -170,6 +172,9 @@ class ClusterCoordinator(FunctionQueue):
         overlap = checks.whole("overlap", overlap, at_least=0, at_most=_MAX_OVERLAP)
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
+        validation_step, validation_metrics = own_validation(step, validation_data, validation_step, validation_metrics)
+        if isinstance(step, MakesSteps):
+            step = step.training_step()
         training = Fit(
             self,
             step,

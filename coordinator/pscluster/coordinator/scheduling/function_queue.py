@@ -50,6 +50,7 @@ from pscluster.worker.evaluation import States, by_name, joined, outputs_of, res
 from pscluster.worker.features.layer import Layer
 from pscluster.worker.overlap import overlapped
 from pscluster.worker.step_results import of_steps
+from pscluster.worker.training import MakesSteps
 
 T = TypeVar("T")
 
@@ -659,9 +660,9 @@ class FunctionQueue(StaysHere):
 
     def evaluate(
         self,
-        step: Callable[[Any], Any],
+        step: Callable[[Any], Any] | MakesSteps,
         dataset: DistributedDataset,
-        metrics: Mapping[str, MetricLike] | Sequence[MetricLike],
+        metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None = None,
         *,
         shards: int | Literal["auto"] = "auto",
         timeout: float | None = None,
@@ -682,7 +683,7 @@ class FunctionQueue(StaysHere):
 
         Args:
             step: called on workers with each element; returns what the metrics take: a tuple such as (labels, scores),
-                or a dict with one such for each metric.
+                or a dict with one such for each metric. Or a served Keras model, which has metrics of its own.
             dataset: its first epoch is read once; its position does not change.
             metrics: by name, or with names: those of `pscluster.coordinator.metrics`, or objects with their four
                 methods `initial`, `update`, `merge`, `result`.
@@ -704,6 +705,11 @@ class FunctionQueue(StaysHere):
             >>> coordinator.evaluate(lambda batch: (batch,), data, [metrics.Mean(name="mean")])
             {'mean': 4.5}
         """
+        if isinstance(step, MakesSteps):
+            metrics = [step.evaluation_metric()] if metrics is None else metrics
+            step = step.evaluation_step()
+        elif metrics is None:
+            raise MisuseError("the metrics are None: give a list, such as [metrics.Accuracy()], or a dict")
         named = by_name(metrics)
         shards = self._checked_shards("evaluate", step, dataset, shards)
         captured = self.captured(step)

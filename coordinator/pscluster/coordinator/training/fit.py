@@ -44,7 +44,7 @@ from pscluster.ps.handles.metrics import MetricLike
 from pscluster.v1 import worker_pb2
 from pscluster.worker.evaluation import by_name
 from pscluster.worker.overlap import logs_of_overlapped_steps
-from pscluster.worker.training import StepLogs, logs_of_replicas, logs_of_steps
+from pscluster.worker.training import MakesSteps, StepLogs, logs_of_replicas, logs_of_steps
 
 logger = logging.getLogger(__name__)
 
@@ -439,6 +439,13 @@ def _checked_overlap(
     if not overlap:
         raise ValueError("lookups names the rows of the next step, which needs overlap: give overlap=1 as well")
     return coordinator.captured_lookups(lookups)
+
+
+def own_validation(step: object, data: object, given: Any, metrics: Any) -> tuple[Any, Any]:
+    """Return the validation's step and metrics: those given, or those of a model that is trained and evaluated."""
+    if data is None or given is not None or metrics is not None or not isinstance(step, MakesSteps):
+        return given, metrics
+    return step.evaluation_step(), [step.evaluation_metric()]
 
 
 def validation_of(

@@ -1,0 +1,151 @@
+"""A process's own copy of a served model: what computes with the values that were read.
+
+It is made once a process (or replica, where several run in one), for as long as the job lasts there, and anew after a
+death. Its own values count only where no server has them: the states of random generators, and other integers. Those of
+worker n begin with the seed of the model plus n, so that workers drop other units.
+
+On the JAX backend a step is one jitted function of all values; on torch the model computes as always, in the memory in
+which the values were received.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pscluster.core.checks import type_of
+from pscluster.core.errors import MisuseError
+
+Array = Any  # of NumPy, or of Keras' backend
+
+
+class Weight(NamedTuple):
+    """What must be the same in all copies of a model."""
+
+    path: str
+    shape: tuple[int, ...]
+    trainable: bool
+
+
+class StepOutcome(NamedTuple):
+    """What a training step computed: NumPy arrays, in the order of the model's variables."""
+
+    loss: float
+    logs: dict[str, Any]
+    gradients: list[Any]  # of trainable variables; None: the loss does not depend on it
+    changes: list[tuple[int, Any]]  # of non-trainable ones that have changed: the index among them, and by how much
+
+
+class Copy(ABC):
+    """A model, and the steps that are taken with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.trainable = list(model.trainable_variables)
+        others = list(model.non_trainable_variables)
+        self.non_trainable = [variable for variable in others if is_served(variable)]
+        self.local = [variable for variable in others if not is_served(variable)]
+        self._built = False
+        self._additive = False
+
+    @property
+    def weights(self) -> list[Any]:
+        """The variables that the servers have, in the order of their values."""
+        return [*self.trainable, *self.non_trainable]
+
+    def describe(self) -> tuple[Weight, ...]:
+        """Return what must be the same in the copies of other processes."""
+        split = len(self.trainable)
+        return tuple(Weight(v.path, tuple(v.shape), index < split) for index, v in enumerate(self.weights))
+
+    def load(self, values: Sequence[Array]) -> None:
+        """Set the model's own values."""
+        for variable, value in zip(self.weights, values, strict=True):
+            variable.assign(value)
+
+    def train(self, values: Sequence[Array], batch: Any) -> StepOutcome:
+        """Take a training step with these values."""
+        x, y, weights, size = self._prepared(values, batch)
+        return self._train(values, x, y, weights, size)
+
+    def evaluate(self, values: Sequence[Array], batch: Any) -> tuple[float, list[Any], int]:
+        """Return the loss of a batch, by how much it changes each variable of the metrics, and its size."""
+        x, y, weights, size = self._prepared(values, batch)
+        start = self.initial_metrics
+        loss, after = self._evaluate(values, start, x, y, weights)
+        if not self._additive:
+            _, twice = self._evaluate(values, after, x, y, weights)
+            for variable, one, two, begin in zip(self.model.metrics_variables, after, twice, start, strict=True):
+                if not np.allclose(two - one, one - begin, rtol=1e-3, atol=1e-3, equal_nan=True):
+                    raise MisuseError(
+                        f"the metric of {variable.path!r} can't be computed on several workers: its state is not the "
+                        "sum of those of single batches; leave it out, or compute it from predictions"
+                    )
+            self._additive = True
+        return loss, [one - begin for one, begin in zip(after, start, strict=True)], size
+
+    def results(self, sums: Sequence[Array]) -> dict[str, Any]:
+        """Return the metrics whose variables have been changed by these amounts in all."""
+        for variable, start, amount in zip(self.model.metrics_variables, self.initial_metrics, sums, strict=True):
+            variable.assign((start + amount.reshape(start.shape)).astype(start.dtype))
+        return {name: to_numpy(value) for name, value in self.model.get_metrics_result().items()}
+
+    def build(self, x: Any, y: Any, y_pred: Any, weights: Any) -> None:
+        """Make the variables of the metrics, by computing them once."""
+        if self._built:
+            return
+        self.model.compute_loss(x, y, y_pred, weights)
+        self.model.compute_metrics(x, y, y_pred, weights)
+        self.model.reset_metrics()
+        self.initial_metrics = [to_numpy(variable) for variable in self.model.metrics_variables]
+        self._built = True
+
+    def _prepared(self, values: Sequence[Array], batch: Any) -> tuple[Any, Any, Any, int]:
+        import keras
+
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        x, y, weights = keras.tree.map_structure(_as_keras_takes_it, (x, y, weights))
+        leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
+        if not leaves or not np.ndim(leaves[0]):
+            raise MisuseError(
+                f"an element of the data is {type_of(batch)} without examples: give batches (x, y) or (x, y, weights), "
+                "for instance by dataset.batch(64)"
+            )
+        if not self._built:
+            self.load(values)
+            self.build(x, y, self.model(x, training=False), weights)
+        return x, y, weights, len(leaves[0])
+
+    @abstractmethod
+    def _train(self, values: Sequence[Array], x: Any, y: Any, weights: Any, size: int) -> StepOutcome:
+        """Do what `train` does."""
+
+    @abstractmethod
+    def _evaluate(
+        self, values: Sequence[Array], metrics: Sequence[Array], x: Any, y: Any, weights: Any
+    ) -> tuple[float, list[Any]]:
+        """Return the loss, and the variables of the metrics after a batch, which had these values before."""
+
+
+def is_served(variable: Any) -> bool:
+    """Return whether the servers have a variable. Integers, such as the states of random generators, stay here."""
+    return bool(variable.trainable) or "float" in str(variable.dtype)
+
+
+def to_numpy(value: Any) -> Any:
+    """Return the values of a variable or a tensor."""
+    import keras
+
+    return np.asarray(keras.ops.convert_to_numpy(value.value if isinstance(value, keras.Variable) else value))
+
+
+def _as_keras_takes_it(leaf: Any) -> Any:
+    """Convert as `Model.fit` does: floating arrays to `keras.config.floatx()`."""
+    import keras
+
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f" and leaf.dtype.name != keras.config.floatx():
+        return leaf.astype(keras.config.floatx())
+    return leaf

@@ -1,0 +1,286 @@
+"""Keras models on the parameter servers, for `fit` and `evaluate` of the coordinator, or in steps of one's own.
+
+The servers have the trainable weights, their optimizer's slots, and the floating non-trainable values, such as the
+moving statistics of batch normalization. To these each step adds by how much it has changed them, so the batches of all
+workers count, once each; where replicas step together it adds the mean of their changes. Integers, such as the states
+of random generators, stay in each process: see `copies`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pscluster.core.checks import type_of
+from pscluster.core.context import current_function
+from pscluster.core.dtypes import dtype_named
+from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.core.functions.definitions import FunctionHandle, capture
+from pscluster.core.ids import fresh_id
+from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
+from pscluster.keras.making import check_backend, class_of, copy_of, make_model
+from pscluster.keras.metrics import ModelMetrics
+from pscluster.keras.optimizers import mapped
+from pscluster.ps.handles.metrics import MetricLike
+from pscluster.ps.handles.optimizers import Optimizer
+from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, is_finite
+from pscluster.ps.handles.scope import current_creator
+from pscluster.ps.handles.variable import Variable, read_variables
+
+# The functions of the models that this process serves; workers have them in place of their handles.
+_functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ServedModel:
+    """A Keras model whose weights are on the parameter servers; `serve` makes it.
+
+    `coordinator.fit` and `coordinator.evaluate` take it in place of a step function. Steps can capture it, as they do
+    variables, or get it as an argument.
+
+    Attributes:
+        variables: the weights by name, the trainable ones first.
+        optimizer: what applies gradients to them.
+    """
+
+    name: str
+    optimizer: Optimizer
+    variables: dict[str, Variable]
+    model_fn: Any  # a FunctionHandle; on a worker the function
+    weights: tuple[Weight, ...]
+    id: int
+    backend: str
+    policy: str  # of data types
+
+    def train_on_batch(self, batch: Any) -> dict[str, float]:
+        """Take a training step, on a worker: read the weights, compute, push gradients. Return the loss and metrics.
+
+        Metrics are those of the batch; those that are no numbers are left out.
+
+        Args:
+            batch: (x, y) or (x, y, sample_weight), as for `Model.train_on_batch`: NumPy arrays, or nested ones.
+
+        Raises:
+            InvalidUpdateError: a gradient has NaN or infinity, unless the optimizer has another policy for that. It is
+                named, and nothing was applied.
+            MisuseError: `model_fn` makes another model here than where it was served.
+            PSUnavailableError: a server is unreachable.
+        """
+        names, variables = list(self.variables), list(self.variables.values())
+        split = sum(weight.trainable for weight in self.weights)
+        outcome = self._copy.train(read_variables(variables), batch)
+        self._check_finite(names, outcome)
+        # Replicas that step together: of these the mean counts.
+        function = current_function()
+        replicas = 1 if function is None or function.replica is None else int(function.replica.num_replicas)
+        changes = [(change, variables[split + at]) for at, change in outcome.changes if is_finite(change)]
+        apply_all(
+            [Applied(self.optimizer, list(zip(outcome.gradients, variables[:split], strict=True)))],
+            examples=None if replicas == 1 else _size_of(batch),
+            add=[(change / change.dtype.type(replicas), variable) for change, variable in changes],
+        )
+        numbers = {name: float(value) for name, value in outcome.logs.items() if not np.ndim(value) and name != "loss"}
+        return {"loss": outcome.loss, **numbers}
+
+    def _check_finite(self, names: Sequence[str], outcome: StepOutcome) -> None:
+        """Raise InvalidUpdateError if something is not finite, unless the optimizer has a policy for that."""
+        if self.optimizer.preprocessing.nonfinite != "apply":
+            return
+        split = len(outcome.gradients)
+        found = [(f"the gradient of {name}", value) for name, value in zip(names, outcome.gradients, strict=False)]
+        found += [(f"the change of {names[split + at]}", change) for at, change in outcome.changes]
+        if bad := [what for what, value in found if value is not None and not is_finite(value)]:
+            raise InvalidUpdateError(
+                f"NaN or infinity in {', '.join(bad[:3])} (the loss is {outcome.loss:g}): nothing was applied; lower "
+                "the learning rate, clip (global_clipnorm=), or look at the data"
+            )
+
+    def test_on_batch(self, batch: Any) -> tuple[Any, Any]:
+        """Return what `metric` takes for a batch: a step for `evaluate`, on a worker."""
+        loss, changes, size = self._copy.evaluate(read_variables(list(self.variables.values())), batch)
+        sums = [np.asarray(change, np.float64).ravel() for change in changes]
+        return np.concatenate([[loss * size, size], *sums]), ModelMetrics.form_of(batch)
+
+    # What fit and evaluate use: see `pscluster.worker.training.MakesSteps`
+
+    def training_step(self) -> Callable[[Any], Any]:
+        """Return the step of `fit`."""
+        return self.train_on_batch
+
+    def evaluation_step(self) -> Callable[[Any], Any]:
+        """Return the step of `evaluate`."""
+        return self.test_on_batch
+
+    def evaluation_metric(self) -> MetricLike:
+        """Return the metric of `evaluate`, whose result has all of the model's, by name."""
+        return ModelMetrics(self)
+
+    # Plain Keras
+
+    def to_keras(self) -> Any:
+        """Return a plain compiled Keras model with the present values of the servers, for `save`, `predict` and so on.
+
+        Its optimizer is new: what ours has in its slots is not in it.
+        """
+        copy = self._new_copy()
+        values = read_variables(list(self.variables.values()))
+        for variable, value in zip(copy.weights, values, strict=True):
+            variable.assign(value)
+        return copy.model
+
+    def load_weights(self, source: Any) -> None:
+        """Replace the values on the servers by those of a plain model, or of a file of weights or of a whole model.
+
+        Args:
+            source: a Keras model like this one; or a path, as for `Model.load_weights` (`.weights.h5`, `.keras`).
+
+        Raises:
+            MisuseError: the model has other weights: the first that differs is named. Nothing has changed.
+        """
+        model = source
+        if isinstance(source, str | os.PathLike):
+            model = self._new_copy().model
+            model.optimizer = None  # whose slots may be in the file, too
+            model.load_weights(source)
+        elif not hasattr(source, "trainable_variables"):
+            raise TypeError(f"load_weights takes a Keras model or a path, not {type_of(source)}")
+        copy = class_of(self.backend)(model)
+        self._check(copy, "this model has", names=False)
+        values = [np.asarray(_numpy_of(variable)) for variable in copy.weights]
+        assign_all(dict(zip(self.variables, values, strict=True)), self.variables)
+
+    @property
+    def _copy(self) -> Copy:
+        """This process's copy."""
+        client = next(iter(self.variables.values())).client
+        return copy_of(client, self.id, lambda: self._new_copy().model, self.backend)
+
+    def _new_copy(self) -> Copy:
+        check_backend(self.backend)
+        function = self.model_fn
+        if isinstance(function, FunctionHandle):
+            function = _functions[function]
+        copy = class_of(self.backend)(make_model(function, self.policy))
+        self._check(copy, "model_fn has made another model here than when it was served: here it has")
+        return copy
+
+    def _check(self, copy: Copy, what: str, *, names: bool = True) -> None:
+        """Raise MisuseError unless a model has the weights that are served."""
+        mine, theirs = self.weights, copy.describe()
+        for one, other in zip(mine, theirs, strict=False):
+            if one[not names :] != other[not names :]:
+                raise MisuseError(
+                    f"{what} {_shown(other)} where {self.name!r} has {_shown(one)}: give the same layers, in the same "
+                    "order"
+                )
+        if len(mine) != len(theirs):
+            raise MisuseError(f"{what} {len(theirs)} weights, and {self.name!r} has {len(mine)}: give the same layers")
+
+    def __repr__(self) -> str:
+        return f"<ServedModel {self.name!r} of {len(self.variables)} weights>"
+
+
+def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, name: str = "model") -> ServedModel:
+    """Put the weights of a Keras model on the parameter servers. Call it in `strategy.scope()`.
+
+        def model_fn():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
+            return model
+
+        with strategy.scope():
+            served = pscluster.keras.serve(model_fn)
+        coordinator.fit(served, data, epochs=5)
+
+    Args:
+        model_fn: returns a compiled model whose weights exist (it has an `Input`, or was built). Called here, and once
+            in each worker's process.
+        optimizer: one of `pscluster.coordinator.optimizers`, made in the same scope. Default: one with the
+            hyperparameters of the model's own.
+        name: begins the names of the variables; Keras' path follows: "model/sequential/dense/kernel".
+
+    Raises:
+        TypeError: `model_fn` is not a function that returns a Keras model.
+        MisuseError: the model is not built or compiled, steps of its own (`train_step`) would not be taken, or its
+            optimizer is none that the servers have; the message lists those. Nothing was made.
+        ConfigurationError: Keras' backend is neither JAX nor torch.
+    """
+    if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
+        mend = ": give a function that makes and compiles it" if callable(model_fn) else ""
+        raise TypeError(f"serve takes a function that returns a Keras model, not {type_of(model_fn)}{mend}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is {type_of(optimizer)}; give one of pscluster.coordinator.optimizers, or compile the model "
+            "with Keras' own"
+        )
+    creator = current_creator(f"serve({name!r})")
+    backend = check_backend()
+    import keras
+
+    policy = keras.config.dtype_policy().name
+    model = make_model(model_fn, policy)
+    _check_model(model)
+    copy = class_of(backend)(model)
+    weights = copy.describe()
+    parameters: dict[str, Parameter] = {}
+    for weight, variable in zip(weights, copy.weights, strict=True):
+        own = path = f"{name}/{weight.path}"
+        number = 0
+        while own in parameters:  # layers of a subclass may have one name
+            own, number = f"{path}_{number + 1}", number + 1
+        parameters[own] = Parameter(_numpy_of(variable), trainable=weight.trainable)
+    handle = FunctionHandle(capture(model_fn, policy=creator.serialization))
+    _functions[handle] = model_fn
+    variables = create_variables(parameters, f"serve({name!r})")
+    try:
+        if optimizer is None:
+            optimizer = mapped(model.optimizer, f"{name}/optimizer")
+    except BaseException:
+        for variable in variables.values():
+            creator.delete_variable(variable)
+        raise
+    return ServedModel(name, optimizer, variables, handle, weights, fresh_id(), backend, policy)
+
+
+def _check_model(model: Any) -> None:
+    """Raise TypeError or MisuseError if a model can't be served."""
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"model_fn returned {type_of(model)}; it must return a Keras model")
+    if not model.compiled:
+        raise MisuseError(f"the model {model.name!r} is not compiled: call model.compile(...) in model_fn")
+    if not model.built or not model.trainable_variables:
+        raise MisuseError(
+            f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call "
+            "model.build(input_shape) in model_fn"
+        )
+    for method in ("train_step", "test_step"):
+        if getattr(type(model), method) is not getattr(keras.Model, method):
+            raise MisuseError(
+                f"{type(model).__name__} has a {method} of its own, which would not be called: override compute_loss "
+                "or compute_metrics, which are, or schedule a step of your own (docs/jax.md)"
+            )
+
+
+def _numpy_of(variable: Any) -> Any:
+    value = to_numpy(variable)
+    if str(variable.dtype) == "bfloat16":
+        value = value.astype(dtype_named("bfloat16"))
+    return np.array(value)  # Keras' own memory may change
+
+
+def _shown(weight: Weight) -> str:
+    return f"{weight.path!r} of shape {weight.shape}{'' if weight.trainable else ', not trainable'}"
+
+
+def _size_of(batch: Any) -> int:
+    import keras
+
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
