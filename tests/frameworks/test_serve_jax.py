@@ -265,6 +265,19 @@ def test_types_are_those_of_jax(strategy: ParameterServerStrategy) -> None:
     np.testing.assert_array_equal(served.read()["half"].astype(np.float32), np.full(2, 0.5))
 
 
+def test_integers_stay_as_they_are(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        served = pscluster.jax.serve({"w": jnp.ones(2), "size": jnp.arange(3)}, optimizers.SGD(1.0))
+
+    def step() -> Any:
+        served.apply(jax.grad(lambda params: params["w"].sum(), allow_int=True)(served.read()))
+        return served.read()
+
+    read = ClusterCoordinator(strategy).schedule(step).fetch()
+    np.testing.assert_array_equal(read["w"], np.zeros(2))
+    np.testing.assert_array_equal(read["size"], np.arange(3))
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_large_arrays_are_not_copied(cluster: LocalCluster, shards: int) -> None:
     """JAX takes the memory in which a value was received, and NumPy that of a gradient."""

@@ -167,6 +167,25 @@ def endless() -> Iterator[Any]:
         yield from BATCHES
 
 
+def one_layer() -> Any:
+    return classifier("sgd")
+
+
+def test_a_model_is_sent_without_pickles() -> None:
+    """Where its function is in a file that workers have. And copies are evaluated while others train."""
+    with (
+        LocalCluster(1, 1, log_level="ERROR", env=ENVIRONMENT, allow_pickle=False) as cluster,
+        ParameterServerStrategy(cluster) as strategy,
+    ):
+        with strategy.scope():
+            served = pscluster.keras.serve(one_layer)
+        coordinator = ClusterCoordinator(strategy)
+        data = coordinator.distribute_dataset((X, Y)).batch(64)
+        coordinator.fit(served, data, verbose=0)
+        assert served.optimizer.iterations == 5
+        assert coordinator.evaluate(served, data, concurrent=True) == coordinator.evaluate(served, data)
+
+
 class Outputs(keras.Model):
     """Named inputs, two outputs, and a loss of its own."""
 

@@ -20,7 +20,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.functions.definitions import FunctionHandle, capture
+from pscluster.core.functions.definitions import FunctionHandle, capture, partial_of
 from pscluster.core.ids import fresh_id
 from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
@@ -110,11 +110,11 @@ class ServedModel:
 
     def training_step(self) -> Callable[[Any], Any]:
         """Return the step of `fit`."""
-        return self.train_on_batch
+        return partial_of(f"{self.name}.train_on_batch", train_on_batch, self)
 
     def evaluation_step(self) -> Callable[[Any], Any]:
         """Return the step of `evaluate`."""
-        return self.test_on_batch
+        return partial_of(f"{self.name}.test_on_batch", test_on_batch, self)
 
     def evaluation_metric(self) -> MetricLike:
         """Return the metric of `evaluate`, whose result has all of the model's, by name."""
@@ -183,6 +183,16 @@ class ServedModel:
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} of {len(self.variables)} weights>"
+
+
+def train_on_batch(served: ServedModel, batch: Any) -> dict[str, float]:
+    """Call the method: functions can be sent without pickles, and methods can't."""
+    return served.train_on_batch(batch)
+
+
+def test_on_batch(served: ServedModel, batch: Any) -> tuple[Any, Any]:
+    """Call the method, as above."""
+    return served.test_on_batch(batch)
 
 
 def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, name: str = "model") -> ServedModel:

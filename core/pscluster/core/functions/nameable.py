@@ -27,6 +27,10 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("FunctionCancelled", "FunctionError", "WorkerLostError", "FunctionTimeoutError"),
         *("MeshError", "LayoutError", "ShardedGatherError", "UnsupportedFunctionError", "PackError", "TensorLostError"),
     ),
+    "pscluster.jax.served": ("ServedParams",),
+    "pscluster.keras.copies": ("Weight",),
+    "pscluster.keras.metrics": ("ModelMetrics",),
+    "pscluster.keras.served": ("ServedModel", "test_on_batch", "train_on_batch"),
     "pscluster.ps.client.exchanges": ("Traffic",),  # returned by `strategy.traffic()`
     "pscluster.ps.initializers": (
         *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),
