@@ -69,6 +69,6 @@ def test_a_star_brings_no_modules() -> None:
     exec("from pscluster.coordinator import *", names)
     assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
     assert names["LocalCluster"] is coordinator.LocalCluster
-    for name in ("callbacks", "errors", "initializers", "metrics", "optimizers"):
+    for name in ("callbacks", "errors", "initializers", "metrics", "optimizers", "sources"):
         assert isinstance(getattr(coordinator, name), types.ModuleType)
         assert name in dir(coordinator)

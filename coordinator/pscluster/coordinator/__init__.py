@@ -21,9 +21,19 @@ if TYPE_CHECKING:
     from pscluster.coordinator.api import initializers as initializers
     from pscluster.coordinator.api import metrics as metrics
     from pscluster.coordinator.api import optimizers as optimizers
+    from pscluster.coordinator.api import sources as sources
     from pscluster.coordinator.api import table_policies as table_policies
 else:
-    _MODULES = ("callbacks", "errors", "features", "initializers", "metrics", "optimizers", "table_policies")
+    _MODULES = (
+        "callbacks",
+        "errors",
+        "features",
+        "initializers",
+        "metrics",
+        "optimizers",
+        "sources",
+        "table_policies",
+    )
 
     def __getattr__(name):
         if not name.startswith("_") or name in ("__all__", "__version__"):

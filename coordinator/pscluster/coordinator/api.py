@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pscluster.coordinator import features as features  # modules are not in __all__
+from pscluster.coordinator import sources as sources
 from pscluster.coordinator.checkpoints.checkpoint import Checkpoint
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.checkpoints.saved import SavedVariables

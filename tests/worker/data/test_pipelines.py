@@ -220,6 +220,7 @@ def test_a_mapped_array_travels_by_name(tmp_path: Path) -> None:
     changed[0] = -1
     assert pickle.loads(pickle.dumps(source_of(changed))).read(np.arange(1), 0, 1)[0].tolist() == [-1] * 10
     computed = source_of(mapped + 1)
+    assert isinstance(computed, Arrays)
     np.testing.assert_array_equal(computed.read(np.arange(3), 0, 3), np.array(mapped[:3]) + 1)
 
 

@@ -1,6 +1,7 @@
 """Distributed datasets as the coordinator holds them: workers read the data, and what was read is known here.
 
-A function is given a part: a range of items (examples, or files) in an epoch's order, the same in all its attempts.
+A function is given a part: a range of items (examples, files, or blocks of files) in an epoch's order, the same in all
+its attempts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pscluster.core.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
-from pscluster.worker.data.sources import Files, source_of
+from pscluster.worker.data.sources import Blocks, Files, Numbers, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class EpochShape:
     items_per_element: int  # the last element may have fewer
     epochs: int | None  # in one pass; None: without end
     elements_per_part: int
-    counted: bool  # items are examples, and an element is one batch; else items are files
+    noun: str  # "example", and an element is one batch; else of what items are: "file", "block"
 
     @property
     def elements(self) -> int:
@@ -212,7 +213,7 @@ class DistributedDataset(StaysHere):
         return self._with(ahead=checks.whole("elements", elements, at_least=0))
 
     def parts(self, elements: int) -> DistributedDataset:
-        """Have each part, and so each function, take `elements` elements; of a dataset of files, files."""
+        """Have each part, and so each function, take `elements` elements; of a dataset of files, files or blocks."""
         return self._with(elements=checks.whole("elements", elements, at_least=1))
 
     # State
@@ -229,7 +230,7 @@ class DistributedDataset(StaysHere):
 
     @property
     def visited(self) -> int:
-        """How many examples (or files) of the current epoch have been visited."""
+        """How many examples (or files, or blocks of files) of the current epoch have been visited."""
         return self._enter().visited
 
     @property
@@ -240,31 +241,39 @@ class DistributedDataset(StaysHere):
 
     @property
     def examples(self) -> int:
-        """How many examples an epoch has; unknown for files."""
-        self._need_length("examples")
-        return self._pipeline.visited_length
+        """How many examples an epoch has; unknown for files that do not say it."""
+        if (sizes := self._block_sizes("examples")) is None:
+            return self._pipeline.visited_length
+        batch = self._pipeline.batch or 1
+        return int((sizes - sizes % batch).sum() if self._pipeline.drop_remainder else sizes.sum())
 
     def __len__(self) -> int:
         """Return how many elements (batches) an epoch has."""
-        self._need_length("len()")
-        return self.shape.elements
+        if (sizes := self._block_sizes("len()")) is None:
+            return self.shape.elements
+        batch = self._pipeline.batch or 1
+        return int((sizes // batch if self._pipeline.drop_remainder else -(-sizes // batch)).sum())
 
     @property
     def shape(self) -> EpochShape:
         pipeline = self._pipeline
-        return EpochShape(pipeline.visited_length, pipeline.element, self._epochs, self._elements, not self._has_files)
-
-    @property
-    def _has_files(self) -> bool:
-        return isinstance(self._pipeline.source, Files)
+        source = pipeline.source
+        noun = source.noun if isinstance(source, Blocks) else "example"
+        return EpochShape(pipeline.visited_length, pipeline.element, self._epochs, self._elements, noun)
 
     def save_position(self) -> None:
         """Write the position now, instead of within the next seconds."""
         self._progress.save()
 
-    def _need_length(self, purpose: str) -> None:
-        if self._has_files:
-            raise TypeError(f"{purpose}: how many examples are in the files is known only to their reader")
+    def _block_sizes(self, purpose: str) -> Numbers | None:
+        """Return the examples of each block; None if it is not read in blocks. TypeError if they are not known."""
+        source = self._pipeline.source
+        if not isinstance(source, Blocks):
+            return None
+        if (sizes := source.sizes) is None:
+            where = "known only to their reader" if isinstance(source, Files) else "known only when they are read"
+            raise TypeError(f"{purpose}: how many examples are in the files is {where}")
+        return sizes
 
     def local(self, epoch: int = 0) -> Iterator[Any]:
         """Yield the elements of an epoch, in order, read here; DatasetError if one can't be. No position moves."""

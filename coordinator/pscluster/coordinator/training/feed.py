@@ -27,12 +27,12 @@ class Work:
 class DistributedFeed:
     def __init__(self, data: DistributedDataset, steps_per_epoch: int | None) -> None:
         shape = data.shape
-        if steps_per_epoch is not None and not shape.counted:
+        if steps_per_epoch is not None and shape.noun != "example":
             raise ValueError("steps can't be counted in a dataset of files: omit steps_per_epoch")
         if steps_per_epoch is None and shape.epochs is None:
             raise ValueError("the dataset repeats without end: give steps_per_epoch, or repeat(n)")
         self.data = data
-        self.unit = "step" if shape.counted else "file"
+        self.unit = "step" if shape.noun == "example" else shape.noun
         self.per_epoch = steps_per_epoch or shape.elements * (shape.epochs or 1)
         self._with_data = steps_per_epoch is None  # epochs end with those of the data, the first one included
         self._parts: Iterator[DataPart] = iter(())

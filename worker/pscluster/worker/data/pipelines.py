@@ -22,11 +22,13 @@ import numpy as np
 from pscluster.core.errors import DatasetError
 from pscluster.worker.data.sources import (
     Arrays,
+    Blocks,
     Files,
     Numbers,
     Sent,
     Source,
     check_block,
+    cut,
     joined,
     map_leaves,
     size_of,
@@ -40,12 +42,17 @@ _READ_BYTES = 1 << 18
 
 
 class Order:
-    """The order of `length` examples in each epoch; without a seed, that of the source. A split has `split` of them."""
+    """The order of `length` examples in each epoch; without a seed, that of the source. A split has `split` of them.
 
-    def __init__(self, length: int, split: int, seed: int | None) -> None:
+    With `neighbours`, a number for each example of the only split, those with the same number stay together.
+    """
+
+    def __init__(self, length: int, split: int, seed: int | None, neighbours: Numbers | None = None) -> None:
+        assert neighbours is None or split >= length
         self.length = length
         self.split = split
         self.seed = seed
+        self._neighbours = neighbours
         self._splits = lru_cache(2)(self._splits_of)
         self._within = lru_cache(4)(self._within_of)
 
@@ -76,7 +83,12 @@ class Order:
     def _within_of(self, epoch: int, split: int) -> Numbers:
         assert self.seed is not None
         size = min(self.split, self.length - split * self.split)
-        return _random(self.seed, epoch, split + 1).permutation(size)
+        order = _random(self.seed, epoch, split + 1).permutation(size)
+        if self._neighbours is None:
+            return order
+        first = np.full(self._neighbours.max() + 1, size)  # where the first of each group comes
+        np.minimum.at(first, self._neighbours[order], np.arange(size))
+        return order[np.argsort(first[self._neighbours[order]], kind="stable")]
 
 
 def _copied(leaf: Any) -> Any:
@@ -91,7 +103,7 @@ def _random(*seeds: int) -> np.random.Generator:
 class Pipeline(Sent):
     """A source, and the processing of its examples. Travels to the workers."""
 
-    source: Source | Files
+    source: Source | Blocks
     name: str
     seed: int | None = None
     split: int = SPLIT
@@ -103,31 +115,31 @@ class Pipeline(Sent):
 
     @property
     def length(self) -> int:
-        """The number of positions of an epoch: examples, or files."""
+        """The number of positions of an epoch: examples, or blocks such as files."""
         return len(self.source)
 
     @property
     def visited_length(self) -> int:
         """The number of positions that are visited."""
-        if self.drop_remainder and self.batch and not isinstance(self.source, Files):
+        if self.drop_remainder and self.batch and not isinstance(self.source, Blocks):
             return self.length - self.length % self.batch
         return self.length
 
     @property
     def element(self) -> int:
         """The number of positions that one element takes."""
-        return 1 if isinstance(self.source, Files) else self.batch or 1
+        return 1 if isinstance(self.source, Blocks) else self.batch or 1
 
     def count(self, start: int, stop: int) -> int | None:
         """Return the number of elements at these positions; None if that is known only when they are read."""
-        return None if isinstance(self.source, Files) else -(-(stop - start) // self.element)
+        return None if isinstance(self.source, Blocks) else -(-(stop - start) // self.element)
 
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
         step = self.element
-        if isinstance(self.source, Files):
+        if isinstance(self.source, Blocks):
             for position in range(start, stop):
-                yield from self._of_file(self.source, epoch, position)
+                yield from self._of_block(self.source, epoch, position)
             return
         stride = step
         if isinstance(self.source, Arrays):  # read several small batches at once: seeking takes longer than reading
@@ -143,7 +155,7 @@ class Pipeline(Sent):
                 yield self._element(epoch, first, after, own)
 
     def _block(self, epoch: int, start: int, stop: int) -> Any:
-        assert not isinstance(self.source, Files)
+        assert not isinstance(self.source, Blocks)
         blocks = []
         for numbers, first, after in self._order.pieces(epoch, start, stop):
             block = self.source.read(numbers, first, after)
@@ -162,30 +174,39 @@ class Pipeline(Sent):
             subject = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
             return self._failed(subject, stop - start, error)
 
-    def _of_file(self, files: Files, epoch: int, position: int) -> Iterator[Any]:
+    def _of_block(self, source: Blocks, epoch: int, position: int) -> Iterator[Any]:
+        """Yield the elements of the block at this position."""
         ((numbers, _, _),) = self._order.pieces(epoch, position, position + 1)
-        file_index = int(numbers[0])
-        subject = f"the file {files.paths[file_index]!r}, number {file_index} of the source, in epoch {epoch},"
+        index = int(numbers[0])
+        subject = f"{source.name_of(index)}, in epoch {epoch},"
         try:
-            block = files.load(file_index)
+            block = source.load(index)
             size = 0 if isinstance(block, Iterator) else size_of(block)
         except Exception as error:
             yield self._failed(subject, 1, error)
             return
         if isinstance(block, Iterator):
-            yield from self._of_stream(block, subject, epoch, file_index)
+            yield from self._of_stream(block, subject, epoch, index)
             return
-        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, file_index + 1).permutation(size)
+        order = np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
+        by_batch = isinstance(source, Files)  # which may be large, and have other leaves than arrays
+        if not by_batch and self.seed is not None:
+            block = take(block, order)
         step = self.batch or 1
         for start in range(0, size - size % step if self.drop_remainder else size, step):
-            indices = order[start : start + step]
-            yield self._of_examples(block, indices, start, subject)
+            if by_batch:
+                examples = take(block, order[start : start + step])
+            else:
+                examples = cut(block, start, start + step)
+                if self.seed is None:  # the source may keep it, or map it from a file
+                    examples = map_leaves(_copied, examples)
+            yield self._of_examples(examples, start, subject)
 
-    def _of_stream(self, examples: Iterator[Any], subject: str, epoch: int, file_index: int) -> Iterator[Any]:
+    def _of_stream(self, examples: Iterator[Any], subject: str, epoch: int, number: int) -> Iterator[Any]:
         """Yield elements as they come. At most a batch is held in memory, plus a split if shuffled."""
         step, start = self.batch or 1, 0
         if self.seed is not None:
-            examples = self._shuffled(examples, epoch, file_index)
+            examples = self._shuffled(examples, epoch, number)
         while True:
             try:
                 block = list(itertools.islice(examples, step))
@@ -194,22 +215,22 @@ class Pipeline(Sent):
                 return
             if not block or (len(block) < step and self.drop_remainder):
                 return
-            yield self._of_examples(block, None, start, subject)
+            yield self._of_examples(block, start, subject)
             start += len(block)
 
-    def _of_examples(self, block: Any, indices: Numbers | None, start: int, subject: str) -> Any:
+    def _of_examples(self, examples: Any, start: int, subject: str) -> Any:
         try:
-            return self._processed(block if indices is None else take(block, indices))
+            return self._processed(examples)
         except Exception as error:
-            count = len(block if indices is None else indices)
+            count = size_of(examples)
             return self._failed(f"examples {start:,} to {start + count - 1:,} of {subject}", count, error)
 
-    def _shuffled(self, examples: Iterator[Any], epoch: int, file_index: int) -> Iterator[Any]:
+    def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
         """Yield the examples split by split, each in a random order."""
         assert self.seed is not None
         for split in itertools.count(1):
             block = list(itertools.islice(examples, self.split))
-            for index in _random(self.seed, epoch, file_index + 1, split).permutation(len(block)).tolist():
+            for index in _random(self.seed, epoch, number + 1, split).permutation(len(block)).tolist():
                 example, block[index] = block[index], None  # so that it can be freed as soon as it was used
                 yield example
             if len(block) < self.split:
@@ -234,7 +255,9 @@ class Pipeline(Sent):
 
     @cached_property
     def _order(self) -> Order:
-        return Order(self.length, max(1, self.length) if isinstance(self.source, Files) else self.split, self.seed)
+        if isinstance(self.source, Blocks):
+            return Order(self.length, max(1, self.length), self.seed, self.source.neighbours)
+        return Order(self.length, self.split, self.seed)
 
 
 def numbered(pipeline: Pipeline, _index: int) -> Pipeline:

@@ -183,7 +183,10 @@ class Made(_Sized):
 
     @cached_property
     def _source(self) -> Source:
-        return source_of(self._of())
+        source = source_of(self._of())
+        if isinstance(source, Blocks):
+            raise TypeError("a function can't make a source that is read in blocks: give the source itself")
+        return source
 
     def read(self, numbers: Numbers, start: int, stop: int, /) -> Any:
         """Read from the source that the function makes. ValueError if its length is not that on the coordinator."""
@@ -196,8 +199,35 @@ class Made(_Sized):
         return source.read(numbers, start, stop)
 
 
+class Blocks(Sent):
+    """Base of sources that are read in blocks, each visited as a whole by one function, with any number of examples."""
+
+    noun = "file"  # what a block is, for messages and progress
+
+    @property
+    def sizes(self) -> Numbers | None:
+        """The number of examples of each block; None if that is known only when they are read."""
+        return None
+
+    @property
+    def neighbours(self) -> Numbers | None:
+        """For each block a number; those with the same one stay together in shuffled epochs. None: all differ."""
+        return None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def load(self, index: int) -> Any:
+        """Return a block of examples; or an iterator over them."""
+        raise NotImplementedError
+
+    def name_of(self, index: int) -> str:
+        """Return a name for a block, for errors."""
+        raise NotImplementedError
+
+
 @dataclass(init=False, eq=False)
-class Files:
+class Files(Blocks):
     """Files, each with any number of examples. A file is visited as a whole."""
 
     paths: list[Any]
@@ -210,17 +240,27 @@ class Files:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def load(self, file_index: int) -> Any:
+    def name_of(self, index: int) -> str:
+        return f"the file {self.paths[index]!r}, number {index} of the source"
+
+    def load(self, index: int) -> Any:
         """Return the block of one file; or an iterator over its examples if the reader is a generator or the like."""
-        block = self._reader(self.paths[file_index])
+        block = self._reader(self.paths[index])
         if not isinstance(block, list | tuple | dict | np.ndarray):
             return iter(block)
         size_of(block)
         return block
 
 
-def source_of(data: Any) -> Source:
-    """Return a source for the data. TypeError, with advice, if there is none; ValueError if lengths differ."""
+def source_of(data: Any) -> Source | Blocks:
+    """Return a source for the data, or the data if it is one.
+
+    Raises:
+        TypeError: there is none; with advice.
+        ValueError: lengths differ.
+    """
+    if isinstance(data, Blocks | Arrays | Examples | Ranges):
+        return data
     columns = list(leaves(data)) if isinstance(data, tuple | dict | np.ndarray) else []
     if columns and all(map(_is_column, columns)):
         return Arrays(map_leaves(lambda leaf: leaf if isinstance(leaf, np.ndarray) else array_of(leaf), data))
@@ -306,6 +346,11 @@ def take(block: Any, indices: Any) -> Any:
     if isinstance(block, list):
         return [block[index] for index in indices]
     return map_leaves(lambda leaf: array_of(leaf)[indices], block)
+
+
+def cut(block: Any, start: int, stop: int) -> Any:
+    """Return a block of the examples [start, stop) of another one, which shares its memory."""
+    return map_leaves(itemgetter(slice(start, stop)), block)
 
 
 def joined(blocks: Sequence[Any]) -> Any:

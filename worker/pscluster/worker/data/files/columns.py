@@ -1,0 +1,145 @@
+"""Columns of Arrow as arrays of NumPy: which types there are, and what becomes of nulls.
+
+numbers, bool                     arrays of that type
+timestamps, dates, durations      datetime64 and timedelta64; of timestamps with a time zone the time in UTC
+strings, binary                   arrays of objects, str or bytes; dictionaries as their values
+lists of one size (fixed_size)    arrays with one more axis
+other lists                       arrays of objects, each an array
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscluster.core.errors import MisuseError
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+def need_arrow(module: str = "pyarrow") -> Any:
+    """Return pyarrow, or a module of it. MisuseError, with the mend, if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MisuseError(
+            f"pyarrow reads these files, and can't be imported here ({error}): pip install 'pscluster[parquet]', "
+            "on the workers, too"
+        ) from None
+
+
+def check_names(wanted: Sequence[str], there_are: Sequence[str], where: str) -> None:
+    """Raise ValueError if a wanted column is not there."""
+    for name in wanted:
+        if name not in there_are:
+            close = difflib.get_close_matches(str(name), there_are, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            shown = ", ".join(map(repr, there_are[:50])) + (", ..." if len(there_are) > 50 else "")
+            raise ValueError(f"{where} has no column {name!r}{hint}: its columns are {shown}")
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """Raise ValueError if a column has no array: it is of a type that NumPy lacks, or its name is not unique."""
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise ValueError(f"{where} has several columns {field.name!r}: give others in columns=")
+        if not _has_array(field.type):
+            raise ValueError(
+                f"the column {field.name!r} of {where} is of type {field.type}, which has no array of NumPy: leave it "
+                "out with columns=, or write it otherwise"
+            )
+
+
+def _has_array(of: Any) -> bool:
+    types = need_arrow("pyarrow.types")
+    if types.is_dictionary(of):
+        return _has_array(of.value_type)
+    if types.is_fixed_size_list(of):
+        return _is_plain(of.value_type)
+    if types.is_list(of) or types.is_large_list(of):
+        return _is_plain(of.value_type) or _is_text(of.value_type)
+    return _is_plain(of) or (types.is_temporal(of) and not _is_time(of)) or _is_text(of)
+
+
+def _is_plain(of: Any) -> bool:
+    types = need_arrow("pyarrow.types")
+    return bool(types.is_integer(of) or types.is_floating(of) or types.is_boolean(of))
+
+
+def _is_time(of: Any) -> bool:
+    types = need_arrow("pyarrow.types")
+    return bool(types.is_time(of) or types.is_interval(of))
+
+
+def _is_text(of: Any) -> bool:
+    types = need_arrow("pyarrow.types")
+    kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return any(kind(of) for kind in kinds)
+
+
+def arrays_of(
+    table: Any, fills: Mapping[str, Any] | None = None, where: str = "", first_row: int | None = 0
+) -> Columns:
+    """Return the columns of a table as arrays of its length, by name, which may be read-only views.
+
+    Args:
+        table: of pyarrow, whose types `check_schema` has passed.
+        fills: values in place of nulls, by column; under "" that of all others.
+        where: the table is from, for errors.
+        first_row: of the table in the file; None: unknown.
+
+    Raises:
+        ValueError: a column has nulls and no value in their place.
+    """
+    return {
+        name: _array_of(_filled(column, name, fills or {}, where, first_row))
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+def _filled(column: Any, name: str, fills: Mapping[str, Any], where: str, first_row: int | None) -> Any:
+    if not column.null_count:
+        nested = need_arrow("pyarrow.types").is_nested(column.type)
+        if nested and any(chunk.flatten().null_count for chunk in column.chunks):
+            raise ValueError(f"the column {name!r} of {where} has nulls within its lists: write them without")
+        return column
+    fill = fills.get(name, fills.get(""))
+    if fill is None:
+        nulls = column.is_null().to_numpy(zero_copy_only=False)
+        row = "" if first_row is None else f", the first in row {first_row + int(nulls.argmax()):,}"
+        raise ValueError(
+            f"the column {name!r} of {where} has nulls ({column.null_count:,} of the {len(column):,} values read{row}"
+            f"): give what to read in their place, fill_nulls={{{name!r}: ...}}"
+        )
+    try:
+        return column.fill_null(fill)
+    except (need_arrow().ArrowException, TypeError, ValueError) as error:
+        raise ValueError(f"fill_nulls has {fill!r} for {name!r}, which is of type {column.type}: {error}") from None
+
+
+def _array_of(column: Any) -> npt.NDArray[Any]:
+    pa = need_arrow()
+    types, of = pa.types, column.type
+    if types.is_dictionary(of):
+        return _array_of(column.cast(of.value_type))
+    if types.is_fixed_size_list(of):
+        flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], of.value_type)
+        return np.asarray(flat.to_numpy()).reshape(len(column), of.list_size)
+    if types.is_list(of) or types.is_large_list(of):
+        lists = np.empty(len(column), object)
+        at = 0
+        for chunk in column.chunks:
+            values = _array_of(pa.chunked_array([chunk.values]))
+            offsets = chunk.offsets.to_numpy()
+            for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+                lists[at] = values[start:stop]
+                at += 1
+        return lists
+    if types.is_timestamp(of) and of.tz is not None:
+        column = column.cast(pa.timestamp(of.unit))
+    return np.asarray(column.to_numpy())
