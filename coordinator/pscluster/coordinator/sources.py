@@ -21,13 +21,14 @@ from pscluster.worker.data.files.inference import make_csv, make_json
 from pscluster.worker.data.files.line_files import LineBlocks, Text
 from pscluster.worker.data.files.opening import Paths, find_files
 from pscluster.worker.data.files.parquet import ParquetBlocks
-from pscluster.worker.data.files.ranges import ArrowFiles, NpyFiles, Together
+from pscluster.worker.data.files.ranges import ArrowFiles, HuggingFaceRows, NpyFiles, Together
+from pscluster.worker.data.files.tars import TarFiles
 from pscluster.worker.data.sources import Blocks, Ranges, map_leaves
 
 BLOCK_ROWS = 16_384
 BLOCK_BYTES = 8 << 20
 
-__all__ = ["arrow", "csv", "json_lines", "npy", "parquet", "text"]
+__all__ = ["arrow", "csv", "hugging_face", "json_lines", "npy", "parquet", "text", "webdataset"]
 
 
 def parquet(
@@ -191,6 +192,41 @@ def arrow(paths: Paths, *, columns: Sequence[str] | None = None, fill_nulls: Any
         MisuseError: pyarrow is not installed (`pip install 'pscluster[parquet]'`).
     """
     return Ranges(ArrowFiles(find_files(paths), _names("columns", columns), _fills(fill_nulls)))
+
+
+def hugging_face(dataset: Any, *, columns: Sequence[str] | None = None, fill_nulls: Any = None) -> Ranges:
+    """Read the rows of a dataset of Hugging Face, in batches of its columns.
+
+    The workers get the dataset as a pickle, which names its files if it has any: these must be at the same place there.
+    `distribute_dataset(dataset)` reads the rows one by one instead, with the dataset's own format, and decodes images.
+
+    Args:
+        dataset: a `datasets.Dataset`.
+        columns: the names of the columns to read; default: all.
+        fill_nulls: what to read in place of nulls, for all columns or in a dict by column; without it they are errors.
+
+    Raises:
+        TypeError: it is another object, such as a dict of datasets, or one without a length.
+        ValueError: a column is missing, or has no array.
+    """
+    return Ranges(HuggingFaceRows(dataset, _names("columns", columns), _fills(fill_nulls)))
+
+
+def webdataset(paths: Paths) -> Blocks:
+    """Read tar files as WebDataset writes them: each as a stream, by one function. Here the first bytes are read.
+
+    An example is a dict of bytes by the endings of its files' names, such as `{"__key__": "000017", "cls": b"3", "jpg":
+    b"..."}`: decode it with `.map`. In shuffled epochs the tars are shuffled, and in each the examples, `split` at a
+    time.
+
+    Args:
+        paths: see the module's docstring; the tars may be compressed.
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ValueError: a file is not a tar.
+    """
+    return TarFiles(find_files(paths))
 
 
 def _names(argument: str, names: Sequence[str] | None) -> list[str] | None:

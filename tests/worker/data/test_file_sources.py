@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,42 @@ def test_npy(folder: Path) -> None:
     assert min(column(read(both, batch=64), "x")) == 0
     with pytest.raises(ValueError, match=r"the arrays have {'0': 700, '1': 2100} rows"):
         sources.npy(("x0.npy", "y.npy"))
+
+
+def tar(path: Path, members: dict[str, bytes]) -> None:
+    """Write a tar, compressed as its ending says."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as file:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+
+
+def test_tars(folder: Path) -> None:
+    """Neighbours whose names are alike are an example; a tar that was cut short is refused where it is."""
+    for index, name in enumerate(["0.tar", "1.tar.gz"]):
+        numbers = range(index * 100, (index + 1) * 100)
+        files = [(f"d/{n:03}.cls", b"%d" % n) for n in numbers] + [(f"d/{n:03}.x.BIN", bytes(n)) for n in numbers]
+        tar(folder / name, {"README": b"", **dict(sorted(files))})
+    source = sources.webdataset("*.tar*")
+    examples = read(source)
+    assert [int(example["cls"]) for example in examples] == list(range(200))
+    assert examples[7] == {"__key__": "d/007", "cls": b"7", "x.bin": bytes(7)}
+    (first, *_) = read(source, batch=32)
+    assert (first["x.bin"][3], first["cls"].dtype) == (bytes(3), object)
+    shuffled = [int(example["cls"]) for example in read(source, seed=1, split=10)]
+    assert shuffled != sorted(shuffled) == list(range(200))
+    (folder / "cut.tar").write_bytes((folder / "0.tar").read_bytes()[:70_000])
+    tar(folder / "twice.tar", {"a.x": b"", "a.X": b""})
+    with pytest.raises(
+        DatasetError, match=r"after the first \d\d examples of the file '.*cut.tar'.* has no end, so it"
+    ):
+        read(sources.webdataset("cut.tar"))
+    with pytest.raises(DatasetError, match=r"'.*twice.tar' has 'a.X' twice in one example"):
+        read(sources.webdataset("twice.tar"))
+    (folder / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"'.*a.txt' can't be read as a tar file"):
+        sources.webdataset("a.txt")
 
 
 def test_urls(folder: Path) -> None:

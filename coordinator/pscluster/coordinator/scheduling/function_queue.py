@@ -637,7 +637,8 @@ class FunctionQueue(StaysHere):
             source: arrays with one example a row (or a tuple or dict of them; memory-mapped ones are sent by file
                 name); anything with `__len__` and `__getitem__` (a list, a PyTorch or Hugging Face dataset); anything
                 with `__len__` and `read(start, stop)`; or a function that returns one of these, called here for its
-                length and on each worker. With `reader`, a list of files.
+                length and on each worker. With `reader`, a list of files. For files of the usual kinds see
+                `pscluster.coordinator.sources`.
             reader: called with a file on a worker; returns its examples: arrays, or an iterable.
             name: under which the position is saved; default: the number of the dataset in the script.
             on_error: for examples that can't be read after the retries: "raise" a DatasetError, as any error of a

@@ -385,6 +385,10 @@ def _together(how: Callable[[Any], Any], items: Sequence[Any]) -> Any:
             raise ValueError(f"examples that are not tuples of {len(first)}, as the first one is")
         columns = [_together(how, column) for column in zip(*items, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    if isinstance(first, bytes):  # of an array of bytes, zero bytes at the end would be lost
+        objects = np.empty(len(items), object)
+        objects[:] = items
+        return objects
     arrays = [array_of(item) for item in items]
     if how is np.stack and len({array.shape for array in arrays}) > 1:
         other = next(index for index, array in enumerate(arrays) if array.shape != arrays[0].shape)

@@ -1,4 +1,4 @@
-"""Files whose rows can be read in any order: arrays of NumPy, and Arrow's IPC format. Both are mapped into memory.
+"""What has rows that can be read in any order: npy files and Arrow's, both mapped into memory, and Hugging Face's.
 
 Before each read a mapped file's size is compared with what it was: reading past the end of one that was cut short would
 kill the process.
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.dtypes import array_of
+from pscluster.core.values import describe
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
 from pscluster.worker.data.sources import MappedArray, Numbers, Sent, joined, map_leaves
@@ -200,3 +201,36 @@ class ArrowFiles(Sent):
             return reader.read_all()
         except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"{file.path!r} can't be read as an Arrow file: {error}") from None
+
+
+@dataclass(init=False, eq=False)
+class HuggingFaceRows(Sent):
+    """The rows of a dataset of Hugging Face's `datasets`, as columns of Arrow.
+
+    Raises:
+        TypeError: it is not a `Dataset`.
+        ValueError: it lacks a column, or a column has no array of NumPy.
+    """
+
+    dataset: Any
+    fills: dict[str, Any]
+
+    def __init__(self, dataset: Any, columns: Sequence[str] | None, fills: Mapping[str, Any]) -> None:
+        if isinstance(dataset, Mapping):
+            name = next(iter(dataset), "train")
+            raise TypeError(f"a dict of datasets is not a dataset: give one of them, dataset[{name!r}]")
+        if not all(hasattr(dataset, name) for name in ("with_format", "column_names", "__len__")):
+            raise TypeError(f"{describe(dataset)} is not a Dataset of Hugging Face that has a length")
+        where = "the dataset"
+        check_names(list(columns or []), dataset.column_names, where)
+        chosen = dataset if columns is None else dataset.select_columns(list(columns))
+        check_names([name for name in fills if name], chosen.column_names, "the selection of fill_nulls=")
+        self.dataset, self.fills = chosen.with_format("arrow"), dict(fills)
+        check_schema(self.dataset.features.arrow_schema, where)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, start: int, stop: int) -> Any:
+        """Return the columns of the rows [start, stop)."""
+        return arrays_of(self.dataset[start:stop], self.fills, "the dataset", start)

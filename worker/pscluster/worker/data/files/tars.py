@@ -1,0 +1,94 @@
+"""Tar files of examples, as WebDataset has them: neighbouring files whose names are alike up to the first dot.
+
+Each tar is a block that is read as a stream: it may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from pscluster.worker.data.files.opening import DataFile, Opener, of_each
+from pscluster.worker.data.sources import Blocks
+
+KEY = "__key__"
+
+
+class _Member(tarfile.TarInfo):
+    """The header of a file in a tar. `tarfile` takes a tar that was cut short for one that ends there."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile_)
+        except (tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
+            raise OSError("it has no end, so it was cut short") from None
+
+
+@dataclass(init=False, eq=False)
+class TarFiles(Blocks):
+    """The examples of tar files, compressed or not: dicts of bytes by ending, with their name under `__key__`.
+
+    Raises:
+        ValueError: a file is not a tar file.
+    """
+
+    files: list[DataFile]
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self.files = list(files)
+        of_each(self._check, self.files)
+
+    noun = "file"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def name_of(self, index: int) -> str:
+        """Name a tar."""
+        return f"the file {self.files[index].path!r}"
+
+    def load(self, index: int) -> Any:
+        """Return an iterator over the examples of a tar."""
+        return examples_of(self._members(self.files[index]), self.files[index].path)
+
+    @cached_property
+    def _opener(self) -> Opener:
+        return Opener()
+
+    def _check(self, file: DataFile) -> None:
+        next(self._members(file), None)
+
+    def _members(self, file: DataFile) -> Iterator[tuple[str, bytes]]:
+        """Yield the names and contents of the files in a tar."""
+        with self._opener.open(file) as opened:
+            try:
+                with tarfile.open(fileobj=opened, mode="r|*", tarinfo=_Member) as tar:
+                    for member in tar:
+                        if (content := tar.extractfile(member) if member.isfile() else None) is not None:
+                            yield member.name, content.read()
+            except (tarfile.TarError, EOFError, OSError) as error:
+                raise ValueError(f"{file.path!r} can't be read as a tar file: {error}") from None
+
+
+def examples_of(members: Iterable[tuple[str, bytes]], tar: str) -> Iterator[dict[str, Any]]:
+    """Yield the examples that files make. ValueError if one has two files with the same ending."""
+    example: dict[str, Any] = {}
+    for name, content in members:
+        folder, _, base = name.rpartition("/")
+        stem, dot, ending = base.partition(".")
+        if not dot or not stem:  # hidden, or a note: part of no example
+            continue
+        key = os.path.join(folder, stem)
+        if example and example[KEY] != key:
+            yield example
+            example = {}
+        if ending.lower() in example:
+            raise ValueError(f"{tar!r} has {name!r} twice in one example")
+        example |= {KEY: key, ending.lower(): content}
+    if example:
+        yield example
