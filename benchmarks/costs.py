@@ -34,6 +34,7 @@ from pscluster.coordinator import (
     SimpleClusterResolver,
     Variable,
     optimizers,
+    sources,
 )
 from pscluster.coordinator.observability.asker import Asker, replies_by_task
 from pscluster.core.transport.unix_sockets import connect, path_of
@@ -425,6 +426,61 @@ def data_path(batches: int, rounds: int) -> dict[str, dict[str, float]]:
         return {name: compared(*rates) for name, rates in measured.items()}
 
 
+def parquet(rows: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Examples per second of one worker that reads Parquet files in batches of 512, beside pyarrow alone in it.
+
+    18 columns of numbers in row groups of 16,384 rows, on one thread. Alone, a function reads row group by row group
+    and takes slices of each column's array.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size, files = 512, 2
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as directory, cluster_of(1, 1) as (_, _, coordinator):
+        for file in range(files):
+            columns = {f"x{n}": rng.random(rows // files, dtype=np.float32) for n in range(13)}
+            columns |= {f"id{n}": rng.integers(0, 100_000, rows // files) for n in range(5)}
+            pq.write_table(pa.table(columns), f"{directory}/{file}.parquet", row_group_size=16_384)
+        coordinator.schedule(pa.set_cpu_count, args=(1,)).fetch()
+
+        def alone() -> int:
+            seen = 0
+            for file in range(files):
+                with pq.ParquetFile(f"{directory}/{file}.parquet") as opened:
+                    for group in range(opened.num_row_groups):
+                        table = opened.read_row_group(group)
+                        arrays = {name: table.column(name).to_numpy() for name in table.column_names}
+                        for start in range(0, table.num_rows, size):
+                            batch = {name: array[start : start + size] for name, array in arrays.items()}
+                            seen += len(batch["x0"])
+            return seen
+
+        def read(part: Any) -> int:
+            return sum(len(batch["x0"]) for batch in part)
+
+        def ours(data: Any) -> Callable[[], Any]:
+            def all_of_them() -> None:
+                seen = [coordinator.schedule(read, args=(part,)) for part in data]
+                assert sum(coordinator.fetch(seen)) == rows
+
+            return all_of_them
+
+        data = coordinator.distribute_dataset(sources.parquet(f"{directory}/*.parquet")).batch(size).parts(8)
+        ways = {
+            "alone": lambda: coordinator.schedule(alone).fetch(),
+            "in order": ours(data),
+            "shuffled": ours(data.shuffle(seed=1)),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for trial in range(rounds + 1):
+            for name in ways if trial % 2 else reversed(ways):
+                seconds = timed(ways[name])
+                if trial:
+                    rates[name].append(rows / seconds)
+        return {name: compared(rates[name], rates["alone"]) for name in ("in order", "shuffled")}
+
+
 def packing(steps: int, rounds: int) -> dict[str, float]:
     """Steps of 0.3 ms per second: by `fit` with one step per function, with its own choice, and without any dispatch.
 
@@ -720,6 +776,7 @@ def start(_: contextlib.ExitStack) -> tuple[Handlers, dict[str, str]]:
         healing,
         starts,
         data_path,
+        parquet,
         packing,
         telemetry,
         security,

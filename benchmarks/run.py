@@ -698,6 +698,23 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"": {"batches": 500 if quick else 1000, "rounds": 3 if quick else 25}},
             kept,
         )
+    if wanted("cost-parquet"):
+
+        def read(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
+            (measured,) = answers.values()
+            shown = (
+                f"{how}: {comparison['ours']:,.0f} of {comparison['base']:,.0f} examples/s, {_ratio(comparison)}"
+                for how, comparison in measured.items()
+            )
+            return "; ".join(shown), min(comparison["ratio"] for comparison in measured.values()) >= 0.7
+
+        bench.cost(
+            "batches of 512 rows of Parquet on one worker",
+            "0.7 x of pyarrow alone",
+            "parquet",
+            {"": {"rows": 1 << 19, "rounds": 3 if quick else 15}},
+            read,
+        )
     if wanted("cost-packing"):
 
         def packed(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
@@ -932,6 +949,7 @@ COSTS = (
     "cost-move-1gib",
     "cost-starts",
     "cost-data",
+    "cost-parquet",
     "cost-packing",
     "cost-telemetry",
     "cost-security",

@@ -190,16 +190,11 @@ class Pipeline(Sent):
             return
         order = np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
         by_batch = isinstance(source, Files)  # which may be large, and have other leaves than arrays
-        if not by_batch and self.seed is not None:
-            block = take(block, order)
+        if not by_batch:  # copied, in the epoch's order: the source may keep it, or map it from a file
+            block = take(block, order) if self.seed is not None else map_leaves(_copied, block)
         step = self.batch or 1
         for start in range(0, size - size % step if self.drop_remainder else size, step):
-            if by_batch:
-                examples = take(block, order[start : start + step])
-            else:
-                examples = cut(block, start, start + step)
-                if self.seed is None:  # the source may keep it, or map it from a file
-                    examples = map_leaves(_copied, examples)
+            examples = take(block, order[start : start + step]) if by_batch else cut(block, start, start + step)
             yield self._of_examples(examples, start, subject)
 
     def _of_stream(self, examples: Iterator[Any], subject: str, epoch: int, number: int) -> Iterator[Any]:

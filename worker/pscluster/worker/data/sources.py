@@ -345,11 +345,13 @@ def take(block: Any, indices: Any) -> Any:
     """Return a block of the examples at these indices of another one."""
     if isinstance(block, list):
         return [block[index] for index in indices]
-    return map_leaves(lambda leaf: array_of(leaf)[indices], block)
+    return map_leaves(lambda leaf: array_of(leaf).take(indices, 0), block)  # twice as fast as indexing
 
 
 def cut(block: Any, start: int, stop: int) -> Any:
     """Return a block of the examples [start, stop) of another one, which shares its memory."""
+    if type(block) is dict and all(type(leaf) is np.ndarray for leaf in block.values()):  # columns: in half the time
+        return {name: leaf[start:stop] for name, leaf in block.items()}
     return map_leaves(itemgetter(slice(start, stop)), block)
 
 
