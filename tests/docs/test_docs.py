@@ -178,9 +178,7 @@ def test_what_does_not_hold_is_found(line: str, error: type[BaseException]) -> N
         execute(statement, "a document", {})
 
 
-OTHERS = [
-    f"docs/{name}.md" for name in ("from_ddp", "guarantees", "jax", "keras", "kubernetes", "pytorch", "security")
-]
+OTHERS = [f"docs/{name}.md" for name in ("from_ddp", "guarantees", "jax", "keras", "kubernetes", "pytorch", "security")]
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])

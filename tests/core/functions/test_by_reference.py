@@ -421,7 +421,8 @@ NOT_FOR_PEERS = {
     *("ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorker", "PerWorkerDataset", "PerWorkerIterator"),
     *("Plan", "ProgressLine", "RemoteValue", "RemoteValueStatus", "ReplicaContext", "RestoredFrom", "SavedVariables"),
     *("Server", "ServingTable", "SidecarEvaluator", "SimpleClusterResolver", "SlurmClusterResolver"),
-    *("SynchronousStrategy", "TFConfigClusterResolver", "callbacks", "export_delta", "optimizers"),
+    *("SynchronousStrategy", "TFConfigClusterResolver", "UnionClusterResolver", "UnionResolver", "callbacks"),
+    *("export_delta", "optimizers"),
 }
 """Of the public names those that make sense on the coordinator alone, or that only the library makes."""
 

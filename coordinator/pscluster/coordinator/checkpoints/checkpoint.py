@@ -152,9 +152,9 @@ class Checkpoint(StaysHere):
         Functions run while it is read; those running when it is committed end first, as in `mark`.
 
         Args:
-            partial: leave variables and layers that the checkpoint lacks as they are; otherwise they are an error. Those
-                that it has, and there are not yet, are restored when they are made, with what optimizers keep beside
-                them.
+            partial: leave variables and layers that the checkpoint lacks as they are; otherwise they are an error.
+                Variables that it has, and that are not there yet, are restored when they are made, with what optimizers
+                keep beside them.
             progress: restore the job's progress as well: what `save_progress` saved, datasets' positions, and `fit`'s
                 state. If False, they stay as they are.
 

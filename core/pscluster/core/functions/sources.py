@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pscluster.core.handles import Handle
-from pscluster.core.values.records import is_record_class
 
 MAX_ITEMS = 1000  # of a container that are searched. A larger one holds data, not variables
 _PACKAGES = frozenset(["site-packages", "dist-packages"])
@@ -39,6 +38,12 @@ def is_library(module_name: str) -> bool:
         return True
     path = getattr(sys.modules.get(module_name), "__file__", None)
     return isinstance(path, str) and in_library(path)
+
+
+def _is_record_class(cls: type) -> bool:
+    from pscluster.core.values.records import is_record_class  # loads NumPy, which commands for the shell do without
+
+    return is_record_class(cls)
 
 
 def import_folders() -> list[str]:
@@ -116,7 +121,7 @@ def holds_handle(value: Any, depth: int = 4) -> bool:
         items = value
     elif isinstance(value, dict):
         items = value.values()
-    elif is_record_class(cls) or not is_library(cls.__module__):
+    elif _is_record_class(cls) or not is_library(cls.__module__):
         items = attributes_of(value).values()
     return any(holds_handle(item, depth - 1) for item in list(itertools.islice(items, MAX_ITEMS)))
 
