@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 
-from pscluster.core.checks import type_of
 from pscluster.core.cluster.spec import (
     VARIABLE,
     ClusterSpec,
@@ -180,7 +179,7 @@ class UnionResolver(ClusterResolver):
             raise ValueError("a UnionResolver needs at least one resolver")
         for resolver in cluster_resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"a UnionResolver takes cluster resolvers, not {type_of(resolver)}")
+                raise TypeError(f"a UnionResolver takes cluster resolvers, not {resolver!r:.80}")
         self._resolvers = cluster_resolvers
         super().__init__(task_type, task_id, rpc_layer)
 

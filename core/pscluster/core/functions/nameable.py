@@ -36,7 +36,12 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),
         *("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal"),
     ),
-    "pscluster.ps.handles.lookup": ("embedding_bag", "embedding_lookup", "embedding_lookup_sparse"),
+    "pscluster.ps.handles.lookup": (
+        "embedding_bag",
+        "embedding_lookup",
+        "embedding_lookup_sparse",
+        "safe_embedding_lookup_sparse",
+    ),
     "pscluster.ps.handles.metrics": (
         *("Metric", "MetricLike", "Sum", "Mean", "Accuracy", "SparseCategoricalAccuracy", "MeanSquaredError"),
         *("Precision", "Recall", "AUC"),
