@@ -179,7 +179,7 @@ class UnionResolver(ClusterResolver):
             raise ValueError("a UnionResolver needs at least one resolver")
         for resolver in cluster_resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"a UnionResolver takes cluster resolvers, not {resolver!r:.80}")
+                raise TypeError(f"a UnionResolver takes cluster resolvers, not a {type(resolver).__name__}")
         self._resolvers = cluster_resolvers
         super().__init__(task_type, task_id, rpc_layer)
 
