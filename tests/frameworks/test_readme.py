@@ -13,6 +13,8 @@ import pytest
 
 from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, optimizers
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 # Beside the script, in a module of its own, as a user's models are: workers import it.
 MODELS = {
@@ -48,6 +50,18 @@ def loss_and_gradients(params, batch):
     logits = params["table"][ids].mean(1) @ params["out"]
     return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
 """,
+    "keras": """
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+import keras
+
+def model_fn():
+    layers = [keras.layers.Embedding(10, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+""",
 }
 
 
@@ -61,6 +75,8 @@ def lines_for(framework: str) -> str:
 @pytest.mark.parametrize("framework", MODELS)
 def test_lines(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they define trains with `fit`: the loss becomes half of what it was, or less."""
+    if framework == "keras":
+        monkeypatch.setenv("KERAS_BACKEND", "jax")
     pytest.importorskip(framework)
     (tmp_path / f"readme_{framework}.py").write_text(MODELS[framework])
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

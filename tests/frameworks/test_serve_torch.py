@@ -411,7 +411,7 @@ def test_a_loader_feeds_a_worker(coordinator: ClusterCoordinator) -> None:
 
 
 def test_updates_count_once_when_workers_are_killed(tmp_path: Path) -> None:
-    """Each step adds 1 to a row and to a parameter, whoever dies meanwhile; the module is made again."""
+    """Each step adds 1 to a row and to a parameter, whatever dies meanwhile; the module is made again."""
     killed = 3
     with (
         LocalCluster(1, 2, env=ENV, log_level="ERROR") as cluster,

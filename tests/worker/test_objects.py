@@ -87,7 +87,7 @@ def test_dropped() -> None:
 
 
 def test_dropped_while_it_is_made() -> None:
-    """Whoever has asked gets it, and nobody keeps it."""
+    """The one that has asked gets it, and it is not kept."""
 
     def make() -> Model:
         item.drop()

@@ -1,4 +1,4 @@
-"""Memory for arrays: aligned, and that of arrays that nobody uses any more, for new ones of the same form."""
+"""Memory for arrays: aligned, and that of arrays no longer in use, for new ones of the same form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ArrayPool:
         return np.empty(shape, dtype)
 
     def put(self, arrays: list[Array]) -> None:
-        """Empty the list, and pool those of its arrays that nobody else can use."""
+        """Empty the list, and pool those of its arrays that are not in use elsewhere."""
         with self._lock:
             while arrays:
                 if (array := pop_unused(arrays)) is not None:

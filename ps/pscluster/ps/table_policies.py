@@ -67,7 +67,7 @@ class LeastFrequentlyUsed:
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """Drop rows that have had no update for so many steps, or seconds. A step is an update of the row's shard."""
+    """Drop rows that have had no update for a number of steps, or seconds. A step is an update of the row's shard."""
 
     steps: int | None = None
     seconds: int | None = None

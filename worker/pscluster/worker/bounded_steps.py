@@ -99,7 +99,7 @@ def run_bounded(
         positions: deque[tuple[dict[int, int], dict[int, int]]] = deque()  # before and after steps not yet complete
 
         def complete(number: int) -> ps_pb2.Contribution:
-            """Take note that so many steps are complete; return what to report."""
+            """Take note that this many steps are complete; return what to report."""
             before, after = dict[int, int](), dict[int, int]()
             while steps.completed < number:
                 before, after = positions.popleft()

@@ -949,7 +949,7 @@ class FunctionQueue(StaysHere):
         return named
 
     def check_overlap(self, overlap: int) -> None:
-        """Raise MisuseError if so many steps can't overlap."""
+        """Raise MisuseError if this many steps can't overlap."""
         staleness = self.strategy.step_options.staleness
         if self.strategy.is_synchronous and overlap > staleness:
             raise MisuseError(

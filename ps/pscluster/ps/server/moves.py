@@ -411,7 +411,7 @@ def _changes(shard: Shard, pages: ChangedPages, round_number: int) -> _Answer:
 
 
 def _first_rows(array: Array, rows: int) -> Array:
-    """Return so many rows of a table's array as the asker knew of: it has got more since, or fewer."""
+    """Return as many rows of a table's array as the caller knew of: it may have more by now, or fewer."""
     space = reservation_of(array)
     if rows > len(array) and (space is None or rows > len(space)):
         raise ProtocolError(f"a move of {rows:,} rows of a shard that has {len(array):,}")

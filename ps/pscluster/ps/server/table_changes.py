@@ -59,7 +59,7 @@ def has_policy(table: ps_pb2.TableSpec) -> bool:
 
 
 def record_bytes(table: ps_pb2.TableSpec, ids: int) -> int:
-    """Return the most bytes that a record of the log has for an update of so many ids."""
+    """Return the most bytes that a record of the log has for an update of this many ids."""
     return 64 + 16 * ids + 8 * table_policy.window_for_expiry(ids) if has_policy(table) else 0
 
 

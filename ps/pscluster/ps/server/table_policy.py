@@ -36,7 +36,7 @@ _HALF = np.uint64(1 << 31)
 _CELLS = 1 << 18
 _HASHES = 4
 _AGEING = 8 * _CELLS
-"""Counts are halved after so many: ids that are no longer seen are forgotten, and the others stay apart."""
+"""Counts are halved after this many sightings: ids that are no longer seen are forgotten, and the others stay apart."""
 
 _WINDOW = 1 << 12
 """Rows that are looked at for those that have expired, at least: four for each id of the update."""
@@ -111,12 +111,12 @@ def newest(of: Uses) -> int:
 
 
 def in_steps(updates: int) -> int:
-    """Return what a clock of 32 bits shows after so many updates."""
+    """Return what a clock of 32 bits shows after this many updates."""
     return updates & int(_COUNT)
 
 
 def in_seconds(now: float) -> int:
-    """Return what it shows so many seconds after the epoch."""
+    """Return what it shows this many seconds after the epoch."""
     return int(now) & int(_COUNT)
 
 
@@ -160,7 +160,7 @@ def window(rows: int, hand: int, size: int) -> tuple[Ids, int]:
 
 
 def window_for_expiry(ids: int) -> int:
-    """Return how many rows an update of so many ids looks at."""
+    """Return how many rows an update of this many ids looks at."""
     return max(_WINDOW, 4 * ids)
 
 

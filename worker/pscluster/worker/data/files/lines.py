@@ -1,6 +1,6 @@
 """Blocks of lines: where in a file the lines of a block begin and end. Pure.
 
-A block has the lines that begin at its bytes. So each line is in exactly one block, whoever reads which, and to find
+A block has the lines that begin at its bytes. So each line is in exactly one block, on whichever worker, and to find
 the ends of a block it is enough to read on to the next line break. A block in the middle of a long line has no lines.
 
 Within quotes, as CSV has them, a line break does not end a line. Whether a byte is within quotes depends on all bytes
