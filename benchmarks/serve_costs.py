@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from driver import THREADS, Handlers, serve, timed
-from recommender import LEARNING_RATE, WIDTH, Dense, batches, loss_of
+from recommender import Dense, loss_of
+from recommender_data import LEARNING_RATE, WIDTH, batches
 from torch import nn
 
 import pscluster.torch
