@@ -19,16 +19,9 @@ import torch
 from driver import THREADS
 from recommender import Dense, loss_of
 from recommender_data import AT_ONCE, BATCH, LEARNING_RATE, WIDTH, Array, area_under_curve, clicks
+from recommender_side import step_by_hand
 
-from pscluster.coordinator import (
-    ClusterCoordinator,
-    IndexedSlices,
-    LocalCluster,
-    ParameterServerStrategy,
-    Variable,
-    embedding_lookup,
-    optimizers,
-)
+from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, Variable, optimizers
 
 FIRST_SQUARES = 0.1  # of Adagrad; torch begins with 0
 TEST_BATCHES = 200
@@ -83,32 +76,16 @@ def on_servers(ps: int, workers: int, overlap: int, tables: int, rows: int, step
             embeddings = [Variable(values) for values in initial(tables, rows)]
             parameters = [Variable(value.detach().numpy()) for value in Dense(tables).parameters()]
             adagrad = optimizers.Adagrad(LEARNING_RATE, initial_accumulator_value=FIRST_SQUARES)
-        modules: list[Dense] = []  # of this worker
 
         def own_batches(context: Any) -> Any:
             own = clicks(1, tables, rows, steps)[context.input_pipeline_id :: context.num_input_pipelines]
             return itertools.cycle(own)
 
-        def step(batch: Any) -> None:
-            torch.set_num_threads(1)
-            ids, features, labels = batch
-            if not modules:
-                modules.append(Dense(tables))
-            (dense,) = modules
-            looked_up = embedding_lookup(embeddings, ids)
-            for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
-                parameter.data = torch.from_numpy(value)
-            leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
-            loss = loss_of(dense, features, leaves, labels)
-            gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *dense.parameters()])]
-            sparse = [IndexedSlices(*pair) for pair in zip(gradients, ids, strict=False)]
-            adagrad.apply_gradients(zip([*sparse, *gradients[tables:]], [*embeddings, *parameters], strict=True))
-
         def rows_of(batch: Any) -> Any:
             return list(zip(embeddings, batch[0], strict=True))
 
         coordinator.fit(
-            step,
+            step_by_hand(strategy, embeddings, parameters, adagrad),
             coordinator.create_per_worker_dataset(own_batches),
             epochs=epochs,
             steps_per_epoch=steps,

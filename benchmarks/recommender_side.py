@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,29 @@ from pscluster.coordinator import (
     initializers,
     optimizers,
 )
+
+
+def step_by_hand(strategy: Any, embeddings: list[Any], parameters: list[Any], adagrad: Any) -> Callable[[Any], None]:
+    """A training step with these variables, whose module each worker makes once."""
+    tables = len(embeddings)
+    modules: list[Dense] = []  # of this worker
+
+    def step(batch: Any) -> None:
+        torch.set_num_threads(1)
+        ids, features, labels = batch
+        if not modules:
+            modules.append(Dense(tables))
+        (dense,) = modules
+        looked_up = embedding_lookup(embeddings, ids)
+        for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
+            parameter.data = torch.from_numpy(value)
+        leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
+        loss = loss_of(dense, features, leaves, labels)
+        gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *dense.parameters()])]
+        sparse = [IndexedSlices(*pair) for pair in zip(gradients, ids, strict=False)]
+        adagrad.apply_gradients(zip([*sparse, *gradients[tables:]], [*embeddings, *parameters], strict=True))
+
+    return step
 
 
 class Bench:
@@ -52,24 +76,11 @@ class Bench:
             data = self.coordinator.create_per_worker_dataset(
                 lambda context: itertools.cycle(batches(context.input_pipeline_id, tables, rows))
             )
-            modules: dict[int, Dense] = {}  # of this worker
-
-            def step(batch: Any) -> None:
-                torch.set_num_threads(1)
-                ids, features, labels = batch
-                dense = modules.get(tables) or modules.setdefault(tables, Dense(tables))
-                looked_up = embedding_lookup(embeddings, ids)
-                for parameter, value in zip(dense.parameters(), strategy.read(parameters), strict=True):
-                    parameter.data = torch.from_numpy(value)
-                leaves = [torch.from_numpy(values).requires_grad_() for values in looked_up]
-                loss = loss_of(dense, features, leaves, labels)
-                gradients = [g.numpy() for g in torch.autograd.grad(loss, [*leaves, *dense.parameters()])]
-                sparse = [IndexedSlices(*pair) for pair in zip(gradients, ids, strict=False)]
-                adagrad.apply_gradients(zip([*sparse, *gradients[tables:]], [*embeddings, *parameters], strict=True))
 
             def rows_of(batch: Any) -> Any:
                 return list(zip(embeddings, batch[0], strict=True))
 
+            step = step_by_hand(strategy, embeddings, parameters, adagrad)
             self._made[tables, rows] = step, data, rows_of
         return self._made[tables, rows]  # type: ignore[no-any-return]
 

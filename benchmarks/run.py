@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import statistics
 import sys
 import time
@@ -516,6 +517,16 @@ def _ratio(measured: dict[str, float]) -> str:
     return f"{measured['ratio']:.3f} ± {measured['error']:.3f} x"
 
 
+def _examples_beside(goal: float, answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
+    """What was measured of each way to read examples, and whether all are at least this much of what is beside it."""
+    (measured,) = answers.values()
+    shown = (
+        f"{how}: {comparison['ours']:,.0f} of {comparison['base']:,.0f} examples/s, {_ratio(comparison)}"
+        for how, comparison in measured.items()
+    )
+    return "; ".join(shown), min(comparison["ratio"] for comparison in measured.values()) >= goal
+
+
 def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     """Measure what must not grow."""
     quick = bench.quick
@@ -682,38 +693,20 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             ),
         )
     if wanted("cost-data"):
-
-        def kept(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
-            (measured,) = answers.values()
-            shown = (
-                f"{how}: {comparison['ours']:,.0f} of {comparison['base']:,.0f} examples/s, {_ratio(comparison)}"
-                for how, comparison in measured.items()
-            )
-            return "; ".join(shown), min(comparison["ratio"] for comparison in measured.values()) >= 0.95
-
         bench.cost(
             "a training step on batches of 64 rows, each visited once",
             "0.95 x of a separate loop on each worker",
             "data_path",
             {"": {"batches": 500 if quick else 1000, "rounds": 3 if quick else 25}},
-            kept,
+            functools.partial(_examples_beside, 0.95),
         )
     if wanted("cost-parquet"):
-
-        def read(answers: dict[str, dict[str, dict[str, float]]]) -> tuple[str, bool]:
-            (measured,) = answers.values()
-            shown = (
-                f"{how}: {comparison['ours']:,.0f} of {comparison['base']:,.0f} examples/s, {_ratio(comparison)}"
-                for how, comparison in measured.items()
-            )
-            return "; ".join(shown), min(comparison["ratio"] for comparison in measured.values()) >= 0.7
-
         bench.cost(
             "batches of 512 rows of Parquet on one worker",
             "0.7 x of pyarrow alone",
             "parquet",
             {"": {"rows": 1 << 19, "rounds": 3 if quick else 15}},
-            read,
+            functools.partial(_examples_beside, 0.7),
         )
     if wanted("cost-packing"):
 

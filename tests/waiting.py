@@ -24,6 +24,6 @@ def until(
 
 def write_whole(path: Path | str, content: object) -> None:
     """Write a file that others wait for: as soon as it is there, all of its text is."""
-    draft = f"{path}.draft-{os.getpid()}"
-    Path(draft).write_text(str(content))
-    os.replace(draft, path)
+    draft = Path(path).with_name(f".{Path(path).name}-{os.getpid()}")
+    draft.write_text(str(content))
+    draft.replace(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tests.waiting import TIMEOUT
+from tests.waiting import TIMEOUT, write_whole
 
 from pscluster.core.context import experimental_get_current_worker_index
 
@@ -39,8 +39,7 @@ def die_once(folder: str, name: str) -> None:
 
 def note(folder: str, name: str, text: str = "") -> None:
     """Write a file that others can wait for; it appears complete."""
-    Path(folder, f".{name}").write_text(text)
-    Path(folder, f".{name}").rename(Path(folder, name))
+    write_whole(Path(folder, name), text)
 
 
 def wait_for(folder: str, name: str) -> str:

@@ -153,7 +153,7 @@ def test_types(folder: Path) -> None:
     )
     write(folder / "a.parquet", of)
     write(folder / "a.arrow", of)
-    fills = {"small": -1, "name": "nobody"}
+    fills = {"small": -1, "name": "unnamed"}
     for source in (sources.parquet("a.parquet", fill_nulls=fills), sources.arrow("a.arrow", fill_nulls=fills)):
         (batch,) = read(source, batch=2)
         assert batch["flag"].tolist() == [True, False]
@@ -164,7 +164,7 @@ def test_types(folder: Path) -> None:
         assert (batch["vector"].dtype, batch["vector"].shape) == (np.float32, (2, 2))
         assert [ids.tolist() for ids in batch["ids"]] == [[1, 2, 3], []]
         assert [tags.tolist() for tags in batch["tags"]] == [["a"], ["b", "c"]]
-        assert batch["name"].tolist() == ["n", "nobody"]
+        assert batch["name"].tolist() == ["n", "unnamed"]
 
 
 def test_text(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.dtypes import array_of
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe
-from pscluster.core.values.records import is_record_class, layout_of
+from pscluster.core.values.records import is_record_class, layout_of, structure_of
 from pscluster.ps.handles.metrics import MetricLike, State
 
 States = dict[str, State]
@@ -59,8 +59,8 @@ def joined(outputs: Sequence[Any]) -> Any:
         return []
     first = outputs[0]
     cls: type = type(first)
-    structure = _structure_of(first)
-    if (other := next((output for output in outputs if _structure_of(output) != structure), None)) is not None:
+    structure = structure_of(first)
+    if (other := next((output for output in outputs if structure_of(output) != structure), None)) is not None:
         raise MisuseError(
             f"the step returned {describe(first)} for one element and {describe(other)} for another: return the same "
             "structure for all"
@@ -80,16 +80,6 @@ def joined(outputs: Sequence[Any]) -> Any:
             f"the step's outputs can't be joined along their first axis: {error}. Return arrays with an example a row, "
             "or numbers"
         ) from None
-
-
-def _structure_of(output: Any) -> Any:
-    """Return something that is equal for outputs of the same structure at their top."""
-    cls: type = type(output)
-    if is_record_class(cls):
-        return cls
-    if isinstance(output, dict):
-        return dict, frozenset(output)
-    return (cls, len(output)) if isinstance(output, list | tuple) else None
 
 
 def _is_by_metric(result: Mapping[Any, Any], metrics: Mapping[str, MetricLike]) -> bool:

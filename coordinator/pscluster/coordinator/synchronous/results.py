@@ -14,7 +14,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.dtypes import array_of, is_variable_dtype
 from pscluster.core.errors import MisuseError
 from pscluster.core.values import describe, map_structure
-from pscluster.core.values.records import is_record_class, layout_of
+from pscluster.core.values.records import is_record_class, layout_of, structure_of
 from pscluster.worker.step_results import NO_RESULT
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
@@ -39,9 +39,9 @@ def _merged(values: list[Any], path: str) -> Any:
     if there is None:
         return PerReplica([None] * len(values))
     first = values[there]
-    kind = _kind_of(first)
+    kind = structure_of(first)
     for replica, value in enumerate(values):
-        if value is not NO_RESULT and _kind_of(value) != kind:
+        if value is not NO_RESULT and structure_of(value) != kind:
             raise MisuseError(
                 f"{f'at {path} ' if path else ''}replica {replica} returned {_described(value)} where replica {there} "
                 f"returned {_described(first)}: all replicas must return the same structure"
@@ -62,18 +62,6 @@ def _merged(values: list[Any], path: str) -> Any:
         merged = [column(values, at, f"[{at}]") for at in range(len(first))]
         return tuple(merged) if isinstance(first, tuple) else merged
     return PerReplica([None if value is NO_RESULT else value for value in values])
-
-
-def _kind_of(value: Any) -> Any:
-    """Return something that is equal for two values exactly if they have the same structure at their top."""
-    cls: type = type(value)
-    if is_record_class(cls):
-        return cls
-    if isinstance(value, dict):
-        return dict, frozenset(value)
-    if isinstance(value, list | tuple):
-        return (tuple if isinstance(value, tuple) else list), len(value)
-    return None
 
 
 def _described(value: Any) -> str:

@@ -90,6 +90,18 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and isinstance(names, tuple) and all(isinstance(name, str) for name in names)
 
 
+def structure_of(value: Any) -> Any:
+    """Return something that is equal for two values exactly if they have the same structure at their top."""
+    cls: type = type(value)
+    if is_record_class(cls):
+        return cls
+    if isinstance(value, dict):
+        return dict, frozenset(value)
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list), len(value)
+    return None
+
+
 @functools.cache
 def layout_of(cls: type) -> Layout:
     """Return the layout of a record class.
