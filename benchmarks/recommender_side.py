@@ -78,7 +78,7 @@ class Bench:
             )
 
             def rows_of(batch: Any) -> Any:
-                return list(zip(embeddings, batch[0], strict=True))
+                return [*zip(embeddings, batch[0], strict=True), *parameters]
 
             step = step_by_hand(strategy, embeddings, parameters, adagrad)
             self._made[tables, rows] = step, data, rows_of

@@ -249,6 +249,9 @@ def check_ids(ids: npt.ArrayLike, rows: int, name: str) -> Ids:
     They may be of any shape and integer dtype, or an empty list. Raise InvalidUpdateError for another dtype, or if ids,
     the first of which is named, are not in 0..rows-1.
     """
+    is_common = type(ids) is np.ndarray and ids.dtype == np.int64 and ids.flags.c_contiguous
+    if is_common and (not ids.size or np.maximum.reduce(ids.view(np.uint64), None) < rows):  # type: ignore[union-attr]
+        return ids  # type: ignore[return-value]
     array = integers(as_array(ids, name, "row ids"), ids, f"variable {name!r}: row ids")
     # As unsigned, negative ids become very large; as signed, large unsigned ids would become negative.
     unsigned = np.asarray(array, np.int64).view(np.uint64) if array.dtype.kind == "i" else array

@@ -56,26 +56,39 @@ def batches(distinct: bool) -> list[Any]:
 
 
 def test_rows_lack_at_most_the_last_two_steps(strategy: ParameterServerStrategy, coordinator: Any) -> None:
-    """A row counts the steps: one reads all but the last two, whichever lookup asks for them; no update is lost."""
+    """A row counts the steps: one reads all but the last two, whichever lookup asks for them; no update is lost.
+
+    So does a variable that is named whole.
+    """
     table = table_of(strategy)
     everything = np.arange(ROWS)
+    with strategy.scope():
+        whole, other = (Variable(np.zeros(4), name=name) for name in ("whole", "other"))
 
     def named(_index: int) -> Any:
-        return [(table, everything)]
+        return [whole, (table, everything), other, whole]
 
-    def step(index: int) -> tuple[int, float]:
+    def step(index: int) -> tuple[int, float, float]:
         rows = embedding_lookup(table, everything) if index % 2 else table.sparse_read(everything)
         assert len(set(rows.reshape(-1).tolist())) == 1
         delta = np.ones((ROWS, WIDTH), np.float32)
         table.scatter_add(IndexedSlices(delta, everything))
         delta[:] = 1000  # it was taken as it was
-        return index, float(rows[0, 0])
+        first, again, _ = strategy.read([whole, whole, other])
+        assert first.tolist() == again.tolist()
+        seen = float(first[0])
+        again[:] = -1  # they are its own
+        assert first[0] == seen
+        whole.assign_add(np.ones(4))
+        assert whole.numpy()[0] == index + 1  # with its own update
+        return index, float(rows[0, 0]), seen
 
     seen = coordinator.fetch([coordinator.schedule(step, args=(at,), lookups=named) for at in range(STEPS)], TIMEOUT)
-    lag = [index - count for index, count in seen]
-    assert min(lag) >= 0
-    assert max(lag) in (1, 2)
+    for lag in ([index - count for index, count, _ in seen], [index - count for index, _, count in seen]):
+        assert min(lag) >= 0
+        assert max(lag) in (1, 2)
     assert np.all(table.numpy() == STEPS)
+    assert np.all(whole.numpy() == STEPS)
 
 
 def test_values_are_those_of_steps_in_turn(strategy: ParameterServerStrategy, coordinator: Any) -> None:
@@ -145,6 +158,8 @@ def test_a_push_that_fails_fails_its_function(strategy: ParameterServerStrategy,
 def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordinator: Any) -> None:
     """Both are the function's errors. What a step has pushed before it raises is applied, as without overlap."""
     table = table_of(strategy)
+    with strategy.scope():
+        adam = optimizers.Adam(0.1)
 
     def raises(_: Any) -> Any:
         raise KeyError("no such table")
@@ -152,7 +167,8 @@ def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordina
     for lookups, error, words in (
         (raises, KeyError, "no such table"),
         (lambda _: table, MisuseError, "pairs"),
-        (lambda _: [table], MisuseError, "pairs"),
+        (lambda _: [table.id], MisuseError, "pairs"),
+        (lambda _: [adam.slot(table, "m")], MisuseError, "whole"),
         (lambda _: [(table, [ROWS])], Exception, str(ROWS)),
         (lambda _: table.assign_add(1.0), MisuseError, "must not change"),
     ):

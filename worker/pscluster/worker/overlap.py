@@ -192,7 +192,8 @@ class _Ahead(Iterator[Any]):
             with on_behalf_of(self._function):
                 self._function.check()
                 fetched = FetchedRows()
-                fetched.fetch(self._lookups(element))
+                # A synchronous step reads variables as of its own clock.
+                fetched.fetch(self._lookups(element), whole=self._function.steps is None)
         except BaseException as error:
             result.set_exception(error)
         else:

@@ -39,3 +39,4 @@ class ShardUpdate:
     dtype: np.dtype[Any] | None = None  # of the shard
     asynchronous: bool = False  # applied at once, also in a synchronous step
     encoding: Encoding | None = None  # None: it is sent as it is
+    owned: bool = False  # nothing else has its arrays, so that they need no copy to be sent later

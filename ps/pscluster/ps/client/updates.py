@@ -66,11 +66,13 @@ class Updater:
             self._apply(updates, function)
 
     def _push(self, updates: Sequence[ShardUpdate], function: FunctionContext, overlap: StepOverlap) -> None:
-        """Have another thread apply updates, with copies of their values: the caller may use its arrays again."""
+        """Have another thread apply updates, with copies of the caller's arrays, which it may use again."""
         if in_background():
             raise MisuseError("lookups must not change variables: it only names the rows that its step will read")
         copies = [
-            replace(
+            update
+            if update.owned
+            else replace(
                 update,
                 values=memoryview(bytes(update.values)),
                 ids=None if update.ids is None else update.ids.copy(),

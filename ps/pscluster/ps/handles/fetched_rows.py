@@ -1,22 +1,21 @@
-"""Rows of tables that were fetched for a step before it runs, and are given to its lookups.
+"""Rows of tables, and whole variables, that were fetched for a step before it runs, and are given to its reads.
 
-A lookup of exactly the ids that were named gets them: once, since they are the caller's to change. Every other read
-asks the servers. So does a lookup of a variable that the step has pushed to before: it reads what it has written.
+A lookup of exactly the ids that were named gets them, and so does a read of a whole variable that was named: once,
+since they are the caller's to change. Every other read asks the servers. So does a read of a variable that the step
+has pushed to before: it reads what it has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
-from pscluster.ps.handles.variable import JoinedVariable, Variable, distinct_rows
+from pscluster.ps.handles.variable import JoinedVariable, Variable, distinct_rows, read_variables, takes_whole_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,50 +26,70 @@ class _Fetched:
 
 
 class FetchedRows:
-    """The rows of one step. For one thread after another."""
+    """The rows of one step, and the whole variables. For one thread after another."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, str], list[_Fetched]] = {}
+        self._whole: dict[int, Array] = {}
         self._plan: RowPlan | None = None
 
-    def fetch(self, lookups: object) -> None:
-        """Fetch the rows that `lookups` has named: pairs of a table and ids. One request a server.
+    def fetch(self, lookups: object, *, whole: bool = True) -> None:
+        """Fetch what `lookups` has named: pairs of a table and ids, and variables to be read whole.
+
+        One request a server for all rows, and one for all variables. Unless `whole`, those are left to the step.
 
         Raises:
-            MisuseError: they are no such pairs.
+            MisuseError: they are no such pairs, or no variables that are read whole.
             InvalidUpdateError: an id is not a row (the message names it), or ids are not integers.
         """
-        pairs = [_checked(pair) for pair in _pairs_of(lookups)]
+        named = _named(lookups)
+        variables = list({item.id: item for item in named if isinstance(item, Variable)}.values()) if whole else []
+        pairs = [pair for pair in named if not isinstance(pair, Variable)]
         for (table, ids), rows in zip(pairs, distinct_rows(pairs), strict=True):
             fetched = _Fetched(_numbers_of(table), ids, rows)
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
         self._plan = last_plan()
+        self._whole.update(zip((variable.id for variable in variables), read_variables(variables), strict=True))
 
     def take(self, table: Variable, ids: Ids) -> Array | None:
         """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""
         known = self._of.get((table.handle_kind, table.handle_key), [])
         for at, fetched in enumerate(known):
-            if np.array_equal(fetched.ids, ids):
+            if fetched.ids.shape == ids.shape and (fetched.ids == ids).all():
                 use_plan(self._plan)
                 return known.pop(at).rows
         return None
 
+    def take_whole(self, variables: Sequence[int]) -> list[Array] | None:
+        """Return the values of these variables, by id, if all were fetched, and not taken or dropped since."""
+        if not all(variable in self._whole for variable in variables):
+            return None  # all are read at one time
+        values = {variable: self._whole.pop(variable) for variable in dict.fromkeys(variables)}
+        return [values[v] if v not in variables[:at] else values[v].copy() for at, v in enumerate(variables)]
+
     def drop(self, variables: set[int]) -> None:
-        """Forget the rows of these variables: the step has changed them."""
+        """Forget what was fetched of these variables: the step has changed them."""
+        for variable in variables:
+            self._whole.pop(variable, None)
         for known in self._of.values():
             known[:] = [fetched for fetched in known if fetched.variables.isdisjoint(variables)]
 
 
-def _pairs_of(lookups: object) -> list[Any]:
+_WANTED = "return a list of pairs (table, ids), and of variables that the step reads whole"
+
+
+def _named(lookups: object) -> list[tuple[Variable, Ids] | Variable]:
     if isinstance(lookups, Variable) or not isinstance(lookups, Iterable):
-        raise MisuseError(f"lookups returned {type_of(lookups)}: return a list of pairs (table, ids)")
-    return list(lookups)
+        raise MisuseError(f"lookups returned {type_of(lookups)}: {_WANTED}")
+    return [_checked(item) for item in lookups]
 
 
-def _checked(pair: Any) -> tuple[Variable, Ids]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Variable):
-        raise MisuseError(f"lookups returned a list with {type_of(pair)}: return a list of pairs (table, ids)")
-    table, ids = pair
+def _checked(item: Any) -> tuple[Variable, Ids] | Variable:
+    if isinstance(item, Variable) and takes_whole_reads(item):
+        return item
+    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Variable):
+        raise MisuseError(f"lookups returned a list with {type_of(item)}: {_WANTED}")
+    table, ids = item
     return table, table.row_ids(ids).reshape(-1).copy()
 
 

@@ -83,6 +83,7 @@ def row_updates(
         row_shape = together.variables[0].shape[1:]
         rows = [checked[summed[number]][2] for number in together.numbers]
         sums = together.plan.sums([array.reshape(len(array), math.prod(row_shape)) for array in rows])
+        ours = not any(np.may_share_memory(sums, array) for array in rows)
         sums = sums.reshape(len(sums), *row_shape)
         nths = [variable.next_update() for variable in together.variables]
         for table, shard, span, ids in together.plan.shares:
@@ -90,6 +91,7 @@ def row_updates(
                 variable = together.variables[table]
                 values = sums[(span, *variable.columns(shard))]
                 update = variable.shard_row_update(kind, shard, nths[table], ids, values, optimizer)
+                update.owned = ours
                 updates[summed[together.numbers[table]]].append(update)
     for number, (variable, ids, values) in enumerate(checked):
         if number not in updates:
