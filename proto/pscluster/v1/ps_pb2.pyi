@@ -263,12 +263,14 @@ class ReadItem(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., shard: _Optional[int] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[int] = ..., slot: _Optional[str] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("job", "items")
+    __slots__ = ("job", "items", "whole")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     job: int
     items: _containers.RepeatedCompositeFieldContainer[ReadItem]
-    def __init__(self, job: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ReadItem, _Mapping]]] = ...) -> None: ...
+    whole: bytes
+    def __init__(self, job: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ReadItem, _Mapping]]] = ..., whole: _Optional[bytes] = ...) -> None: ...
 
 class ReadReply(_message.Message):
     __slots__ = ()

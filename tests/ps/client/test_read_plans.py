@@ -12,15 +12,17 @@ import pytest
 from tests.fakes import FakeCall
 from tests.waiting import until
 
-from pscluster.coordinator import ParameterServerStrategy, Variable
-from pscluster.core.errors import StaleError
+from pscluster.coordinator import FixedShardsPartitioner, ParameterServerStrategy, Variable
+from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.client.reads import MAX_PLANS
+from pscluster.ps.handles.variable import read_for_step
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.ps.server.store import Store
+from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 
 CONTEXT = cast(grpc.ServicerContext, FakeCall())
@@ -73,6 +75,59 @@ def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -
             np.testing.assert_array_equal(value, expected)
             assert value.flags.writeable
             value += 1
+
+
+def test_rows_and_whole_variables_by_one_request(strategy: ParameterServerStrategy) -> None:
+    """They are what separate reads give, also where they are too large for one reply, or there are none of either."""
+    with strategy.scope():
+        table = Variable(np.arange(20.0).reshape(10, 2), partitioner=FixedShardsPartitioner(2))
+        small = [Variable(np.arange(3)), Variable(np.float32(7))]
+        large = Variable(np.arange(SESSION_BYTES // 8), partitioner=FixedShardsPartitioner(3))
+        halves = [Variable(np.full(SESSION_BYTES // 16, n)) for n in range(4)]
+    ids = np.array([7, 0, 7])
+    for variables in ([], small, halves, [*small, large]):
+        for lookups in ([], [(table, ids)]):
+            for _ in range(2):  # the second time the servers know the request
+                rows, values = read_for_step(lookups, variables)
+                assert [array.tolist() for array in rows] == [table.sparse_read(ids).tolist()] * len(lookups)
+                for value, expected in zip(values, strategy.read(list(variables)), strict=True):
+                    np.testing.assert_array_equal(value, expected)
+
+
+def test_what_a_read_with_another_in_it_may_be(service: ParameterServerService) -> None:
+    """It reads arrays whole. Whatever else it is, is refused, and the session goes on."""
+    create(service._role.store, spec_of("t", 2, (2,)), 5)
+    rows = ps_pb2.ReadItem(variable=2, shard=0, rows=ps_pb2.Rows(ids=1))
+    ids = [np.zeros(2, np.int64).tobytes()]
+
+    def answer(whole: bytes) -> tuple[ps_pb2.Reply, bytes]:
+        request = ps_pb2.Request(read=ps_pb2.ReadRequest(job=1, items=[rows], whole=whole), last=True, total_bytes=16)
+        (reply,) = service.session(iter([pack(request, ids)]), CONTEXT)
+        header, payload = unpack(reply, ps_pb2.Reply)
+        return header, bytes(payload)
+
+    for _ in range(3):
+        reply, payload = answer(pack(read_request()))
+        assert reply.last
+        assert (payload[0], payload[16]) == (5, 11)
+    data, nested = pack(read_request()), read_request()
+    nested.read.whole = data
+    after = read_request()
+    after.after.run = 1
+    for wrong in (
+        *(data[:cut] for cut in range(1, len(data))),
+        pack(nested),
+        pack(after),
+        pack(ps_pb2.Request(read=ps_pb2.ReadRequest(job=1, items=[rows]), last=True, total_bytes=16), ids),
+        pack(read_request(job=2)),
+        pack(read_request(rows=ps_pb2.Rows(version=True))),
+    ):
+        reply, _ = answer(wrong)
+        assert reply.HasField("refusal"), wrong
+    pulled = read_request()
+    pulled.read.whole = data
+    with pytest.raises(ProtocolError, match="another request"):
+        list(service.pull(pack(pulled), CONTEXT))
 
 
 def test_updates_and_deletions_are_seen(service: ParameterServerService) -> None:

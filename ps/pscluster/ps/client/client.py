@@ -82,7 +82,8 @@ class PsClient:
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)
-        self.read, self.read_planned, self.update = reader.read, reader.read_planned, self.updater.update
+        self.read, self.read_planned, self.read_both = reader.read, reader.read_planned, reader.read_both
+        self.update = self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
         self._declared: dict[int, tuple[str, list[_Form]]] = {}  # optimizers
         self.optimizers: dict[int, str] = {}

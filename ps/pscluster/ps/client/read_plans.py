@@ -48,28 +48,42 @@ class ShardRead:
 class ReadPlan:
     """A read, by server."""
 
-    def __init__(self, job: int, reads: Sequence[ShardRead]) -> None:
+    def __init__(self, job: int, reads: Sequence[ShardRead], whole: WholeReadPlan | None = None) -> None:
+        """Plan reads; with those of `whole`, which the servers that have both answer in the same messages.
+
+        Where a reply would be too large for that, it is `left_out`.
+        """
         self.requests: dict[int, Sequence[Buffer]] = {}  # what to send on sessions, if it and the reply fit a message
         self.large: dict[int, list[ShardRead]] = {}  # of the other servers: the reads to pull in frames
         self.pulled = sum(read.size for read in reads)
         self.pushed = sum(read.ids.nbytes for read in reads if read.ids is not None)
         self._reads: defaultdict[int, list[ShardRead]] = defaultdict(list)
-        self._sizes: dict[int, int] = {}  # of the replies in one message
+        self._sizes: dict[int, int] = {}  # of the replies in one message, without what `whole` adds
         for read in reads:
             self._reads[read.server].append(read)
+        sizes = {server: sum(read.size + padding(read.size) for read in items) for server, items in self._reads.items()}
+        self.left_out = whole is not None and bool(
+            whole.large or any(SESSION_BYTES - size < sizes.get(server, 0) for server, size in whole._sizes.items())
+        )
+        self._whole = whole = None if self.left_out else whole
         for server, items in self._reads.items():
             request, buffers = request_for(job, items)
-            size = sum(read.size + padding(read.size) for read in items)
-            if size <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES and len(items) <= MAX_ITEMS:
+            if sizes[server] <= SESSION_BYTES and request.total_bytes <= SESSION_BYTES and len(items) <= MAX_ITEMS:
+                if whole is not None and server in whole.requests:
+                    request.read.whole = b"".join(whole.requests[server])
                 self.requests[server] = parts_of(request, buffers)
-                self._sizes[server] = size
+                self._sizes[server] = sizes[server]
             else:
                 self.large[server] = items
+        if whole is not None:
+            self.requests = {**whole.requests, **self.requests}
+            self.pulled += whole.pulled
 
     def check(self, server: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
         """Raise UnavailableError if a reply in one message is not whole."""
-        if len(payload) != self._sizes[server] or not reply.last:
-            raise UnavailableError(f"the reply has {len(payload)} bytes, not {self._sizes[server]}")
+        size = self._sizes.get(server, 0) + (0 if self._whole is None else self._whole._sizes.get(server, 0))
+        if len(payload) != size or not reply.last:
+            raise UnavailableError(f"the reply has {len(payload)} bytes, not {size}")
 
     def deliver(self, server: int, payload: memoryview) -> None:
         """Put the values of a reply in one message where they go."""
@@ -77,6 +91,14 @@ class ReadPlan:
         for read in self._reads[server]:
             read.take(payload[start : start + read.size])
             start += read.size + padding(read.size)
+
+    def deliver_both(self, results: list[Any], server: int, payload: memoryview) -> None:
+        """Do the same with a reply that may have whole variables, whose values become new arrays in `results`."""
+        size = self._sizes.get(server, 0)
+        if size:
+            self.deliver(server, payload[:size])
+        if self._whole is not None and server in self._whole.requests:
+            self._whole.deliver_to(results, server, payload[size:])
 
 
 def divided(reads: Sequence[ShardRead]) -> Iterator[list[ShardRead]]:

@@ -15,7 +15,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
-from pscluster.ps.handles.variable import JoinedVariable, Variable, distinct_rows, read_variables, takes_whole_reads
+from pscluster.ps.handles.variable import JoinedVariable, Variable, read_for_step, takes_whole_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class FetchedRows:
     def fetch(self, lookups: object, *, whole: bool = True) -> None:
         """Fetch what `lookups` has named: pairs of a table and ids, and variables to be read whole.
 
-        One request a server for all rows, and one for all variables. Unless `whole`, those are left to the step.
+        One request a server. Unless `whole`, variables that are named whole are left to the step.
 
         Raises:
             MisuseError: they are no such pairs, or no variables that are read whole.
@@ -45,11 +45,12 @@ class FetchedRows:
         named = _named(lookups)
         variables = list({item.id: item for item in named if isinstance(item, Variable)}.values()) if whole else []
         pairs = [pair for pair in named if not isinstance(pair, Variable)]
-        for (table, ids), rows in zip(pairs, distinct_rows(pairs), strict=True):
-            fetched = _Fetched(_numbers_of(table), ids, rows)
+        rows, values = read_for_step(pairs, variables)
+        for (table, ids), of_table in zip(pairs, rows, strict=True):
+            fetched = _Fetched(_numbers_of(table), ids, of_table)
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
+        self._whole.update(zip((variable.id for variable in variables), values, strict=True))
         self._plan = last_plan()
-        self._whole.update(zip((variable.id for variable in variables), read_variables(variables), strict=True))
 
     def take(self, table: Variable, ids: Ids) -> Array | None:
         """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""

@@ -691,6 +691,20 @@ def takes_whole_reads(variable: Variable) -> bool:
     return type(variable) in _WHOLE
 
 
+def read_for_step(
+    lookups: Sequence[tuple[Variable, Ids]], variables: Sequence[Variable]
+) -> tuple[list[Array], list[Array]]:
+    """Read rows by flat ids, from `row_ids`, each distinct one once, and whole variables; one request per server."""
+    reads, rows = distinct_reads(lookups)
+    if not (of := [*(table for table, _ in lookups), *variables]):
+        return [], []
+    client = _one_client(of)
+    values = client.read_both(reads, [item.id for item in variables], lambda: [item._whole() for item in variables])
+    large = [variable for variable, value in zip(variables, values, strict=True) if value is None]
+    read = iter(read_variables(large))
+    return rows(), [next(read) if value is None else value for value in values]
+
+
 def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     """Read rows by id from several variables at once; see `Variable.sparse_read`."""
     results: list[Array] = []

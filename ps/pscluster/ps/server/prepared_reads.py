@@ -51,7 +51,11 @@ class PreparedRead:
                 metrics.read(len(values) * times, seconds * len(values) / total, 0, times)
 
     def reply(self) -> list[Buffer]:
-        """Return the whole frame, in parts; each array is copied under its shard's lock."""
+        """Return the whole frame, in parts."""
+        return [self._head, self.values()]
+
+    def values(self) -> memoryview:
+        """Return the payload; each array is copied under its shard's lock."""
         begin = time.monotonic()
         payload = memoryview(bytearray(self._total))
         for lock, values, segment in self._sources:
@@ -60,4 +64,4 @@ class PreparedRead:
         took = time.monotonic() - begin  # computed first, since other threads may add at the same time
         self._times += 1
         self._seconds += took
-        return [self._head, payload]
+        return payload

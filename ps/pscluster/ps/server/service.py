@@ -46,6 +46,12 @@ def _name_of(context: grpc.ServicerContext) -> str:
     return names[0][:_MAX_NAME] if names else ""
 
 
+def _check_session(size: int) -> None:
+    """Raise ProtocolError if a reply is too large for a session."""
+    if size > SESSION_BYTES:
+        raise ProtocolError(f"a read of {size} bytes on a session; above {SESSION_BYTES} it is a Pull")
+
+
 def _distinct(names: Iterable[str]) -> list[str]:
     """Return each name once, in order. ProtocolError if one is invalid."""
     distinct = list(dict.fromkeys(names))
@@ -134,10 +140,10 @@ class ParameterServerService:
         if request.HasField("after"):
             self.writes.reach_step(store, request.after)
         if body == "read":
-            sources = reads.sources_of(store, request.read, request.total_bytes)
-            if (size := reads.reply_bytes(sources)) > SESSION_BYTES:
-                raise ProtocolError(f"a read of {size} bytes on a session; above {SESSION_BYTES} it is a Pull")
-            buffers = list(reads.read(store, request.read, chunks, sources))
+            buffers = self._read(store, request.read, request.total_bytes, chunks)
+            if request.read.whole:
+                buffers += self._read_whole(store, request.read.whole)
+                _check_session(sum(map(len, buffers)))
             reply.read.SetInParent()
             return buffers
         if body == "update":
@@ -147,6 +153,25 @@ class ParameterServerService:
         else:
             raise ProtocolError("a request without a body")
         return []
+
+    @staticmethod
+    def _read(store: Store, request: ps_pb2.ReadRequest, ids_bytes: int, payload: Payload) -> list[Buffer]:
+        sources = reads.sources_of(store, request, ids_bytes)
+        _check_session(reads.reply_bytes(sources))
+        return list(reads.read(store, request, payload, sources))
+
+    def _read_whole(self, store: Store, data: bytes) -> list[Buffer]:
+        """Return what is read by a request within another one."""
+        if (prepared := store.prepared(data)) is not None:
+            return [prepared.values()]
+        request, payload = unpack(data, ps_pb2.Request)
+        read = request.read
+        alone = request.WhichOneof("body") == "read" and not (len(payload) or read.whole or request.HasField("after"))
+        if not (alone and request.last) or not all(item.rows.all for item in read.items):
+            raise ProtocolError("a request within a read that does not read arrays whole")
+        buffers = self._read(store, read, 0, Payload([payload]))
+        store.prepare(data, read)
+        return buffers
 
     def pull(self, data: bytes, context: grpc.ServicerContext) -> Iterator[Any]:
         """Answer a read in frames, each sent or copied before its parts may change."""
@@ -160,8 +185,8 @@ class ParameterServerService:
                         with self._watchdog.with_call(context):
                             yield call.reply(frame)
                 return
-            if request.WhichOneof("body") != "read":
-                raise ProtocolError("a Pull is a read")
+            if request.WhichOneof("body") != "read" or request.read.whole:
+                raise ProtocolError("a Pull is a read, without another request in it")
             if request.HasField("after"):
                 self.writes.reach_step(store, request.after)
             with self._incoming.turn(data, len(payload)):
