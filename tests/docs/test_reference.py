@@ -189,8 +189,9 @@ EXAMPLES = examples()
 MOST_USED = (
     *("Variable", "EmbeddingTable", "IndexedSlices", "embedding_lookup", "embedding_bag", "Optimizer.apply_gradients"),
     *("ParameterServerStrategy", "ClusterCoordinator", "LocalCluster", "RemoteValue", "CheckpointManager", "Trainer"),
-    *(f"FunctionQueue.{name}" for name in ("schedule", "join", "done", "fetch", "evaluate", "distribute_dataset")),
-    *("FunctionQueue.create_per_worker_dataset", "ClusterCoordinator.fit"),
+    *(f"FunctionQueue.{name}" for name in ("schedule", "join", "done", "fetch")),
+    *("DataQueue.create_per_worker_dataset", "DataQueue.distribute_dataset"),
+    *("EvaluationQueue.evaluate", "ClusterCoordinator.fit"),
     *("SGD", "Adagrad", "Adam", "AdamW", "RMSprop", "Ftrl", "Adadelta", "Lion"),
 )
 

@@ -14,7 +14,7 @@ from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset, P
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.observability.progress_line import ProgressLine
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.server import Server
 from pscluster.coordinator.serving import ServingTable, export_delta

@@ -28,7 +28,7 @@ from pscluster.coordinator.checkpoints.checkpoint import Checkpoint as Variables
 from pscluster.coordinator.local.local_cluster import LocalCluster
 from pscluster.coordinator.local.supervised import SupervisedCluster
 from pscluster.coordinator.observability.progress_line import choose_console
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.strategy import ParameterServerStrategy

@@ -36,7 +36,7 @@ from pscluster.coordinator import (
     metrics,
     optimizers,
 )
-from pscluster.coordinator.scheduling import captured_functions
+from pscluster.coordinator.queue import captured_functions
 from pscluster.coordinator.strategy import _warn_outside
 from pscluster.core.functions.definitions import FunctionHandle, capture
 from pscluster.core.functions.sources import holds_handle
@@ -609,7 +609,7 @@ def test_an_iterator_as_a_result_that_nobody_has(coordinator: ClusterCoordinator
     value = coordinator.schedule(echo, args=(iter(coordinator.create_per_worker_dataset([1])),))
     coordinator.join(TIMEOUT)
     until(lambda: value.status is RemoteValueStatus.READY, "the function has ended")
-    until(lambda: not coordinator._per_worker, "the thread that sent it has let go of it, too")
+    until(lambda: not coordinator._resources._handles, "the thread that sent it has let go of it, too")
     with pytest.raises(errors.MisuseError, match="iterator that this coordinator no longer has"):
         value.fetch(TIMEOUT)
 

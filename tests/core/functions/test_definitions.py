@@ -25,7 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]  # ships neither stubs nor py
 import numpy as np
 import pytest
 
-from pscluster.coordinator.scheduling.captured_functions import CapturedFunctions
+from pscluster.coordinator.queue.captured_functions import CapturedFunctions
 from pscluster.core.errors import ProtocolError, UnknownVariableError
 from pscluster.core.functions.definitions import CapturedFunction, capture, record_resolver, resolve
 from pscluster.core.functions.loading import UnresolvedReference

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.observability.events import Training
-from pscluster.coordinator.scheduling.function_queue import FunctionQueue
+from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.core.sanitize import shown as plain
 
 if TYPE_CHECKING:  # imported where something is shown: most scripts show nothing, and rich is slow to import
@@ -43,7 +43,7 @@ class ProgressLine:
 
     def __init__(
         self,
-        coordinator: FunctionQueue,
+        coordinator: EvaluationQueue,
         total: int | None = None,
         console: Console | None = None,
         *,

@@ -1,1 +1,1 @@
-"""Functions: the queue, the connections to workers and servers, and results."""
+"""Functions on workers: the scheduler, the connections to workers and servers, and results."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final, Literal
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from pscluster.coordinator.local.local_cluster import LocalCluster
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
-from pscluster.coordinator.scheduling.function_queue import check_arguments
+from pscluster.coordinator.queue.arguments import check_arguments
+from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.synchronous import results
 from pscluster.core import checks

@@ -28,7 +28,7 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
 from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console
-from pscluster.coordinator.scheduling.function_queue import FunctionQueue
+from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
 from pscluster.coordinator.training.feed import DistributedFeed, PerWorkerFeed, Work
@@ -68,7 +68,7 @@ class _Interruption(Exception):  # noqa: N818  (it is none)
 
 
 _Validation = tuple[Callable[[Any], Any], DistributedDataset, Mapping[str, MetricLike]]
-"""The arguments of `FunctionQueue.evaluate`, which is called after epochs."""
+"""The arguments of `EvaluationQueue.evaluate`, which is called after epochs."""
 
 
 class Fit:
@@ -76,7 +76,7 @@ class Fit:
 
     def __init__(
         self,
-        coordinator: FunctionQueue,
+        coordinator: EvaluationQueue,
         step: Callable[[Any], Any],
         data: DistributedDataset | PerWorkerDataset,
         *,
@@ -429,11 +429,16 @@ class Fit:
 
 
 def _checked_overlap(
-    coordinator: FunctionQueue, lookups: Callable[[Any], Any] | None, overlap: int
+    coordinator: EvaluationQueue, lookups: Callable[[Any], Any] | None, overlap: int
 ) -> FunctionHandle | None:
     """Return the captured `lookups`, if there are any. Raise as `ClusterCoordinator.fit` if steps can't overlap so."""
-    if overlap:
-        coordinator.check_overlap(overlap)
+    strategy = coordinator.strategy
+    if strategy.is_synchronous and overlap > (staleness := strategy.step_options.staleness):
+        raise MisuseError(
+            f"overlap is {overlap}, and the staleness of the SynchronousStrategy {staleness:g}: a replica can't "
+            f"leave more steps behind than the others may be; give the strategy staleness={overlap}, or fit "
+            f"overlap={staleness:g}"
+        )
     if lookups is None:
         return None
     if not overlap:

@@ -24,7 +24,7 @@ from typing import Any
 
 from pscluster.coordinator.local.scaling import ScalableCluster
 from pscluster.coordinator.local.supervised import ClusterError
-from pscluster.coordinator.scheduling.cluster_coordinator import ClusterCoordinator
+from pscluster.coordinator.queue.cluster_coordinator import ClusterCoordinator
 from pscluster.coordinator.scheduling.questions import Question
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.core.checks import type_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pscluster.coordinator.scheduling.function_queue import FunctionQueue
+from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.core.checks import type_of
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Training:
     "resumed" (whether it continues what an earlier coordinator, or an interruption, has left).
     """
 
-    coordinator: FunctionQueue
+    coordinator: EvaluationQueue
     params: dict[str, Any]
     epoch: int = 0  # the current one
     steps: int = 0  # done in the current epoch
@@ -107,7 +107,7 @@ class CallbackList(Callback):
     For `params` see `Training`.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], coordinator: FunctionQueue, **params: Any) -> None:
+    def __init__(self, callbacks: Iterable[Callback], coordinator: EvaluationQueue, **params: Any) -> None:
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 "callbacks are a list of instances of pscluster.coordinator.callbacks.Callback, not "

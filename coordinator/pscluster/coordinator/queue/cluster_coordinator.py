@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
-from pscluster.coordinator.scheduling.function_queue import FunctionQueue
+from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training.callbacks import Callback
 from pscluster.coordinator.training.fit import Fit, own_validation, validation_of
@@ -27,7 +27,7 @@ _MAX_OVERLAP = 16  # of steps: each holds its gradients in the worker's memory
 _making = threading.Lock()
 
 
-class ClusterCoordinator(FunctionQueue):
+class ClusterCoordinator(EvaluationQueue):
     """Runs functions on workers. There is one for each strategy: making it again returns the same one. Thread-safe.
 
     Args:
