@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -19,7 +20,7 @@ from pscluster.core.errors import FunctionCancelled, MisuseError, ProtocolError,
 from pscluster.core.limits import MAX_QUESTION_BYTES
 from pscluster.core.values import decode, encode
 from pscluster.v1 import node_pb2, value_pb2, worker_pb2
-from pscluster.worker import runner as runner_module
+from pscluster.worker import outbox
 from pscluster.worker.failures import failure_of
 from pscluster.worker.questions import Questions
 from pscluster.worker.runner import Runner
@@ -158,11 +159,11 @@ def test_large_questions_do_not_make_one_large_message() -> None:
     """Together they may be more than a message can carry. Outcomes are sent after all of them."""
     runner = Runner(make_job(), threading.Lock())
     value = encode(bytes(MAX_QUESTION_BYTES - 100))
-    runner._questions.unsent.extend(worker_pb2.Question(function=1, number=n, value=value) for n in range(1, 13))
-    runner._outbox.append(worker_pb2.Outcome(function=1))
+    runner._outbox.questions.extend(worker_pb2.Question(function=1, number=n, value=value) for n in range(1, 13))
+    runner._outbox._outcomes.append(worker_pb2.Outcome(function=1))
     runner.end()
     replies = list(runner.outcomes())
-    assert max(reply.ByteSize() for reply in replies) <= runner_module._REPLY_BYTES + MAX_QUESTION_BYTES
+    assert max(reply.ByteSize() for reply in replies) <= outbox._REPLY_BYTES + MAX_QUESTION_BYTES
     assert [question.number for reply in replies for question in reply.questions] == list(range(1, 13))
     assert [len(reply.outcomes) for reply in replies] == [0, 0, 1]
 
@@ -283,7 +284,7 @@ def test_others_have_their_turn_meanwhile() -> None:
     """A replica that waits for an answer does not keep the others on its worker from computing."""
     context = FunctionContext(function=3, attempt=1, worker_index=0, num_workers=1)
     context.turn, woken = threading.Lock(), threading.Event()
-    questions = Questions(threading.RLock(), {3: context}, woken.set)
+    questions = Questions(threading.RLock(), {3: context}, deque(), woken.set)
     context.asking = questions.ask
     results: list[Any] = []
 

@@ -28,6 +28,7 @@ from pscluster.core.values import encode_call
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.worker import function_calls, outbox
 from pscluster.worker import runner as runner_module
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.collectives.ways import Ways
@@ -36,6 +37,7 @@ from pscluster.worker.data.sources import source_of
 from pscluster.worker.failures import failure_of
 from pscluster.worker.function_metrics import WorkerMetrics
 from pscluster.worker.job import Job
+from pscluster.worker.request_reader import RequestReader
 from pscluster.worker.runner import Outcome, Runner
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
@@ -252,7 +254,7 @@ def test_outcomes_come_in_order_whichever_thread_sends_them(refused: int) -> Non
 
 def test_short_functions_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """While others wait after them, nothing is sent ahead of the answers."""
-    monkeypatch.setattr(runner_module, "SEND_SECONDS", float("inf"))  # all are short
+    monkeypatch.setattr(outbox, "SEND_SECONDS", float("inf"))  # all are short
     block = Blocker()
     stream = Stream(make_job(block=block, note=lambda: None))
     stream.send(1, step(1, "block"))
@@ -280,7 +282,7 @@ def test_the_stream_ends_behind_an_outcome_that_is_being_sent() -> None:
     runner = Runner(make_job(note=lambda: None), threading.Lock())
     requests: queue.SimpleQueue[worker_pb2.StepsRequest | None] = queue.SimpleQueue()
     threading.Thread(target=collect, daemon=True).start()
-    until(lambda: not runner._sending, "the stream is up")
+    until(lambda: not runner._outbox._sending, "the stream is up")
     runs = threading.Thread(target=runner.run, args=(iter(requests.get, None), send), daemon=True)
     runs.start()
     requests.put(worker_pb2.StepsRequest(position=1, steps=[step(11, "note")]))
@@ -305,10 +307,10 @@ def test_a_fault_in_sending_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> 
             reached.append(point)
             raise UnavailableError("a fault")
 
-    monkeypatch.setattr(runner_module, "reach", reach)
+    monkeypatch.setattr(outbox, "reach", reach)
     runner = Runner(make_job(note=lambda: None), threading.Lock())
     outcomes = runner.outcomes()
-    runner._sending = False  # the stream is up
+    runner._outbox._sending = False  # the stream is up
     runner.run(iter([worker_pb2.StepsRequest(position=1, steps=[step(11, "note")])]), lambda _: True)
     assert list(outcomes) == []
     assert len(reached) == 1
@@ -323,7 +325,7 @@ def test_leaving_does_not_wait_for_outcomes_that_nobody_takes() -> None:
 
 def test_a_result_too_large_for_a_message_is_the_functions_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails, once and with a message, instead of breaking the stream for all."""
-    monkeypatch.setattr(runner_module, "MAX_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(function_calls, "MAX_INLINE_BYTES", 1 << 20)
     stream = Stream(make_job(many=lambda: [1.0] * (1 << 17)))
     stream.send(1, step(11, "many"))
     (outcome,) = stream.end()
@@ -413,15 +415,15 @@ def test_the_next_message_is_read_behind_an_idle_time(monkeypatch: pytest.Monkey
     """A message that came while nothing ran may run before its reader has continued; the next one is still read."""
     monkeypatch.setattr(runner_module, "LONG_SECONDS", -1.0)  # all are long
     first, second = Blocker(), Blocker()
-    read_one = Runner._read_one
+    read_one = RequestReader.read_one
 
-    def read_and_linger(runner: Runner) -> bool:
-        more = read_one(runner)
-        if threading.current_thread().name == "functions-ahead" and runner._read == 2:
+    def read_and_linger(reader: RequestReader) -> bool:
+        more = read_one(reader)
+        if threading.current_thread().name == "functions-ahead" and stream.runner._read == 2:
             assert second.begun.wait(TIMEOUT)
         return more
 
-    monkeypatch.setattr(Runner, "_read_one", read_and_linger)
+    monkeypatch.setattr(RequestReader, "read_one", read_and_linger)
     stream = Stream(make_job(first=first, second=second, note=lambda: None))
     stream.send(1, step(11, "first"))
     assert first.begun.wait(TIMEOUT)  # and the reader waits for a message

@@ -28,7 +28,7 @@ from pscluster.v1 import value_pb2, worker_pb2
 _MAX_MESSAGE = 16 << 10
 _MAX_TRACEBACK = 64 << 10
 _MAX_ARGUMENTS = 256 << 10
-_RUNNER = "pscluster.worker.runner"
+_RUNNER = ("pscluster.worker.runner", "pscluster.worker.function_calls")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 PARTLY_APPLIED = "Some of its updates may have been applied: they stay, and are in checkpoints made from now on."
@@ -70,7 +70,7 @@ def _traceback_of(error: BaseException) -> str:
     If all frames are the library's, they are shown, unless the message is enough: then the text is empty.
     """
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__") == _RUNNER:
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in _RUNNER:
         frames = frames.tb_next
     try:
         described = traceback.TracebackException(type(error), error, frames)

@@ -1,8 +1,8 @@
-"""Functions whose steps overlap, on a worker: what they are called with, and what is prepared before they run.
+"""Functions whose steps overlap, on a worker: the states of such a function, and what runs as one.
 
 A function that the coordinator has scheduled with `lookups` is a partial of `overlapped` (or, in a training, of
 `logs_of_overlapped_steps`): by that the runner recognizes it. From the runner's point of view it goes through these
-states; what is below the line can last while the next one runs:
+states (see `preparations`); what is below the line can last while the next one runs:
 
     WAITING --the function before it begins--> PREPARING   another thread decodes its arguments, calls `lookups` with
                                                            them, and fetches the rows that it names
@@ -43,7 +43,6 @@ from pscluster.ps.handles.fetched_rows import FetchedRows
 from pscluster.worker.training import StepLogs, logs_of_steps
 
 Lookups = Callable[..., Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Overlap(NamedTuple):
@@ -88,36 +87,6 @@ def overlap_of(function: Callable[..., Any]) -> Overlap | None:
         if function.func is logs_of_overlapped_steps:
             return Overlap(function.args[2], None)
     return None
-
-
-class Prepared:
-    """What a function needs before its step runs. Prepared by one thread, taken by another."""
-
-    def __init__(self, context: FunctionContext, overlap: Overlap, arguments: Callable[[], Arguments]) -> None:
-        self.context = context
-        self._overlap, self._decode = overlap, arguments
-        self._result: Future[tuple[Arguments, FetchedRows]] = Future()
-
-    def prepare(self) -> None:
-        """Decode the arguments and fetch the rows. Never raises."""
-        try:
-            with on_behalf_of(self.context):
-                self.context.check()
-                args, kwargs = self._decode()
-                fetched = FetchedRows()
-                if self._overlap.lookups is not None:
-                    fetched.fetch(self._overlap.lookups(*args, **kwargs))
-        except BaseException as error:  # it is the function's
-            self._result.set_exception(error)
-        else:
-            self._result.set_result(((args, kwargs), fetched))
-
-    def take(self) -> tuple[Arguments, FetchedRows]:
-        """Wait for it, and return it. Raise what was raised."""
-        try:
-            return self._result.result()
-        finally:
-            self._result = Future()  # so that neither rows nor errors are held
 
 
 @dataclass(slots=True)

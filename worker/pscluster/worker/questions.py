@@ -66,17 +66,17 @@ class _Asked:
 class Questions:
     """The questions of a runner's functions. It shares the runner's lock, and knows what `running` has.
 
-    It calls `wake` when there is something to send. All is taken from `unsent` by the thread that sends.
+    It adds to `unsent`, and calls `wake`, when there is something to send.
     """
 
     def __init__(
         self,
         lock: AbstractContextManager[object],
         running: Mapping[int, FunctionContext],
+        unsent: deque[worker_pb2.Question],
         wake: Callable[[], object],
     ) -> None:
-        self._lock, self._running, self._wake = lock, running, wake
-        self.unsent: deque[worker_pb2.Question] = deque()
+        self._lock, self._running, self._unsent, self._wake = lock, running, unsent, wake
         self.asked: dict[int, _Asked] = {}
         """By function. Only of those that run and have asked something."""
 
@@ -96,7 +96,7 @@ class Questions:
             if first:  # now, since this may end the wait at once
                 context.on_cancel(functools.partial(self._stop, asked))
             question.function, question.position, question.number = context.function, asked.position, asked.last
-            self.unsent.append(question)
+            self._unsent.append(question)
             self._wake()
         with context.out_of_turn():
             reply = answer.result()
@@ -109,7 +109,7 @@ class Questions:
         context.tell_progress = None
         with self._lock:
             question = worker_pb2.Question(function=context.function, position=context.position, progressed=True)
-            self.unsent.append(question)
+            self._unsent.append(question)
             self._wake()
 
     def _stop(self, asked: _Asked) -> None:
