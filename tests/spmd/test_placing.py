@@ -263,7 +263,7 @@ def test_a_worker_refuses_a_malformed_program(workers: ClusterCoordinator) -> No
         ("{}", "it has a mesh, arrays, inputs, code and outputs"),
         (encode(other, [], 0, [], []), "but the mesh is of worker 1, worker 0"),
     ):
-        args: tuple[Any, ...] = (text, BlockStore(), ([], [], [], [], []))
+        args: tuple[Any, ...] = (text, BlockStore(), "[[],[],[],[]]")
         for value in workers.schedule_gang(run_program, args, None, homes, size, None, 0, None, isolated=True):
             with pytest.raises(ProtocolError, match=message):
                 value.fetch(TIMEOUT)

@@ -60,8 +60,8 @@ class _Client:
             self._operations += 1
             self._digest = xxhash.xxh3_64_intdigest(program.text.encode(), self._digest)
         exchange = _Compared(self.replica, self._ranks, f"after {self._operations} operations, {self._digest:016x}")
-        rest = program.inputs, program.outputs, program.forgotten, program.payloads[0], program.sent, program.functions
-        return Ended([run(parsed, self._store, exchange, *rest)])
+        fetched = run(parsed, self._store, exchange, program.numbers, program.payloads[0], program.functions)
+        return Ended([fetched])
 
 
 class _Compared(AmongWorkers):

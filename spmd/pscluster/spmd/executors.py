@@ -68,11 +68,8 @@ class InProcess:
                     parse(program.text),
                     self._store,
                     OneProcess(),
-                    program.inputs,
-                    program.outputs,
-                    program.forgotten,
+                    program.numbers,
                     program.payloads[0],
-                    program.sent,
                     program.functions,
                     HeldHere(program.variables, program.optimizers),
                 )
@@ -180,11 +177,8 @@ class Workers:
         from pscluster.coordinator import PerReplica  # what needs no workers should not import it
 
         coordinator = self.coordinator
-        numbers = program.inputs, program.outputs, program.forgotten
-        rest: tuple[Any, ...] = (
-            self._store,
-            PerReplica([(*numbers, list(payload), list(program.sent)) for payload in program.payloads]),
-        )
+        payloads: Any = PerReplica(program.payloads) if any(program.payloads) else ()
+        rest: tuple[Any, ...] = (self._store, program.numbers.encoded(), payloads)
         if program.variables:
             rest = (*rest, [variable.handle for variable in program.variables], list(program.optimizers))
         definition = program.definition

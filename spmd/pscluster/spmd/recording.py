@@ -14,7 +14,7 @@ from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.layouts.moving import moving
 from pscluster.spmd.ordering import Recorded, ordered
 from pscluster.worker.programs.local.blocks import LocalFunction
-from pscluster.worker.programs.program import ArrayType, encode
+from pscluster.worker.programs.program import ArrayType, Numbers, encode
 
 if TYPE_CHECKING:
     from pscluster.spmd.session import Running, Session
@@ -75,6 +75,11 @@ class Sendable:
     updates: bool = False
     fetches: bool = False
     sent: Sequence[int] = ()  # places among the inputs of those that are sent with it: as payloads, after its own
+
+    @property
+    def numbers(self) -> Numbers:
+        """The numbers of the arrays that a run of it is about."""
+        return Numbers(self.inputs, self.outputs, self.forgotten, self.sent)
 
     @property
     def has_results(self) -> bool:

@@ -12,7 +12,7 @@ from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.worker.collectives import algorithms
 from pscluster.worker.programs.interpreter import run
-from pscluster.worker.programs.program import ArrayType, encode
+from pscluster.worker.programs.program import ArrayType, Numbers, encode
 from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
@@ -71,7 +71,8 @@ class Tasks:
                 for array, of in loads
             ]
             exchange = InMemory(links)
-            return run(program, self.stores[links.rank], exchange, inputs, list(named.values()), forgotten, payloads)
+            numbers = Numbers(inputs, list(named.values()), forgotten)
+            return run(program, self.stores[links.rank], exchange, numbers, payloads)
 
         return on_each(len(self.mesh.tasks), on_task)
 

@@ -12,7 +12,7 @@ from pscluster.core.errors import ProtocolError, TensorLostError
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run
-from pscluster.worker.programs.program import ArrayType, encode
+from pscluster.worker.programs.program import ArrayType, Numbers, encode
 from pscluster.worker.programs.reading import parse
 from pscluster.worker.programs.store import BlockStore
 
@@ -145,7 +145,8 @@ def test_equal_blocks_are_one() -> None:
     array = np.arange(6.0)
     of = typed(array, ["x"], mesh)
     program = parse(encode(mesh, [of, of], 0, [["load", 0, 0], ["compute", [1], "exp", [0], [["in", 0]], {}]], [1]))
-    run(program, store, OneProcess(), [], [1], [], [{shard: array[2 * shard : 2 * shard + 2] for shard in range(3)}])
+    payload = {shard: array[2 * shard : 2 * shard + 2] for shard in range(3)}
+    run(program, store, OneProcess(), Numbers([], [1], []), [payload])
     blocks = store.get(1, of).of
     assert len({id(block) for block in blocks.values()}) == 3
     assert blocks[0] is blocks[1]
@@ -172,12 +173,12 @@ def test_what_does_not_fit_is_refused() -> None:
     rubbish: list[Any] = [{}, {0: np.zeros(2)}, 3, {n: np.zeros(3) for n in range(3)}, {n: [0, 0] for n in range(3)}]
     for payload in rubbish:
         with pytest.raises(ProtocolError, match="needs a block of shape"):
-            run(loading, store, OneProcess(), [], [], [], [payload])
+            run(loading, store, OneProcess(), Numbers([], [], []), [payload])
     with pytest.raises(ProtocolError, match="1 payloads and 0 functions, and was given 0, 0, 0, 0"):
-        run(loading, store, OneProcess(), [], [], [], [])
+        run(loading, store, OneProcess(), Numbers([], [], []), [])
     wrong = parse(
         encode(mesh, [of, of], 0, [["create", 0, "full", [1, 0]], ["compute", [1], "sign", [0], [1], {}]], [1])
     )
     with pytest.raises(ProtocolError, match="sign has returned"):
-        run(wrong, store, OneProcess(), [], [5], [], [])
+        run(wrong, store, OneProcess(), Numbers([], [5], []), [])
     assert not len(store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,6 +46,7 @@ class Result:
     dtype: np.dtype[Any]
 
 
+@functools.cache
 def block(number: int) -> Placeholder:
     """Return what stands for an operand's block in arguments."""
     return Placeholder("in", number)
@@ -123,18 +125,40 @@ def refuse_out(name: str, kwargs: dict[str, Any]) -> None:
 
 def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[np.dtype[Any]]:
     """Return the element types of a function's results; arrays among the arguments become ones of a single element."""
+    if isinstance(function, np.ufunc):
+        operands = tuple(
+            (DTensor, arg.dtype, arg.ndim) if isinstance(arg, DTensor) else (type(arg), arg, 0) for arg in args
+        )
+        return _types_of_ufunc(function, operands, tuple(kwargs.items()))
 
     def small(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return np.ones((1,) * value.ndim, value.dtype)
+            return _single(value.dtype, value.ndim)
         if isinstance(value, list):
             return [small(item) for item in value]
         return value
 
+    return _types_of(function, [small(arg) for arg in args], kwargs)
+
+
+def _single(dtype: np.dtype[Any], ndim: int) -> Array:
+    return np.ones((1,) * ndim, dtype)
+
+
+def _types_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[np.dtype[Any]]:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        results = function(*map(small, args), **kwargs)
+        results = function(*args, **kwargs)
     return [np.asarray(result).dtype for result in (results if isinstance(results, tuple | list) else [results])]
+
+
+@functools.lru_cache(maxsize=1024)
+def _types_of_ufunc(
+    ufunc: np.ufunc, operands: tuple[tuple[type, Any, int], ...], kwargs: tuple[tuple[str, Any], ...]
+) -> list[np.dtype[Any]]:
+    """Do what `probe` does. Numbers come with their type: 1, 1.0 and True are equal."""
+    args = [_single(value, ndim) if kind is DTensor else value for kind, value, ndim in operands]
+    return _types_of(ufunc, args, dict(kwargs))
 
 
 def apply(
@@ -161,51 +185,71 @@ def apply(
             none: then those are not sharded.
     """
     mesh = mesh_of(*operands)
-    kept = list(dict.fromkeys(label for result in results for label in result.labels if label is not None))
-    unsharded = set(whole)
-    for operand, of in zip(operands, labels, strict=True):
-        for label, length, spec in zip(of, operand.shape, operand.layout.specs, strict=True):
-            if label in kept and all(label in result.labels for result in results):
-                continue
-            if not combine or (combine in _NO_IDENTITY and spec in mesh and length < mesh[spec]):
-                unsharded.add(label)
-    rule = resolve(
+    of_operands = tuple(
         [
-            Operand(tuple(of), operand.layout.specs, operand.nbytes)
+            (tuple(of), operand.shape, operand.layout, operand.nbytes)
             for of, operand in zip(labels, operands, strict=True)
-        ],
-        kept,
-        unsharded,
+        ]
     )
-    known: dict[tuple[int, tuple[str, ...]], Ref] = {}  # an array that occurs twice moves once
+    layouts, types, work = _planned(of_operands, tuple(results), frozenset(whole), combine)
+    known: dict[tuple[int, Layout], Ref] = {}  # an array that occurs twice moves once
     refs: list[Ref] = []
-    for operand, specs in zip(operands, rule.operands, strict=True):
-        key = id(operand), specs
+    for operand, layout in zip(operands, layouts, strict=True):
+        key = id(operand), layout
         if key not in known:
-            known[key] = operand.in_layout(Layout(specs, mesh))
+            known[key] = operand.in_layout(layout)
         refs.append(known[key])
-    layouts = [Layout([rule.dims.get(label) for label in result.labels], mesh) for result in results]
-    types = [
-        ArrayType(result.shape, result.dtype, layout, rule.partial, combine or "add")
-        for result, layout in zip(results, layouts, strict=True)
-    ]
-    lengths = {
-        label: length
-        for of, operand in zip(labels, operands, strict=True)
-        for label, length in zip(of, operand.shape, strict=True)
-        if label is not None
-    }
     made = session_of(mesh).compute(
         types,
         function,
         refs,
         [encoded(arg) for arg in args],
         {name: encoded(arg) for name, arg in (kwargs or {}).items()},
-        rule.work(lengths, dict(mesh.dims)),
+        work,
     )
-    tensors = [DTensor(ref, layout) for ref, layout in zip(made, layouts, strict=True)]
+    tensors = [DTensor(ref, of.layout) for ref, of in zip(made, types, strict=True)]
     record(function, operands, labels, tensors, [result.labels for result in results], args, kwargs or {})
     return tensors
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    operands: tuple[tuple[tuple[Label, ...], tuple[int, ...], Layout, int], ...],
+    results: tuple[Result, ...],
+    whole: frozenset[Label],
+    combine: str,
+) -> tuple[list[Layout], list[ArrayType], int]:
+    """Apply the rule, given labels, shape, layout and bytes of each operand: see `apply`.
+
+    Return the layouts that the operands must have, the results, and the work of the busiest device.
+    """
+    mesh = operands[0][2].mesh
+    kept = list(dict.fromkeys(label for result in results for label in result.labels if label is not None))
+    unsharded = set(whole)
+    for of, shape, given, _ in operands:
+        for label, length, spec in zip(of, shape, given.specs, strict=True):
+            if label in kept and all(label in result.labels for result in results):
+                continue
+            if not combine or (combine in _NO_IDENTITY and spec in mesh and length < mesh[spec]):
+                unsharded.add(label)
+    rule = resolve([Operand(of, given.specs, nbytes) for of, _, given, nbytes in operands], kept, unsharded)
+    types = [
+        ArrayType(
+            result.shape,
+            result.dtype,
+            Layout([rule.dims.get(label) for label in result.labels], mesh),
+            rule.partial,
+            combine or "add",
+        )
+        for result in results
+    ]
+    lengths = {
+        label: length
+        for of, shape, _, _ in operands
+        for label, length in zip(of, shape, strict=True)
+        if label is not None
+    }
+    return [Layout(specs, mesh) for specs in rule.operands], types, rule.work(lengths, dict(mesh.dims))
 
 
 def encoded(value: Any) -> Any:

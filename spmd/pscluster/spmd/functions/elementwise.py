@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.layouts.rule import Label
 from pscluster.core.layouts.rule import elementwise as labels_of
 from pscluster.spmd.functions.applying import (
     Result,
@@ -35,21 +37,22 @@ def elementwise(
     mesh = mesh_of(*operands)
     given = [value if is_scalar(value) or value is None else as_tensor(value, mesh) for value in operands]
     tensors = [value for value in given if isinstance(value, DTensor)]
-    shapes = [tensor.shape for tensor in tensors]
-    shape = np.broadcast_shapes(*shapes)
+    labels, shape, of_result = _broadcast(tuple([tensor.shape for tensor in tensors]))
     dtypes = probe(function, *given, *rest, **kwargs)
-    labels = tuple(range(-len(shape), 0))
     numbers = iter(range(len(tensors)))
     args = [block(next(numbers)) if isinstance(value, DTensor) else value for value in given]
-    made = apply(
-        name,
-        tensors,
-        labels_of(shapes),
-        [Result(labels, shape, dtype) for dtype in dtypes],
-        [*args, *rest],
-        kwargs,
-    )
+    results = [Result(of_result, shape, dtype) for dtype in dtypes]
+    made = apply(name, tensors, labels, results, [*args, *rest], kwargs)
     return made[0] if len(made) == 1 else tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _broadcast(
+    shapes: tuple[tuple[int, ...], ...],
+) -> tuple[list[tuple[Label, ...]], tuple[int, ...], tuple[Label, ...]]:
+    """Return the labels of operands of these shapes, and the shape and the labels of the result."""
+    shape = np.broadcast_shapes(*shapes)
+    return labels_of(shapes), shape, tuple(range(-len(shape), 0))
 
 
 def call_ufunc(ufunc: np.ufunc, *inputs: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pscluster.core.errors import NotPermittedError, ProtocolError
 from pscluster.core.limits import MAX_COUNT, check_count
@@ -33,6 +34,41 @@ class Member:
         return f"replica {self.rank} (worker {self.worker} at {self.address})"
 
 
+class _Members(Sequence[Member]):
+    """Those of a message, read at first use: most gangs run one small program, and exchange nothing."""
+
+    __slots__ = ("_known", "_messages")
+
+    def __init__(self, messages: Sequence[worker_pb2.GangMember]) -> None:
+        self._messages, self._known = messages, tuple[Member, ...]()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not self._known:
+            self._known = tuple(
+                Member(rank, member.worker, member.address, member.incarnation, member.tls_name)
+                for rank, member in enumerate(self._messages)
+            )
+        return self._known[rank]
+
+
+class _Names(Sequence[str]):
+    """What errors call members, made at first use."""
+
+    __slots__ = ("_members",)
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return str(self._members[rank])
+
+
 @dataclass(frozen=True, slots=True)
 class Gang:
     """One placement of a gang, as one of its members sees it."""
@@ -58,12 +94,14 @@ class Gang:
             raise ProtocolError(f"a gang's secret has {len(message.secret)} bytes; the least is {_SHORTEST_SECRET}")
         if not 0 <= message.timeout < float("inf"):
             raise ProtocolError(f"a gang's timeout is {message.timeout} s; give one above 0, or 0 for the default")
-        members = tuple(
-            Member(rank, member.worker, member.address, member.incarnation, member.tls_name)
-            for rank, member in enumerate(message.members)
-        )
         seconds = message.timeout or DEFAULT_SECONDS
+        members = _Members(message.members)
         return cls(message.id, message.generation, message.rank, members, message.secret, seconds)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What errors call its members, by rank."""
+        return _Names(self.members)
 
     def runs_beside(self, rank: int) -> bool:
         """Return whether there is a member with this rank, and it is placed on this worker, too."""

@@ -14,7 +14,7 @@ waits. Nothing more is read before it is accepted.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
@@ -52,7 +52,7 @@ class Hosted:
         self._lock = threading.Lock()
         self._joined: set[int] = set()
         self._on_end: dict[int, OnEnd] = {}
-        self._replies: Sequence[Reply] | None = None
+        self._reply_to: Callable[[int], Reply] | None = None
 
     def join(self, source: int) -> None:
         """Accept an exchange. Raise StaleError if the source has one."""
@@ -64,22 +64,23 @@ class Hosted:
     def on_end(self, source: int, callback: OnEnd) -> None:
         """Call this with the reply to a source when the function ends; at once if it has."""
         with self._lock:
-            if (replies := self._replies) is None:
+            if (reply_to := self._reply_to) is None:
                 self._on_end[source] = callback
                 return
-        callback(replies[source])
+        callback(reply_to(source))
 
     def leave(self, source: int) -> None:
         """Forget the callback of an exchange that is over."""
         with self._lock:
             self._on_end.pop(source, None)
 
-    def end(self, replies: Sequence[Reply]) -> None:
+    def end(self, reply_to: Callable[[int], Reply]) -> None:
+        """Tell each source the reply to it, now or when it asks."""
         with self._lock:
-            self._replies, self.mailbox = replies, None
+            self._reply_to, self.mailbox = reply_to, None
             callbacks, self._on_end = self._on_end, {}
         for source, callback in callbacks.items():
-            callback(replies[source])
+            callback(reply_to(source))
 
 
 class Gangs:
@@ -88,7 +89,8 @@ class Gangs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._hosted: OrderedDict[tuple[int, int], Hosted] = OrderedDict()  # by the gang's id and the member's rank
+        self._hosted: dict[tuple[int, int], Hosted] = {}  # by the gang's id and the member's rank
+        self._over: deque[Hosted] = deque()  # those that have ended and are remembered
         self._waiting = 0
         self._closed = False
 
@@ -96,9 +98,8 @@ class Gangs:
         """Accept exchanges of a gang from now on. Raise StaleError if a later generation has run here."""
         hosted, member = Hosted(gang, mailbox), (gang.id, gang.rank)
         with self._lock:
-            known = self._hosted.pop(member, None)
+            known = self._hosted.get(member)
             if known is not None and known.gang.generation >= gang.generation:
-                self._hosted[member] = known
                 raise StaleError(f"generation {gang.generation} of this gang is over: this worker has run a later one")
             self._hosted[member] = hosted
             self._changed.notify_all()
@@ -107,11 +108,14 @@ class Gangs:
     def end(self, hosted: Hosted, kind: worker_pb2.ExchangeReply.Kind, reason: str, sent: Sequence[int]) -> None:
         """Tell the other members that the function has ended, how, and how many messages each of them was sent."""
         reason = shortened(reason)
-        hosted.end([Reply(kind=kind, reason=reason, messages=messages) for messages in sent])
+        hosted.end(lambda source: Reply(kind=kind, reason=reason, messages=sent[source]))
         with self._lock:
-            over = [member for member, known in self._hosted.items() if known.mailbox is None]
-            for member in over[: max(0, len(over) - _REMEMBERED)]:
-                del self._hosted[member]
+            self._over.append(hosted)
+            if len(self._over) > _REMEMBERED:
+                oldest = self._over.popleft()
+                member = oldest.gang.id, oldest.gang.rank
+                if self._hosted.get(member) is oldest:  # else a later generation is in its place
+                    del self._hosted[member]
 
     def find(self, opening: worker_pb2.Opening, is_wanted: Callable[[], bool]) -> Hosted:
         """Return the gang of an exchange, once its function has started. Raise a refusal if it may not join."""
@@ -164,6 +168,7 @@ class Gangs:
         with self._lock:
             self._closed = True
             self._hosted.clear()
+            self._over.clear()
             self._changed.notify_all()
 
 

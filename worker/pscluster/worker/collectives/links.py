@@ -184,7 +184,7 @@ class MemberLinks:
     def __init__(self, gang: Gang, ways: Ways, function: FunctionContext) -> None:
         self.gang, self._ways, self._function = gang, ways, function
         self.rank, self.size = gang.rank, gang.size
-        self.mailbox = Mailbox(gang.rank, [str(member) for member in gang.members], self._wait)
+        self.mailbox = Mailbox(gang.rank, gang.names, self._wait)
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._signature = worker_pb2.Signature()

@@ -60,7 +60,7 @@ class Posted:
 class _Source:
     """What is known of one other member."""
 
-    room: threading.Condition  # its thread waits here while its message is held back
+    lock: threading.Lock  # the mailbox's
     posted: deque[Posted] = field(default_factory=deque)  # awaiting messages that have not begun to arrive
     kept: deque[Arrival] = field(default_factory=deque)  # messages that no receive awaits; the last may be arriving
     kept_bytes: int = 0
@@ -69,6 +69,18 @@ class _Source:
     announced: deque[tuple[int, worker_pb2.Signature]] = field(default_factory=deque)  # collectives that it has begun
     ended: worker_pb2.ExchangeReply | None = None
     broken: PsClusterError | None = None  # why nothing more comes from it
+    room: threading.Condition | None = None  # its thread waits here while its message is held back
+
+    def wait_for_room(self, there_is: Callable[[], object]) -> None:
+        """Hold back the source's thread. Under the lock."""
+        if not there_is():
+            self.room = self.room or threading.Condition(self.lock)
+            self.room.wait_for(there_is)
+
+    def check_room(self) -> None:
+        """Let the source's thread check whether there is room. Under the lock."""
+        if self.room is not None:
+            self.room.notify_all()
 
 
 class Mailbox:
@@ -84,7 +96,7 @@ class Mailbox:
         self._rank, self._names, self._wait, self._room_bytes = rank, names, wait, room_bytes
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for the function's thread
-        self._sources = [_Source(threading.Condition(self._lock)) for _ in names]
+        self._sources = [_Source(self._lock) for _ in range(len(names))]
         self._awaited: Posted | None = None
         self._signature = worker_pb2.Signature()
         self._failure: PsClusterError | None = None
@@ -101,7 +113,7 @@ class Mailbox:
             for rank, state in enumerate(self._sources):
                 while state.announced and state.announced[0][0] < self.sequence:
                     state.announced.popleft()
-                    state.room.notify_all()
+                    state.check_room()
                 self._compare(rank)
             if self._failure is not None:
                 raise self._failure
@@ -115,11 +127,11 @@ class Mailbox:
             posted = Posted(source, state.begun, memory, self._wait)
             if not state.kept:
                 state.posted.append(posted)
-                state.room.notify_all()
+                state.check_room()
                 return posted
             arrival = state.kept.popleft()
             state.kept_bytes -= len(arrival.memory) + _MESSAGE_BYTES
-            state.room.notify_all()
+            state.check_room()
             if self._fits(source, arrival.sequence, len(arrival.memory), posted):
                 if arrival.whole:
                     memory[:] = arrival.memory
@@ -194,7 +206,7 @@ class Mailbox:
                 state.kept.clear()
                 state.announced.clear()
                 state.kept_bytes = 0
-                state.room.notify_all()
+                state.check_room()
 
     @property
     def kept_bytes(self) -> int:
@@ -208,7 +220,7 @@ class Mailbox:
         """Note which collective a source has begun."""
         with self._lock:
             state = self._sources[source]
-            state.room.wait_for(lambda: self._closed or len(state.announced) < _MAX_ANNOUNCED)
+            state.wait_for_room(lambda: self._closed or len(state.announced) < _MAX_ANNOUNCED)
             if not self._closed:
                 state.announced.append((sequence, signature))
                 self._compare(source)
@@ -217,7 +229,7 @@ class Mailbox:
         """Return memory for the next message of a source, held back until there is room; None: drop it."""
         state = self._sources[source]
         with self._lock:
-            state.room.wait_for(
+            state.wait_for_room(
                 lambda: self._closed or state.posted or state.kept_bytes + size + _MESSAGE_BYTES <= self._room_bytes
             )
             if self._closed:

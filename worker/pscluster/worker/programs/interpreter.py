@@ -37,12 +37,13 @@ from pscluster.worker.programs.program import (
     Instruction,
     Load,
     Move,
+    Numbers,
     Placeholder,
     Program,
     Read,
     Update,
 )
-from pscluster.worker.programs.reading import parse
+from pscluster.worker.programs.reading import parse, read_numbers
 from pscluster.worker.programs.store import Blocks, BlockStore
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
@@ -51,14 +52,12 @@ Array = npt.NDArray[Any]
 Payload = Mapping[int, Array]
 """Blocks of one array, by their number in its layout: those that a task needs."""
 
-Arrays = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Payload], Sequence[int]]
-"""What one run of a program is given: see `run`."""
-
 
 def run_program(
     text: str,
     store: BlockStore,
-    arrays: Arrays,
+    numbers: str,
+    payloads: Sequence[Payload] = (),
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
 ) -> list[list[Array]] | None:
@@ -70,42 +69,38 @@ def run_program(
     Args:
         text: the program.
         store: this worker's.
-        arrays: this worker's.
+        numbers: of arrays, see `Numbers`.
+        payloads: this worker's, see `run`.
         variables, optimizers: handles of those that it names.
     """
-    return run_local(text, (), store, arrays, variables, optimizers)
+    return run_local(text, (), store, numbers, payloads, variables, optimizers)
 
 
 def run_local(
     text: str,
     functions: Sequence[LocalFunction],
     store: BlockStore,
-    arrays: Arrays,
+    numbers: str,
+    payloads: Sequence[Payload] = (),
     variables: Sequence[Any] = (),
     optimizers: Sequence[Any] = (),
 ) -> list[list[Array]] | None:
     """Run a program that calls plain functions, as `run_program` does."""
-    program = parse(text)
+    program, read = parse(text), read_numbers(numbers)
     function = current_function()
     assert function is not None  # it was scheduled
     if program.inputs and function.steps is not None and function.steps.dry:
         return None  # all members know it
     exchange = exchange_of(program.mesh, replica_context(), function.worker_index)
-    on_servers = OnServers(program, variables, optimizers)
-    inputs, outputs, forgotten, payloads, sent = arrays
-    rest = inputs, outputs, forgotten, payloads, sent, functions, on_servers
-    return run(program, store, exchange, *rest)
+    return run(program, store, exchange, read, payloads, functions, OnServers(program, variables, optimizers))
 
 
 def run(
     program: Program,
     store: BlockStore,
     exchange: Exchange,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    forgotten: Sequence[int],
+    numbers: Numbers,
     payloads: Sequence[Payload],
-    sent: Sequence[int] = (),
     functions: Sequence[LocalFunction] = (),
     variables: Variables | None = None,
 ) -> list[list[Array]]:
@@ -115,10 +110,8 @@ def run(
         program: what to do.
         store: this task's.
         exchange: the way to the others.
-        inputs, outputs: the numbers in the store of its first registers, and of its outputs.
-        forgotten: numbers of arrays that are no longer needed.
+        numbers: in the store, of its inputs and outputs, and of what is forgotten.
         payloads: what it loads; and after that, blocks of inputs that are not in the store yet.
-        sent: the registers of those.
         functions: those that it calls.
         variables: those that it names.
 
@@ -127,6 +120,7 @@ def run(
         TensorLostError: an input is not in the store.
         MemberUnavailableError: another task is gone.
     """
+    inputs, outputs, sent = numbers.inputs, numbers.outputs, numbers.sent
     takes = program.inputs, len(program.outputs) + program.untyped, program.payloads, program.functions
     given = len(inputs), len(outputs), len(payloads) - len(sent), len(functions)
     if takes[:2] != given[:2] or takes[2] > given[2] or takes[3] > given[3]:
@@ -134,7 +128,7 @@ def run(
             f"a program takes {takes[0]} inputs, {takes[1]} outputs, {takes[2]} payloads and {takes[3]} functions, and "
             f"was given {', '.join(map(str, given))}"
         )
-    store.drop(forgotten)
+    store.drop(numbers.forgotten)
     variables = variables or NoVariables()
     running = _Running(program, exchange, payloads, functions)
     for register, payload in zip(sent, payloads[len(payloads) - len(sent) :], strict=True):

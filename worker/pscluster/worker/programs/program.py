@@ -24,6 +24,7 @@ Nothing in a program is trusted: `reading.parse` refuses whatever makes no sense
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -59,9 +60,18 @@ class ArrayType:
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
-    def encoded(self) -> list[Any]:
-        """Return it as in a program."""
-        return [list(self.shape), self.dtype.name, list(self.layout.specs), list(self.partial), self.combine]
+
+_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded_type(of: ArrayType) -> str:
+    return _json([of.shape, of.dtype.name, of.layout.specs, of.partial, of.combine])
+
+
+@functools.lru_cache(maxsize=64)
+def _encoded_mesh(mesh: Mesh) -> str:
+    return _json([mesh.dims, [str(device) for device in mesh.devices], mesh.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,7 @@ UPDATES = ("assign", "add", "sub", "gradient")
 """Kinds of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """A program that makes sense."""
 
@@ -166,22 +176,22 @@ class Program:
             known = self._local_shapes[register, device] = of.layout.local_shape(of.shape, device)
         return known
 
-    @property
+    @functools.cached_property
     def updates(self) -> list[Update]:
         """What it does to variables, in order."""
         return [item for item in self.code if isinstance(item, Update)]
 
-    @property
+    @functools.cached_property
     def payloads(self) -> int:
         """How many payloads it takes."""
         return max((item.payload + 1 for item in self.code if isinstance(item, Load)), default=0)
 
-    @property
+    @functools.cached_property
     def functions(self) -> int:
         """How many functions it takes."""
         return max((item.function + 1 for item in self.code if isinstance(item, Call)), default=0)
 
-    @property
+    @functools.cached_property
     def untyped(self) -> int:
         """How many outputs it has beside those in registers."""
         return sum(len(item.layouts) for item in self.code if isinstance(item, Call))
@@ -197,16 +207,29 @@ def encode(
     optimizers: int = 0,
 ) -> str:
     """Return the text of a program."""
-    whole: dict[str, Any] = {
-        "mesh": [mesh.dims, [str(device) for device in mesh.devices], mesh.name],
-        "arrays": [array.encoded() for array in arrays],
-        "inputs": inputs,
-        "code": code,
-        "outputs": outputs,
-    }
-    if variables:
-        whole |= {"variables": [variable.encoded() for variable in variables], "optimizers": optimizers}
-    return json.dumps(whole, separators=(",", ":"))
+    stored = f',"variables":{_encoded_types(variables)},"optimizers":{optimizers}' if variables else ""
+    return (
+        f'{{"mesh":{_encoded_mesh(mesh)},"arrays":{_encoded_types(arrays)},"inputs":{inputs},"code":{_json(code)},'
+        f'"outputs":{_json(outputs)}{stored}}}'
+    )
+
+
+def _encoded_types(types: Sequence[ArrayType]) -> str:
+    return f"[{','.join([_encoded_type(of) for of in types])}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Which arrays one run of a program is about, by number."""
+
+    inputs: Sequence[int]  # of its first registers
+    outputs: Sequence[int]
+    forgotten: Sequence[int]  # of arrays that are no longer needed
+    sent: Sequence[int] = ()  # the registers of those inputs whose blocks come with it
+
+    def encoded(self) -> str:
+        """Return them as text: see `reading.read_numbers`."""
+        return _json([self.inputs, self.outputs, self.forgotten, self.sent])
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pscluster.worker.programs.program import (
     Instruction,
     Load,
     Move,
+    Numbers,
     Placeholder,
     Program,
     Read,
@@ -35,6 +36,12 @@ TOGETHER_BYTES = 4 << 20
 """Of arrays that move together: larger ones gain nothing, and would be held in memory, and copied, at once."""
 
 _MAX_AXES = 64  # as in NumPy
+
+
+@functools.lru_cache(maxsize=64)
+def _the_same(mesh: Mesh) -> Mesh:
+    """Return the first of equal meshes: arrays of all programs are compared quickly if they are of one."""
+    return mesh
 
 
 @functools.lru_cache(maxsize=128)
@@ -52,6 +59,18 @@ def parse(text: str) -> Program:
         raise ProtocolError(f"a program: {error}") from None
     except RecursionError:
         raise ProtocolError("a program: its arguments are nested too deep") from None
+
+
+def read_numbers(text: str) -> Numbers:
+    """Return the numbers of a run. Raise ProtocolError if the text is none of `Numbers.encoded`."""
+    try:
+        lists = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        lists = None
+    kinds = list(map(type, lists)) if isinstance(lists, list) else []
+    if kinds != [list] * 4 or any(type(number) is not int for numbers in lists for number in numbers):
+        raise ProtocolError(f"four lists of numbers of arrays come with a program, not {text!r:.100}")
+    return Numbers(*lists)
 
 
 class _Reader:
@@ -86,7 +105,8 @@ class _Reader:
         """Return it."""
         dims, devices, name = self._list(self._data["mesh"], "the mesh", 3)
         pairs = [tuple(self._list(pair, "a dimension", 2)) for pair in self._list(dims, "the dimensions")]
-        self._mesh = Mesh(pairs, self._list(devices, "the devices"), name=self._text(name, "the mesh's name"))
+        given = Mesh(pairs, self._list(devices, "the devices"), name=self._text(name, "the mesh's name"))
+        self._mesh = _the_same(given)
         self._arrays = [self._array(item) for item in self._list(self._data["arrays"], "arrays")]
         self._variables = [self._array(item) for item in self._list(self._data.get("variables", []), "variables")]
         if any(variable.partial for variable in self._variables):
