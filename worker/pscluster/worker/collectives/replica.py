@@ -22,7 +22,7 @@ from pscluster.core.values import describe, map_structure
 from pscluster.core.values.records import is_record_class, layout_of
 from pscluster.v1 import worker_pb2
 from pscluster.worker.collectives import algorithms
-from pscluster.worker.collectives.algorithms import Array, Finish, Links, Receipt
+from pscluster.worker.collectives.algorithms import Array, Finish, Incoming, Links, Outgoing, Receipt
 from pscluster.worker.collectives.links import MemberLinks
 from pscluster.worker.strategy import COMBINE, ReduceOp
 
@@ -147,8 +147,8 @@ class ReplicaContext:
 
     def exchange(
         self,
-        outgoing: Mapping[int, memoryview],
-        incoming: Mapping[int, memoryview],
+        outgoing: Mapping[int, Outgoing],
+        incoming: Mapping[int, Incoming],
         what: str,
         place: str = "a program",
     ) -> None:

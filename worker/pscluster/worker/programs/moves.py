@@ -8,7 +8,7 @@ may. A message that is one piece is received where the piece belongs, if that is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pscluster.core.geometry import Block
 from pscluster.core.layouts.moving import Moving, Piece, gathering, moving, owners_of
 from pscluster.core.transport.frames import view
+from pscluster.worker.collectives.algorithms import PIECE_BYTES, Incoming, Outgoing
 from pscluster.worker.programs.exchange import Exchange
 from pscluster.worker.programs.operations import COMBINES
 from pscluster.worker.programs.program import ArrayType
@@ -79,36 +80,70 @@ def gather_together(
 def _exchange(moves: Sequence[_Move], exchange: Exchange, what: str) -> None:
     """Send other tasks the pieces that they need, and receive those that this one needs."""
     if any(move.plan.transfers for move in moves):
-        outgoing: dict[int, list[Array]] = {}
+        outgoing: dict[int, list[tuple[_Move, int, Block]]] = {}
         awaited: dict[int, list[_Sent]] = {}  # by task
         for nth in sorted(range(len(moves)), key=lambda nth: -moves[nth].itemsize):
             for (of, to), sent in moves[nth].plan.transfers.items():
                 if of == exchange.task:
-                    parts = (np.ascontiguousarray(moves[nth].part(*piece)) for piece in sent)
-                    outgoing.setdefault(to, []).extend(part.reshape(-1).view(np.uint8) for part in parts)
+                    outgoing.setdefault(to, []).extend((moves[nth], *piece) for piece in sent)
                 elif to == exchange.task:
                     awaited.setdefault(of, []).extend(_Sent(nth, device, box) for device, box in sent)
         exchange.swap(
-            {to: view(flats[0] if len(flats) == 1 else np.concatenate(flats)) for to, flats in outgoing.items()},
-            {of: view(_memory_for(moves, sent)) for of, sent in awaited.items()},
+            {to: _message(pieces) for to, pieces in outgoing.items()},
+            {of: _memory_for(moves, sent) for of, sent in awaited.items()},
             what,
         )
 
 
-def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Array:
+def _message(pieces: Sequence[tuple[_Move, int, Block]]) -> Outgoing:
+    """Return what one task is sent."""
+    if len(pieces) == 1:
+        ((move, device, box),) = pieces
+        part = move.part(device, box)
+        if cuts := _cuts(box, move.itemsize):
+            return _rows(part, cuts)
+        return view(np.ascontiguousarray(part))
+    flats = [np.ascontiguousarray(move.part(device, box)).reshape(-1).view(np.uint8) for move, device, box in pieces]
+    return view(np.concatenate(flats))
+
+
+def _cuts(box: Block, itemsize: int) -> list[slice]:
+    """Return how a large piece is cut along its first axis into messages; empty if it is not. Both sides know it."""
+    size = box.size * itemsize
+    if size <= PIECE_BYTES or size > PIECE_BYTES * (rows := box.shape[0]):
+        return []
+    each = PIECE_BYTES * rows // size
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+def _rows(part: Array, cuts: Sequence[slice]) -> Iterator[memoryview]:
+    """Yield rows of a piece, contiguous: copied in memory that stays in the processor's cache, if they are not."""
+    if part.flags.c_contiguous:
+        yield from (view(part[cut]) for cut in cuts)
+        return
+    room = np.empty((cuts[0].stop, *part.shape[1:]), part.dtype)
+    for cut in cuts:
+        rows = room[: cut.stop - cut.start]
+        rows[...] = part[cut]
+        yield view(rows)
+
+
+def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Incoming:
     """Return memory for a message of these pieces, which each move knows as its received ones."""
     if len(sent) == 1:
-        (nth, device, box) = sent[0]
-        if (place := moves[nth].place_of(device, box)) is not None:
-            moves[nth].received[device, box] = place
-            return place.reshape(-1).view(np.uint8)
+        ((nth, device, box),) = sent
+        if (place := moves[nth].place_of(device, box)) is None:
+            place = np.empty(box.shape, moves[nth].source.type.dtype)
+        moves[nth].received[device, box] = place
+        cuts = _cuts(box, moves[nth].itemsize)
+        return [view(place[cut]) for cut in cuts] if cuts else view(place)
     ends = itertools.accumulate(box.size * moves[nth].itemsize for nth, _, box in sent)
     bounds = list(itertools.pairwise((0, *ends)))
     memory = np.empty(bounds[-1][1], np.uint8)
     for (nth, device, box), (start, end) in zip(sent, bounds, strict=True):
         flat = memory[start:end].view(moves[nth].source.type.dtype)
         moves[nth].received[device, box] = flat.reshape(box.shape)
-    return memory
+    return view(memory)
 
 
 class _Move:
