@@ -10,8 +10,10 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import io
 import itertools
 import json
+import math
 import random
 import socket
 import struct
@@ -41,6 +43,9 @@ from pscluster.coordinator.checkpoints.index import (
 )
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.job.progress import decoded
+from pscluster.coordinator.serving import TableVersion, delta_parquet, delta_safetensors
+from pscluster.coordinator.serving.delta_files import Changes, Header
+from pscluster.coordinator.serving.deltas import read_delta
 from pscluster.core.cluster.spec import TFConfig, parse_address
 from pscluster.core.errors import (
     CheckpointError,
@@ -691,6 +696,13 @@ class _Files:
         said = ps_pb2.SavedTensor(tensor="w", dtype="float32", shape=[3, 4], offset=64, bytes=48, checksum=checksum)
         return [said.SerializeToString()]
 
+    def delta(self, data: bytes) -> None:
+        """Read a delta, and say of which version it is."""
+        (self._checkpoint / "delta").write_bytes(data)
+        loaded = read_delta(self._checkpoint / "delta")
+        assert str(loaded.delta.since)
+        assert len(loaded.ids) == len(loaded.rows)
+
     def manifest(self, data: bytes) -> None:
         """Read a generation of a server's state, with everything it refers to."""
         (self._state.path / "state-000001.manifest").write_bytes(data)
@@ -952,6 +964,32 @@ def _round_examples() -> list[bytes]:
     return [rounds.encode(dict(enumerate(statuses[at : at + 2]))) for at in range(3)]
 
 
+def _delta_examples() -> list[bytes]:
+    """Deltas of a variable and of a table by id, in both formats."""
+    ids = np.array([1, 4, 9])
+    examples = []
+    for shape, any_ids in (((12, 2), False), ((0, 3), True), ((12,), False)):
+        rows = np.arange(math.prod((3, *shape[1:])), dtype=np.float32).reshape(3, *shape[1:])
+        header = Header("t", rows.dtype, shape, any_ids, TableVersion(1, 32 * "a"), TableVersion(2, 32 * "b"))
+
+        def take(some: Any, rows: Any = rows) -> Any:
+            return rows[np.searchsorted(ids, some)]
+
+        changes = Changes(header, 3, lambda: iter([ids]), take)
+        for write in (delta_safetensors.write, delta_parquet.write):
+            file = io.BytesIO()
+            write(file, changes)
+            examples.append(file.getvalue())
+    return examples
+
+
+def _with_delta_checksum(data: bytes) -> bytes:
+    """The checksum of a delta in safetensors made to fit; Parquet as it is."""
+    if data.startswith(delta_parquet.MAGIC):
+        return data
+    return data[:-16] + xxhash.xxh3_128_digest(data[:-16])
+
+
 def all_decoders(folder: Path) -> list[Decoder]:
     """All decoders; their files are in the folder."""
     files, node, worker, functions = _Files(folder), _Node(), _Worker(), _Functions(folder)
@@ -993,6 +1031,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
             (PsClusterError, ValueError, KeyError),
             files.check_sum,
         ),
+        Decoder("delta", _delta_examples(), files.delta, (CheckpointError,), _with_delta_checksum),
         Decoder("log", files.log_examples(), files.log, (DamagedError,), files.log_sums),
         Decoder(
             "token",

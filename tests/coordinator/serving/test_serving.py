@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 
@@ -55,13 +56,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Array]]:
             ]
             bias = Variable(np.arange(5, dtype=np.int64), name="bias", partitioner=lambda *_: [1])
             scalar = Variable(1.0, name="scalar")
+            complex_ = Variable(np.zeros((4, 2), np.complex64), name="complex")
         for touched in ([], *TOUCHED):
             for variable in (table, *by_row):
                 ids = np.array(touched, np.int64)
                 variable.scatter_add(IndexedSlices(np.ones((len(touched), DIM), np.float32), ids))
             manager.save().result()
             values.append(table.numpy())
-        del both, bias, scalar, by_row
+        del both, bias, scalar, complex_, by_row
         strategy.delete_variable(table)
         with strategy.scope():
             Variable(np.zeros((4, 2), np.float32), name="table")
@@ -134,13 +136,25 @@ def test_bad_input(made: tuple[Path, list[Array]]) -> None:
         ServingTable.open(directory / "nowhere", "table")
 
 
-def test_deltas_are_followed_in_order(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
+def ids_in(path: str) -> list[int]:
+    """The ids in a delta, as another program reads them."""
+    if path.endswith(".parquet"):
+        ids: list[int] = pq.read_table(path)["id"].to_pylist()
+        return ids
+    return list(safetensors.numpy.load_file(path)["ids"].tolist())
+
+
+ENDINGS = pytest.mark.parametrize("ending", ["", ".parquet"])
+
+
+@ENDINGS
+def test_deltas_are_followed_in_order(made: tuple[Path, list[Array]], tmp_path: Path, ending: str) -> None:
     """Each has the rows that differ; what they lead to is the later checkpoint, and others are refused."""
     directory, values = made
-    deltas = [delta_between(directory, at, at + 1, tmp_path / f"delta-{at}") for at in (1, 2, 3)]
+    deltas = [delta_between(directory, at, at + 1, tmp_path / f"delta-{at}{ending}") for at in (1, 2, 3)]
     for delta, touched in zip(deltas, TOUCHED, strict=True):
         assert (delta.table, delta.changed) == ("table", len(touched))
-        assert safetensors.numpy.load_file(delta.path)["ids"].tolist() == touched
+        assert ids_in(delta.path) == touched
     table = ServingTable.open(directory / "ckpt-000001", "table")
     every = np.arange(ROWS)
     with pytest.raises(
@@ -155,11 +169,11 @@ def test_deltas_are_followed_in_order(made: tuple[Path, list[Array]], tmp_path: 
     with pytest.raises(StaleError, match="follow the deltas in order"):
         table.follow(deltas[2].path)
     np.testing.assert_array_equal(table.lookup(every), values[3])
-    back = delta_between(directory, 4, 1, tmp_path / "back")
+    back = delta_between(directory, 4, 1, tmp_path / f"back{ending}")
     assert back.changed == 5
     table.follow(back.path)
     np.testing.assert_array_equal(table.lookup(every), values[0])
-    same = delta_between(directory, 1, 2, tmp_path / "bias", "bias")
+    same = delta_between(directory, 1, 2, tmp_path / f"bias{ending}", "bias")
     assert same.changed == 0
     bias = ServingTable.open(directory / "ckpt-000002", "bias")
     bias.follow(same.path)
@@ -208,25 +222,34 @@ def test_a_table_follows_newer_checkpoints(copied: tuple[Path, list[Array]], tmp
     np.testing.assert_array_equal(table.lookup(every), values[2], "it is mapped, and may be removed")
 
 
-def test_a_delta_that_is_damaged_is_refused(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
-    """Any byte that differs, or is missing; the table is as before."""
+@ENDINGS
+def test_a_delta_that_is_damaged_is_refused(made: tuple[Path, list[Array]], tmp_path: Path, ending: str) -> None:
+    """Any byte that differs, or is missing; the table is as before. Parquet has bytes that no reader looks at."""
     directory, values = made
-    path = tmp_path / "delta"
+    path = tmp_path / f"delta{ending}"
     delta_between(directory, 1, 2, path)
     data, table = path.read_bytes(), ServingTable.open(directory / "ckpt-000001", "table")
-    before = table.version
+    before, refusals = table.version, list[str]()
     for position in range(0, len(data), 7):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=str(path)):
+        try:
             table.follow(path)
+        except CheckpointError as error:
+            refusals.append(str(error))
+        else:
+            assert ending
+            np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[1])
+            table = ServingTable.open(directory / "ckpt-000001", "table")
+    assert all(str(path) in refusal and "\n" not in refusal for refusal in refusals)
+    assert len(refusals) > len(data) // 14
     for size in (*range(0, len(data), 31), len(data) - 1):
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError, match=str(path)):
             table.follow(path)
     path.write_bytes(data + b"more")
-    with pytest.raises(CheckpointError, match="it was not written to its end"):
+    with pytest.raises(CheckpointError, match="was not written to its end"):
         table.follow(path)
     path.unlink()
     with pytest.raises(CheckpointError, match="can't be read: No such file"):
@@ -235,6 +258,53 @@ def test_a_delta_that_is_damaged_is_refused(made: tuple[Path, list[Array]], tmp_
     np.testing.assert_array_equal(table.lookup(np.arange(ROWS)), values[0])
     path.write_bytes(data)
     table.follow(path)
+
+
+def test_parquet_is_for_other_programs_too(made: tuple[Path, list[Array]], tmp_path: Path) -> None:
+    """Its columns are ids and lists of values; damage is named with its row group; a foreign file is none."""
+    directory, values = made
+    path = tmp_path / "any name"
+    delta = export_delta(directory, "table", since=1, out=path, format="parquet")
+    rows = pq.read_table(path).to_pylist()
+    assert [row["id"] for row in rows] == [0, 3, 4, 500, 999]
+    np.testing.assert_array_equal(np.array([row["row"] for row in rows], np.float32), values[3][[0, 3, 4, 500, 999]])
+    assert ServingTable.open(directory / "ckpt-000001", "table").follow(path) == delta
+    table, whole = ServingTable.open(directory / "ckpt-000001", "table"), pq.read_table(path)
+    chunk, data = pq.read_metadata(path).row_group(0).column(1), bytearray(path.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size - 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"any name is damaged: row group 0 can't be decoded .*copy it once more"):
+        table.follow(path)
+    pq.write_table(whole.select(["id"]), path)
+    with pytest.raises(CheckpointError, match=r"its columns are id \(int64\), not id \(int64\), row \(fixed_size_list"):
+        table.follow(path)
+    pq.write_table(whole.replace_schema_metadata(None), path)
+    with pytest.raises(CheckpointError, match="is a Parquet file, but no delta: its metadata has no 'pscluster-delta'"):
+        table.follow(path)
+    assert table.version.number == 1
+
+
+def test_parquet_that_cannot_be_is_refused(
+    made: tuple[Path, list[Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats that do not exist, types that Parquet lacks, and, before anything is read, a missing pyarrow."""
+    directory, _ = made
+    with pytest.raises(MisuseError, match="format='csv' is none: it is 'safetensors' or 'parquet'"):
+        export_delta(directory, "table", since=1, out=tmp_path / "delta", format="csv")  # type: ignore[arg-type]
+    with pytest.raises(
+        MisuseError, match=r"Parquet has no type for the rows of 'complex', complex64\[2\]: export it as"
+    ):
+        export_delta(directory, "complex", since=1, out=tmp_path / "delta.parquet")
+    path = delta_between(directory, 1, 2, tmp_path / "whole.parquet").path
+    table = ServingTable.open(directory / "ckpt-000001", "table")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    missing = r"\.parquet is a delta in Parquet, .* pip install 'pscluster\[parquet\]'"
+    with pytest.raises(MisuseError, match=missing):
+        export_delta("nowhere", "table", since=1, out=tmp_path / "delta.parquet")
+    with pytest.raises(MisuseError, match=missing):
+        table.follow(path)
+    assert list(tmp_path.iterdir()) == [Path(path)]
+    assert table.version.number == 1
 
 
 KILLED = """

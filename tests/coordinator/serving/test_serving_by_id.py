@@ -68,12 +68,13 @@ def test_lookups_are_those_of_the_job(made: tuple[Path, list[Rows]]) -> None:
             served.lookup(wrong)
 
 
-def test_deltas_lead_from_one_to_the_next(made: tuple[Path, list[Rows]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["delta", "parquet"])
+def test_deltas_lead_from_one_to_the_next(made: tuple[Path, list[Rows]], tmp_path: Path, ending: str) -> None:
     """Rows that were dropped in between have their initial values again."""
     directory, values = made
     served = ServingTable.open(_path(directory, 1), "table")
     deltas = [
-        export_delta(_path(directory, number), "table", since=number - 1, out=tmp_path / f"{number}.delta")
+        export_delta(_path(directory, number), "table", since=number - 1, out=tmp_path / f"{number}.{ending}")
         for number in (2, 3, 4)
     ]
     with pytest.raises(StaleError, match="follow the deltas in order"):
@@ -81,7 +82,7 @@ def test_deltas_lead_from_one_to_the_next(made: tuple[Path, list[Rows]], tmp_pat
     for delta, expected in zip(deltas, values[1:], strict=True):
         served.follow(delta.path)
         np.testing.assert_array_equal(served.lookup(IDS), expected)
-    whole = export_delta(_path(directory, 4), "table", since=1, out=tmp_path / "whole.delta")
+    whole = export_delta(_path(directory, 4), "table", since=1, out=tmp_path / f"whole.{ending}")
     assert whole.changed < sum(delta.changed for delta in deltas)
     again = ServingTable.open(_path(directory, 1), "table")
     again.follow(whole.path)

@@ -4,7 +4,8 @@ It lives beside `checkpoints`, whose index it reads, and imports of that only th
 transport. It takes half of the time that the names of `pscluster.coordinator` take to be imported.
 """
 
-from pscluster.coordinator.serving.deltas import Delta, export_delta
+from pscluster.coordinator.serving.delta_files import Delta
+from pscluster.coordinator.serving.deltas import export_delta
 from pscluster.coordinator.serving.table import ServingTable
 from pscluster.coordinator.serving.versions import TableVersion
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import read_index
-from pscluster.coordinator.serving.deltas import Delta, read_delta
+from pscluster.coordinator.serving.delta_files import Delta
+from pscluster.coordinator.serving.deltas import read_delta
 from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
@@ -128,16 +129,18 @@ class ServingTable:
         return state.take(checked.reshape(-1)).reshape(*checked.shape, *state.base.shape[1:])
 
     def follow(self, path: str | Path) -> Delta:
-        """Apply a delta that `export_delta` has written. Lookups go on meanwhile, and see all of it or nothing.
+        """Apply a delta that `export_delta` has written, in either format. Lookups go on, and see all of it or nothing.
 
         Raises:
             StaleError: it does not begin at the version that is open; the message names both.
-            CheckpointError: it is damaged, not complete, or of another table. In both cases nothing has changed.
+            CheckpointError: it is damaged, not complete, or of another table.
+            MisuseError: it is in Parquet, and there is no pyarrow. In all cases nothing has changed.
         """
         with self._changing:
             state, loaded = self._state, read_delta(path)
             delta, base = loaded.delta, state.base
-            expected, found = (base.name, base.dtype.name, base.shape), (delta.table, loaded.dtype, loaded.shape)
+            header = loaded.header
+            expected, found = (base.name, base.dtype.name, base.shape), (header.table, header.dtype.name, header.shape)
             if expected != found:
                 raise CheckpointError(
                     f"{path} is of table {found[0]!r}, {found[1]}{list(found[2])}, not of {expected[0]!r}, "
@@ -148,7 +151,7 @@ class ServingTable:
                     f"{path} leads from version {delta.since} of {base.name!r} to {delta.version}, but {state.version} "
                     "is open: follow the deltas in order, or open the newest checkpoint with refresh()"
                 )
-            self._state = state.changed(delta.version, loaded.ids, loaded.rows(base.dtype))
+            self._state = state.changed(delta.version, loaded.ids, loaded.rows)
             return delta
 
     def refresh(self) -> bool:

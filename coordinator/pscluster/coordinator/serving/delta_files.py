@@ -1,0 +1,119 @@
+"""What the file of a delta says, in either format: of which table it is, and from which version to which it leads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pscluster.coordinator.checkpoints.index import dtype_of
+from pscluster.coordinator.serving.mapped import Ids
+from pscluster.coordinator.serving.versions import TableVersion
+from pscluster.core.errors import CheckpointError
+from pscluster.ps.storage.tensor_files import Array
+
+KEY = "pscluster-delta"
+"""Where the metadata of a file has the header."""
+MEND = "copy it once more, or export it anew"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A delta in a file: it leads the table from one version to another."""
+
+    path: str
+    table: str
+    since: TableVersion
+    version: TableVersion
+    changed: int  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Of which table a delta is, and its versions."""
+
+    table: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # of the table
+    any_ids: bool  # whether it has rows by any id, not by 0..rows-1
+    since: TableVersion
+    version: TableVersion
+
+    def text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(
+            {
+                "version": _FORMAT,
+                "table": self.table,
+                "dtype": self.dtype.name,
+                "shape": self.shape,
+                "any_ids": self.any_ids,
+                "since": asdict(self.since),
+                "to": asdict(self.version),
+            }
+        )
+
+    @staticmethod
+    def of(path: str | Path, text: str | bytes) -> Header:
+        """Read it again. CheckpointError, which names the file, if it makes no sense: any program may have written it.
+
+        Args:
+            path: of the file, for errors.
+            text: JSON.
+        """
+        try:
+            about = json.loads(text)
+            if about.get("version") != _FORMAT:
+                raise ValueError(f"format version {about.get('version')!r}; this program reads version {_FORMAT}")
+            since, to = TableVersion(**about["since"]), TableVersion(**about["to"])
+            if not all(isinstance(of.number, int) and isinstance(of.digest, str) for of in (since, to)):
+                raise ValueError("versions without a number or a digest")
+            shape = tuple(about["shape"])
+            if not all(isinstance(length, int) and length >= 0 for length in shape) or not shape:
+                raise ValueError(f"a table of shape {shape}")
+            return Header(str(about["table"]), dtype_of(about["dtype"]), shape, about.get("any_ids") is True, since, to)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is to be written. The rows can be taken several times, a few at a time."""
+
+    header: Header
+    count: int
+    ids: Callable[[], Iterator[Ids]]  # rising, not all at once
+    take: Callable[[Ids], Array]  # their rows
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDelta:
+    """A delta in memory."""
+
+    delta: Delta
+    header: Header
+    ids: Ids  # [n], rising
+    rows: Array  # [n, ...]
+
+    @staticmethod
+    def of(path: str | Path, header: Header, ids: Ids, rows: Array) -> LoadedDelta:
+        """Check the ids. CheckpointError, which names the file and the place, if they are none of the table's."""
+        falls = np.flatnonzero(ids[1:] <= ids[:-1])
+        if len(falls):
+            at = int(falls[0]) + 1
+            raise CheckpointError(
+                f"{path} is no delta that can be read: id {ids[at]} (position {at:,}) comes after {ids[at - 1]}"
+            )
+        if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
+            at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))
+            raise CheckpointError(
+                f"{path} is no delta that can be read: id {ids[at]} (position {at:,}) is none of {header.shape[0]:,} "
+                "rows"
+            )
+        delta = Delta(str(path), header.table, header.since, header.version, len(ids))
+        return LoadedDelta(delta, header, ids, rows)

@@ -1,0 +1,164 @@
+"""Deltas as Parquet files, for programs that read tables.
+
+key-value metadata  in "pscluster-delta" the header, as JSON; in "pscluster-delta-checksum" XXH3 (128 bits) of its text,
+                    of all ids, and then of all rows
+id                  int64, rising
+row                 the row with this id as it is in the later checkpoint: a list of its values, all of one length;
+                    of a variable with one axis the value alone
+
+A checksum of the whole file would have to be in its footer, which it would cover. This one is of what is read, so that
+nothing else is ever served; pages have the format's own checksums besides, which name the place of damage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from xxhash import xxh3_128
+
+from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
+from pscluster.coordinator.serving.mapped import Ids
+from pscluster.core.errors import CheckpointError, MisuseError
+from pscluster.core.transport.frames import view
+from pscluster.ps.storage.tensor_files import Array
+
+MAGIC = b"PAR1"
+_CHECKSUM_KEY = f"{KEY}-checksum"
+_GROUP_BYTES = 16 << 20
+_TYPES = (
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bool"),
+)
+
+
+def need_arrow(path: str | Path, module: str = "pyarrow") -> Any:
+    """Return pyarrow, or a module of it. MisuseError, with the mend, if it can't be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MisuseError(
+            f"{path} is a delta in Parquet, and pyarrow can't be imported here ({error}): "
+            "pip install 'pscluster[parquet]', or export it as safetensors"
+        ) from None
+
+
+def check(path: str | Path, header: Header) -> None:
+    """Raise MisuseError if there is no pyarrow, or Parquet has no rows like this table's."""
+    need_arrow(path, "pyarrow.parquet")
+    if header.dtype.name not in _TYPES or not math.prod(header.shape[1:]):
+        raise MisuseError(
+            f"{path}: Parquet has no type for the rows of {header.table!r}, "
+            f"{header.dtype.name}{list(header.shape[1:])}: export it as safetensors"
+        )
+
+
+def write(file: BinaryIO, changes: Changes) -> None:
+    """Write a delta whose table `check` has passed."""
+    header = changes.header
+    pa, pq = (need_arrow(header.table, module) for module in ("pyarrow", "pyarrow.parquet"))
+    digest = xxh3_128(header.text().encode())
+    for some in changes.ids():
+        digest.update(some.tobytes())
+    for some in changes.ids():
+        digest.update(changes.take(some).tobytes())
+    schema = _schema(header).with_metadata({KEY: header.text(), _CHECKSUM_KEY: digest.hexdigest()})
+    with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True) as writer:
+        for ids in _groups(changes):
+            columns = [pa.array(ids), _column(pa, schema, changes.take(ids))]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def _schema(header: Header) -> Any:
+    pa = need_arrow(header.table)
+    value = pa.from_numpy_dtype(header.dtype)
+    if len(header.shape) > 1:
+        value = pa.list_(pa.field("element", value, nullable=False), math.prod(header.shape[1:]))
+    return pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("row", value, nullable=False)])
+
+
+def _groups(changes: Changes) -> Iterator[Ids]:
+    """Yield the ids of each row group: changed rows are few in some pieces, and a group has a few MiB."""
+    header, held = changes.header, list[Ids]()
+    enough = max(_GROUP_BYTES // (math.prod(header.shape[1:]) * header.dtype.itemsize), 1)
+    for some in changes.ids():
+        held.append(some)
+        if sum(map(len, held)) >= enough:
+            yield np.concatenate(held)
+            held.clear()
+    if held:
+        yield np.concatenate(held)
+
+
+def _column(pa: Any, schema: Any, rows: Array) -> Any:
+    values = pa.array(rows.reshape(-1))
+    return values if rows.ndim == 1 else pa.FixedSizeListArray.from_arrays(values, type=schema.field("row").type)
+
+
+def read(path: str | Path, data: bytes) -> LoadedDelta:
+    """Read a delta.
+
+    Raises:
+        CheckpointError: it is not what was written; the message names the file and the row group.
+        MisuseError: there is no pyarrow.
+    """
+    pa, pq = (need_arrow(path, module) for module in ("pyarrow", "pyarrow.parquet"))
+    wrong = (pa.ArrowException, OSError, ValueError)
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        stored, schema = file.metadata.metadata or {}, file.schema_arrow.remove_metadata()
+    except wrong as error:
+        raise CheckpointError(
+            f"{path} is damaged, or was not written to its end: its footer can't be read ({_said(error)}); {MEND}"
+        ) from None
+    text, checksum = (stored.get(key.encode()) for key in (KEY, _CHECKSUM_KEY))
+    if text is None or checksum is None:
+        raise CheckpointError(f"{path} is a Parquet file, but no delta: its metadata has no {KEY!r}; {MEND}")
+    header = Header.of(path, text)
+    check(path, header)
+    expected = _schema(header)
+    if not schema.equals(expected):
+        columns = [", ".join(f"{field.name} ({field.type})" for field in each) for each in (schema, expected)]
+        raise CheckpointError(
+            f"{path} is no delta that can be read: its columns are {columns[0]:.500}, not {columns[1]}; {MEND}"
+        )
+    count = file.metadata.num_rows
+    ids, rows = list[Ids](), list[Array]()
+    for group in range(file.num_row_groups):
+        try:
+            table = file.read_row_group(group)
+            table.validate(full=True)
+            found = _arrays(table, header)
+        except wrong as error:
+            raise CheckpointError(
+                f"{path} is damaged: row group {group} can't be decoded ({_said(error)}); {MEND}"
+            ) from None
+        ids.append(found[0])
+        rows.append(found[1])
+    all_ids = np.concatenate(ids) if ids else np.empty(0, np.int64)
+    all_rows: Array = np.concatenate(rows) if rows else np.empty((0, *header.shape[1:]), header.dtype)
+    digest = xxh3_128(text)
+    digest.update(all_ids.tobytes())
+    digest.update(view(all_rows))
+    if len(all_ids) != count or digest.hexdigest().encode() != checksum:
+        raise CheckpointError(f"{path} is damaged: its {len(all_ids):,} rows are not what was written; {MEND}")
+    return LoadedDelta.of(path, header, all_ids, all_rows)
+
+
+def _arrays(table: Any, header: Header) -> tuple[Ids, Array]:
+    """Return the ids and rows of a row group. ValueError if there are nulls, or not as many of one as of the other."""
+    columns = [table.column(name).combine_chunks() for name in ("id", "row")]
+    values = columns[1].flatten() if len(header.shape) > 1 else columns[1]
+    if any(column.null_count for column in (*columns, values)):
+        raise ValueError("it has nulls")
+    ids, flat = (column.to_numpy(zero_copy_only=False) for column in (columns[0], values))
+    return ids, flat.reshape(len(ids), *header.shape[1:])
+
+
+def _said(error: Exception) -> str:
+    """Return an error of Arrow, which may have several lines, in one."""
+    return " ".join(str(error).split())

@@ -1,0 +1,75 @@
+"""Deltas as safetensors files.
+
+__metadata__    "format": "np", and in "pscluster-delta" the header, as JSON
+ids             [n], int64, rising
+rows            [n, ...], the rows with these ids as they are in the later checkpoint
+checksum        [16], bytes: XXH3 (128 bits) of all bytes of the file before it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from xxhash import xxh3_128
+
+from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
+from pscluster.core.errors import CheckpointError
+from pscluster.ps.storage.tensor_files import stream, tensor_to_write
+
+_MAX_HEADER_BYTES = 1 << 20
+_CHECKSUM_BYTES = 16
+
+
+def write(file: BinaryIO, changes: Changes) -> None:
+    """Write a delta."""
+    digest, header = xxh3_128(), changes.header
+
+    def put(data: bytes) -> None:
+        digest.update(data)
+        file.write(data)
+
+    tensors = [
+        tensor_to_write("ids", np.dtype(np.int64), (changes.count,)),
+        tensor_to_write("rows", header.dtype, (changes.count, *header.shape[1:])),
+        tensor_to_write("checksum", np.dtype(np.uint8), (_CHECKSUM_BYTES,)),
+    ]
+    pieces = (
+        (some.tobytes() for some in changes.ids()),
+        (changes.take(some).tobytes() for some in changes.ids()),
+        (digest.digest() for _ in range(1)),  # when all else has been put
+    )
+    stream(put, tensors, pieces, {KEY: header.text()})
+
+
+def read(path: str | Path, data: bytes) -> LoadedDelta:
+    """Read a delta. CheckpointError, which names the file, if it is not what was written."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 + _CHECKSUM_BYTES or header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path} is no delta, or was not written to its end: {MEND}")
+    try:
+        described = json.loads(data[8 : 8 + header_bytes])
+        text = described["__metadata__"][KEY]
+        begin, ids_end, rows_end = 8 + header_bytes, *(described[name]["data_offsets"][1] for name in ("ids", "rows"))
+        total = begin + described["checksum"]["data_offsets"][1]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise CheckpointError(
+            f"{path} is no delta, or is damaged: its header is not what was written; {MEND}"
+        ) from None
+    if total != len(data):
+        raise CheckpointError(f"{path} has {len(data):,} bytes, not {total!r}: it was not written to its end; {MEND}")
+    if xxh3_128(memoryview(data)[:-_CHECKSUM_BYTES]).digest() != data[-_CHECKSUM_BYTES:]:
+        raise CheckpointError(f"{path} is damaged: it is not what was written; {MEND}")
+    header = Header.of(path, text)
+    try:  # it is what some program has written
+        ids = np.ndarray(ids_end // 8, np.int64, data, begin)
+        stored = memoryview(data)[begin + ids_end : begin + rows_end]
+        if len(ids) * math.prod(header.shape[1:]) * header.dtype.itemsize != len(stored):
+            raise ValueError(f"{len(stored):,} bytes of rows for {len(ids):,} ids")
+        rows = np.ndarray((len(ids), *header.shape[1:]), header.dtype, stored)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
+    return LoadedDelta.of(path, header, ids, rows)
