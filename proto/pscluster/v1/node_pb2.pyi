@@ -74,8 +74,26 @@ class ShardLoad(_message.Message):
     traffic: float
     def __init__(self, shard: _Optional[int] = ..., bytes: _Optional[int] = ..., traffic: _Optional[float] = ...) -> None: ...
 
+class TableLoad(_message.Message):
+    __slots__ = ("rows", "capacity", "rows_read", "rows_found", "rows_made", "rows_evicted", "rows_not_admitted")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    ROWS_READ_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    ROWS_MADE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    capacity: int
+    rows_read: int
+    rows_found: int
+    rows_made: int
+    rows_evicted: int
+    rows_not_admitted: int
+    def __init__(self, rows: _Optional[int] = ..., capacity: _Optional[int] = ..., rows_read: _Optional[int] = ..., rows_found: _Optional[int] = ..., rows_made: _Optional[int] = ..., rows_evicted: _Optional[int] = ..., rows_not_admitted: _Optional[int] = ...) -> None: ...
+
 class VariableLoad(_message.Message):
-    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes", "rows", "shape", "shards", "row_order")
+    __slots__ = ("name", "bytes", "reads", "read_bytes", "updates", "update_bytes", "rows", "shape", "shards", "row_order", "table")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +104,7 @@ class VariableLoad(_message.Message):
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     bytes: int
     reads: int
@@ -96,7 +115,8 @@ class VariableLoad(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     shards: _containers.RepeatedCompositeFieldContainer[ShardLoad]
     row_order: str
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ..., rows: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[ShardLoad, _Mapping]]] = ..., row_order: _Optional[str] = ...) -> None: ...
+    table: TableLoad
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., reads: _Optional[int] = ..., read_bytes: _Optional[int] = ..., updates: _Optional[int] = ..., update_bytes: _Optional[int] = ..., rows: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[ShardLoad, _Mapping]]] = ..., row_order: _Optional[str] = ..., table: _Optional[_Union[TableLoad, _Mapping]] = ...) -> None: ...
 
 class Recorded(_message.Message):
     __slots__ = ("run", "asked", "served")

@@ -18,6 +18,7 @@ from pscluster.coordinator import (
     CheckpointManager,
     ClusterCoordinator,
     Dashboard,
+    EmbeddingTable,
     FixedShardsPartitioner,
     IndexedSlices,
     LocalCluster,
@@ -69,10 +70,13 @@ def test_a_job(tmp_path: Path) -> None:
         with strategy.scope():
             table = Variable(np.zeros((1000, 64), np.float32), name="table")
             odd = Variable(np.zeros(4, np.float32), name=MARKUP)
+            users = EmbeddingTable(4, capacity=100, name="users", num_shards=1)
 
         def step() -> None:
             strategy.read([table, odd])
             table.scatter_add(IndexedSlices(np.ones((10, 64), np.float32), np.arange(10)))
+            users.scatter_add(IndexedSlices(np.ones((5, 4), np.float32), np.arange(5)))
+            users.lookup(np.arange(10))
 
         def wrong() -> None:
             raise ValueError(MARKUP)
@@ -93,9 +97,11 @@ def test_a_job(tmp_path: Path) -> None:
 
             def moving() -> bool:
                 work(line)
-                return "hot" in row(driver, "variables", "table") and "KiB" in row(driver, "servers", "ps 0")
+                hot = "hot" in row(driver, "variables", "table") and "KiB" in row(driver, "servers", "ps 0")
+                return hot and "50 %" in row(driver, "tables", "users")
 
-            shows(driver, moving, "which variable is hot, and what the servers move")
+            shows(driver, moving, "which variable is hot, what the servers move, and how many lookups find a row")
+            assert row(driver, "tables", "users").startswith("users 5 100 ")
             for worker in ("worker 0", "worker 1"):
                 assert "working" in row(driver, "workers", worker) or "idle" in row(driver, "workers", worker)
             assert row(driver, "variables", MARKUP)
@@ -137,8 +143,8 @@ def check_structure(driver: Any) -> None:
     """)
     assert structure["landmarks"] == [1, 1, 1]
     assert not driver.execute_script("return document.querySelector('#replicas').offsetParent"), "there are none"
-    assert (structure["language"], structure["status"], structure["tables"], structure["scopes"]) == ("en", 1, 5, 0)
-    assert structure["headings"] == ["H1", *["H2"] * 7]
+    assert (structure["language"], structure["status"], structure["tables"], structure["scopes"]) == ("en", 1, 6, 0)
+    assert structure["headings"] == ["H1", *["H2"] * 8]
     assert all("over time: " in label for label in structure["charts"])
     order = driver.execute_script("return [...document.querySelectorAll('main section[id]')].map((each) => each.id)")
     assert order.index("errors") < order.index("variables"), "what is wrong comes first, on a narrow page, too"

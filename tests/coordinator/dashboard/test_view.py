@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import re
 import weakref
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.coordinator import ClusterCoordinator
+from pscluster.coordinator.cli.status import top_tables
+from pscluster.coordinator.cli.tables import rendered
 from pscluster.coordinator.dashboard.view import JobSnapshot, page
 from pscluster.coordinator.dashboard.watch import Watch
 from pscluster.coordinator.observability.asker import Answer, Asker
@@ -95,6 +98,40 @@ def test_replicas_are_shown_with_their_workers() -> None:
         (2, "worker 0", 2, 0.5),
     ]
     assert {row["dropped"] for row in rows} == {7}
+
+
+def test_embedding_tables_are_shown() -> None:
+    """With the rows of all servers, and per second what became of them; a server that was restarted has no rates."""
+    meter, replies = RateMeter(), list[dict[str, node_pb2.StatusReply]]()
+    for counts in (
+        {"rows": 100},
+        {"rows": 130, "rows_read": 80, "rows_found": 60, "rows_made": 50, "rows_evicted": 20},
+    ):
+        shown = snapshot(worker(0)).replies
+        for peer in PS:
+            load = shown[peer.task].busiest.add(name="users", bytes=1000, updates=len(replies))
+            load.table.MergeFrom(node_pb2.TableLoad(capacity=500, rows_not_admitted=4 * len(replies), **counts))
+        shown["ps 0"].busiest.add(name="w", bytes=1)
+        replies.append(dict(shown))
+    replies[1]["ps 1"].identity.boot_id = 2
+    meter.add(10.0, replies[0])
+    rates = meter.add(12.0, replies[1])
+    (row,) = page(snapshot(worker(0), rates=rates))["tables"]
+    assert row == {
+        "name": "users",
+        "rows": 260,
+        "capacity": 1000,
+        "held": 2000,
+        "read": 40.0,
+        "hit_rate": 0.75,
+        "made": 25.0,
+        "evicted": 10.0,
+        "not_admitted": 2.0,
+    }
+    in_terminal = rendered(top_tables({}, rates, [], 5), 140)
+    assert re.search(r"users +│ +260 │ +1,000 │ +2.0 KiB │ +40 │ +75% │ +25 │ +2 │ +10 │", in_terminal)
+    (row,) = page(snapshot(worker(0), rates=meter.add(13.0, replies[1])))["tables"]
+    assert (row["rows"], row["hit_rate"], row["made"]) == (260, None, 0.0)
 
 
 def health(shown: JobSnapshot) -> tuple[str, str, list[str]]:

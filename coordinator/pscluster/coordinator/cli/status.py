@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pscluster.coordinator.cli.tables import rendered
 from pscluster.coordinator.observability.asker import Answer, Answers, Asker, replies_by_task
-from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates, TaskRates, VariableRates
+from pscluster.coordinator.observability.rates import BUSIEST, RateMeter, Rates, TableRates, TaskRates, VariableRates
 from pscluster.core.cluster.spec import ClusterSpec
 from pscluster.core.sanitize import shown, shown_json
 from pscluster.core.security.tls import Tls
@@ -226,7 +226,10 @@ def top_tables(
 ) -> RenderableType:
     servers = _numbers("servers", "task", "requests/s", "in/s", "out/s", "shards", "held", "memory")
     workers = _numbers("workers", "task", "functions/s", "running", "waiting for data", "done", "memory")
-    parts: list[RenderableType] = [servers, _variables(rates.variables[:rows]), workers]
+    parts: list[RenderableType] = [servers, _variables(rates.variables[:rows])]
+    if tables := [variable for variable in rates.variables if variable.table is not None][:rows]:
+        parts.append(_tables(tables))
+    parts.append(workers)
 
     def of(role: str, key: Callable[[TaskRates], float]) -> list[tuple[str, node_pb2.StatusReply, TaskRates]]:
         of_role = [
@@ -274,3 +277,22 @@ def _variables(variables: Sequence[VariableRates]) -> Table:
             on,
         )
     return table
+
+
+def _tables(variables: Sequence[VariableRates]) -> Table:
+    names = ("rows", "capacity", "held", "lookups/s", "hit rate", "admitted/s", "not admitted/s", "evicted/s")
+    shown_table = _numbers("embedding tables", "name", *names)
+    for variable in variables:
+        table = variable.table or TableRates()
+        shown_table.add_row(
+            Text(shown(variable.name)),
+            f"{table.rows:,}",
+            f"{table.capacity:,}" if table.capacity else "not set",
+            size(variable.nbytes),
+            f"{table.read:,.0f}",
+            "" if table.hit_rate is None else f"{table.hit_rate:.0%}",
+            f"{table.made:,.0f}",
+            f"{table.not_admitted:,.0f}",
+            f"{table.evicted:,.0f}",
+        )
+    return shown_table

@@ -93,6 +93,7 @@ def page(snapshot: JobSnapshot, *, details: bool = False) -> Json:
         "replicas": _replicas(snapshot),
         "servers": servers,
         "variables": variables,
+        "tables": _tables(snapshot.rates.variables),
         "more_variables": max(len(snapshot.rates.variables) - MAX_VARIABLES, 0),
         "events": [_event(event) for event in reversed(event_log.events[-MAX_EVENTS:])],
         "errors": [
@@ -290,6 +291,25 @@ def _variables(variables: Sequence[VariableRates]) -> list[Json]:
             }
         )
     return rows
+
+
+def _tables(variables: Sequence[VariableRates]) -> list[Json]:
+    """Return the embedding tables, the busiest first."""
+    tables = [(variable, variable.table) for variable in variables if variable.table is not None]
+    return [
+        {
+            "name": variable.name,
+            "rows": table.rows,
+            "capacity": table.capacity or None,
+            "held": variable.nbytes,
+            "read": round(table.read, 1),
+            "hit_rate": None if table.hit_rate is None else round(table.hit_rate, 3),
+            "made": round(table.made, 1),
+            "evicted": round(table.evicted, 1),
+            "not_admitted": round(table.not_admitted, 1),
+        }
+        for variable, table in tables[:MAX_VARIABLES]
+    ]
 
 
 def _overloaded(snapshot: JobSnapshot, servers: Sequence[Json]) -> list[str]:

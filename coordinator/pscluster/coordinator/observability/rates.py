@@ -28,6 +28,24 @@ class TaskRates:
 
 
 @dataclass(slots=True)
+class TableRates:
+    """The rows of an embedding table on all servers together, and per second what became of them."""
+
+    rows: int = 0
+    capacity: int = 0  # 0: not limited
+    read: float = 0.0
+    found: float = 0.0  # of those read, the ones that there were
+    made: float = 0.0
+    evicted: float = 0.0
+    not_admitted: float = 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of the rows read that there were; None: none were read."""
+        return min(self.found / self.read, 1.0) if self.read else None
+
+
+@dataclass(slots=True)
 class VariableRates:
     """The rates of a variable on all servers together, per second."""
 
@@ -38,6 +56,7 @@ class VariableRates:
     updates: float = 0.0
     update_bytes: float = 0.0
     servers: dict[int, float] = field(default_factory=dict)  # bytes moved per second, by server
+    table: TableRates | None = None
 
     @property
     def moved(self) -> float:
@@ -70,6 +89,10 @@ class RateMeter:
             for load in reply.busiest:
                 known = variables.setdefault(load.name, VariableRates(load.name))
                 known.nbytes += load.bytes
+                if load.HasField("table"):
+                    known.table = known.table or TableRates()
+                    known.table.rows += load.table.rows
+                    known.table.capacity += load.table.capacity
             if seconds <= 0 or not same:
                 continue
             tasks[task] = TaskRates(
@@ -112,6 +135,16 @@ def _compare(
         rates.updates += (load.updates - old.updates) / seconds
         rates.read_bytes += read / seconds
         rates.update_bytes += written / seconds
+        if rates.table is not None:
+            _compare_tables(old.table, load.table, seconds, rates.table)
         if load.bytes:  # a server also reports variables of which it holds nothing
             moved = rates.servers.get(reply.identity.index, 0.0) + (read + written) / seconds
             rates.servers[reply.identity.index] = moved
+
+
+def _compare_tables(before: node_pb2.TableLoad, now: node_pb2.TableLoad, seconds: float, rates: TableRates) -> None:
+    rates.read += max(now.rows_read - before.rows_read, 0) / seconds
+    rates.found += max(now.rows_found - before.rows_found, 0) / seconds
+    rates.made += max(now.rows_made - before.rows_made, 0) / seconds
+    rates.evicted += max(now.rows_evicted - before.rows_evicted, 0) / seconds
+    rates.not_admitted += max(now.rows_not_admitted - before.rows_not_admitted, 0) / seconds

@@ -12,6 +12,7 @@ from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
 from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
+from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
@@ -173,6 +174,8 @@ class ParameterServerRole(Role):
             load.reads, load.read_bytes = metrics.pulls, metrics.pulled_bytes
             load.updates, load.update_bytes = metrics.pushes, metrics.pushed_bytes
             load.rows = metrics.rows_read + metrics.rows_updated
+            if held.spec.HasField("table"):
+                _describe_table(load.table, held)
             if shards and (room := room - len(held.shards)) >= 0:
                 load.shape.extend(held.spec.shape)
                 load.row_order = held.spec.row_order.kind
@@ -181,3 +184,12 @@ class ParameterServerRole(Role):
 
     def recorded(self) -> Iterator[node_pb2.Recorded]:
         return self.metrics.recording.messages()
+
+
+def _describe_table(load: node_pb2.TableLoad, held: HeldVariable) -> None:
+    shards, metrics = list(held.shards.values()), held.metrics
+    load.rows = sum(len(shard.array) for shard in shards)
+    load.capacity = 0 if held.spec.table.grows else sum(shard.row_limit for shard in shards)
+    load.rows_read, load.rows_found = metrics.rows_read, metrics.rows_found
+    load.rows_made, load.rows_evicted = metrics.rows_made, metrics.rows_evicted
+    load.rows_not_admitted = metrics.rows_not_admitted

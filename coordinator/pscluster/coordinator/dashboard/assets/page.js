@@ -199,6 +199,18 @@ const showVariables = table("variables", [
   ["Servers", "", (row) => row.servers.map(([server, part]) => `${server} ${percent(part)}`).join(", ")],
 ], "No variables yet.");
 
+const showTables = table("tables", [
+  ["Table", "", (row) => row.name],
+  ["Rows", "number", (row) => whole.format(row.rows)],
+  ["Capacity", "number", (row) => (row.capacity === null ? "not set" : whole.format(row.capacity))],
+  ["Held", "number", (row) => bytes(row.held)],
+  ["Lookups/s", "number", (row) => count(row.read)],
+  ["Hit rate", "number", (row) => optional(row.hit_rate, percent)],
+  ["Admitted/s", "number", (row) => count(row.made)],
+  ["Not admitted/s", "number", (row) => count(row.not_admitted)],
+  ["Evicted/s", "number", (row) => count(row.evicted)],
+], "No tables.");
+
 const showCheckpoints = table("checkpoints", [
   ["Checkpoint", "", (row) => row.path],
   ["Saved at", "number", (row) => at(row.time)],
@@ -357,6 +369,8 @@ function show(page) {
   showServers(page.servers, (row) => row.task);
   showVariables(page.variables, (row) => row.name);
   set($("more-variables"), page.more_variables ? `and ${whole.format(page.more_variables)} more with less traffic` : "");
+  $("tables").hidden = !page.tables.length;
+  showTables(page.tables, (row) => row.name);
   showErrors(page.errors);
   showEvents(page.events);
   showCheckpoints(page.checkpoints, (row) => row.path + row.time);
