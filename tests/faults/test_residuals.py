@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import wait_for_file
 from tests.faults.support import running_job
 
-from pscluster.coordinator.api import IndexedSlices, Variable, optimizers
+from pscluster.coordinator.api import EmbeddingTable, IndexedSlices, Variable, initializers, optimizers
 
 FUNCTIONS, WORKERS = 300, 2
 
@@ -26,10 +26,14 @@ def test_gradients_count_once(tmp_path: Any) -> None:
             table = Variable(np.zeros((8, 8), np.float32), name="table", wire_dtype="int8")
             dense = Variable(np.zeros((6, 5), np.float32), name="dense", wire_dtype="bfloat16", push_top_k=0.5)
             exact = Variable(np.zeros(2, np.float32), name="exact")
+            by_id = EmbeddingTable(8, initializer=initializers.Zeros(), name="by id", wire_dtype="int8")
             sgd = optimizers.SGD(1.0)
 
         def step() -> tuple[int, int]:
-            sgd.apply_gradients([(IndexedSlices(rows, ids), table), (whole, dense), (np.ones(2, np.float32), exact)])
+            slices = IndexedSlices(rows, ids)
+            of_ids = IndexedSlices(rows, ids << 50)
+            ones = np.ones(2, np.float32)
+            sgd.apply_gradients([(slices, table), (whole, dense), (ones, exact), (of_ids, by_id)])
             return os.getpid(), table.client.metrics.residual_rows
 
         def residuals(path: str) -> tuple[int, int]:
@@ -51,8 +55,9 @@ def test_gradients_count_once(tmp_path: Any) -> None:
         processes = WORKERS + 2
         true = np.zeros((8, 8))
         true[ids] = rows.astype(np.float64) * FUNCTIONS
-        error = np.abs(table.numpy() + true)
-        assert 0 < error.max() <= processes * np.abs(rows).max() / 127
+        for held, wanted in ((table.numpy(), true), (by_id.lookup(ids << 50), true[ids])):
+            error = np.abs(held + wanted)
+            assert 0 < error.max() <= processes * np.abs(rows).max() / 127
         # An element is pushed once it is among the largest half: what is kept of it is not above a few gradients.
         error = np.abs(dense.numpy() + whole.astype(np.float64) * FUNCTIONS)
         assert error.max() <= processes * 4 * np.abs(whole).max()
@@ -64,5 +69,5 @@ def test_gradients_count_once(tmp_path: Any) -> None:
         job.join()
         kept = dict(job.coordinator.fetch(one))
         assert killed not in kept
-        # 4 rows, and 2 shards of the dense one: a process that has pushed has them, a new one begins without.
-        assert set(kept.values()) <= {0, 6}
+        # 4 rows each, and 2 shards of the dense one: a process that has pushed has them, a new one begins without.
+        assert set(kept.values()) <= {0, 10}

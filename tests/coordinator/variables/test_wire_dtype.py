@@ -12,6 +12,7 @@ from tests.waiting import TIMEOUT
 from pscluster.coordinator import (
     Checkpoint,
     ClusterCoordinator,
+    EmbeddingTable,
     FixedShardsPartitioner,
     IndexedSlices,
     LocalCluster,
@@ -23,6 +24,7 @@ from pscluster.coordinator import (
     initializers,
     metrics,
     optimizers,
+    table_policies,
 )
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.spec import SESSION_BYTES
@@ -254,6 +256,45 @@ def test_all_but_gradients_and_reads_is_exact(
     wanted = 2 * values
     wanted[[1, 5]] += values[:2]
     np.testing.assert_array_equal(table.numpy(), wanted)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_embedding_tables(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, name: Any) -> None:
+    """Lookups are encoded in functions, initial values, too, and gradients add up by id; scatters are exact."""
+    ids = np.concatenate([np.arange(-20, 20), [(1 << 63) - 1, -(1 << 63)]])
+    with strategy.scope():
+        table, admitting = (
+            EmbeddingTable(WIDTH, initializer=initializers.RandomUniform(seed=1), wire_dtype=name, admission=admission)
+            for admission in (None, table_policies.SeenTimes(3))
+        )
+        rule = optimizers.SGD(1.0)
+    initial, rows = table.lookup(ids), np.random.default_rng(0).normal(size=(len(ids), WIDTH)).astype(np.float32)
+
+    def step() -> Any:
+        before = strategy.traffic()
+        looked_up = table.lookup(ids)
+        pulled = strategy.traffic()
+        with exact_reads():
+            exact = table.lookup(ids)
+        exactly = strategy.traffic()
+        rule.apply_gradients([(IndexedSlices(rows, ids), table)])
+        pushed = (strategy.traffic() - exactly).pushed - 8 * len(ids)
+        for _ in range(29):
+            rule.apply_gradients([(IndexedSlices(rows, ids), table), (IndexedSlices(rows, ids), admitting)])
+        return looked_up, exact, (pulled - before).pulled / initial.nbytes, pushed / initial.nbytes
+
+    looked_up, exact, *ratios = coordinator.fetch(coordinator.schedule(step), TIMEOUT)
+    np.testing.assert_array_equal(looked_up, coded(name, initial))
+    np.testing.assert_array_equal(exact, initial)
+    assert ratios == [RATIOS[name]] * 2
+    assert len(table) == len(admitting) == len(ids)
+    quantum = {"bfloat16": 8 * 2**-8, "float16": 8 * 2**-11, "int8": 8 / 254}[name] + 1e-4
+    assert 0 < np.abs(table.lookup(ids) - initial + 30 * rows).max() < quantum
+    assert 0 < np.abs(admitting.lookup(ids) - initial + 27 * rows).max() < 4 * quantum, "but for what was not admitted"
+    table.scatter_update(IndexedSlices(rows, ids))
+    np.testing.assert_array_equal(table.lookup(ids), rows)
+    with strategy.scope(), pytest.raises(MisuseError, match="'t': wire_dtype is 'int4'; it must be one of 'float32'"):
+        EmbeddingTable(4, name="t", wire_dtype="int4")  # type: ignore[arg-type]
 
 
 def test_values_that_the_type_cannot_hold(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy) -> None:

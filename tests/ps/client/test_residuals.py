@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import Partition
 from pscluster.ps.client.residuals import Push, Residuals
+from pscluster.ps.client.row_places import ById
 from pscluster.ps.client.shard_update import Encoding, ShardUpdate
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.wire_dtypes import CODES, decode
@@ -23,14 +24,22 @@ WIDTH, ROWS = 4, 16
 
 
 def gradient(
-    name: str, values: Any, ids: Any = None, *, top_k: float = 0, shard: int = 0, start: int = 0, shape: Any = None
+    name: str,
+    values: Any,
+    ids: Any = None,
+    *,
+    top_k: float = 0,
+    shard: int = 0,
+    start: int = 0,
+    shape: Any = None,
+    by_id: bool = False,
 ) -> ShardUpdate:
-    """The update by a gradient of a shard, of a table unless another shape is given."""
+    """The update by a gradient of a shard, of a table unless another shape is given; `by_id`: of any ids."""
     values = np.ascontiguousarray(values, np.float32)
     ids = None if ids is None else np.asarray(ids, np.int64)
     shape = shape or ((ROWS, WIDTH) if ids is not None else values.shape)
     item = ps_pb2.UpdateItem(variable=1, shard=shard, kind=ps_pb2.APPLY_GRADIENT, value_bytes=values.nbytes)
-    whole = Partition.whole((start + shape[0], *shape[1:]))
+    whole = None if by_id else Partition.whole((start + shape[0], *shape[1:]))
     encoding = Encoding(CODES[name], top_k, (start, *[0] * (len(shape) - 1)), shape, whole)
     return ShardUpdate(0, item, memoryview(values.reshape(-1).view(np.uint8)), ids, "w", encoding=encoding)
 
@@ -57,14 +66,15 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(("name", "by_id"), [("bfloat16", True), ("float16", False), ("int8", False), ("int8", True)])
 @given(steps=STEPS, seed=st.integers(0, 99))
-def test_nothing_is_lost(name: str, steps: Any, seed: int) -> None:
+def test_nothing_is_lost(name: str, by_id: bool, steps: Any, seed: int) -> None:
     """In any order of pushes, acknowledgements and failures, what was acknowledged and what is kept are the gradients
     of acknowledged pushes."""
     random, residuals = np.random.default_rng(seed), Residuals(1 << 20, ClientMetrics(1))
     true, applied = np.zeros((2, ROWS, WIDTH))
     under_way: list[tuple[Push, Any, Any, Any]] = []
+    known_as = np.arange(ROWS) * 0x7777_7777_7777_777 - (1 << 62) if by_id else np.arange(ROWS)
 
     def end(how: str, push: Push, ids: Any, values: Any, pushed: Any) -> None:
         if how == "failed":
@@ -76,14 +86,13 @@ def test_nothing_is_lost(name: str, steps: Any, seed: int) -> None:
 
     for ids, how in steps:
         values = random.normal(size=(len(ids), WIDTH)).astype(np.float32)
-        update, push = residuals.encode(gradient(name, values, ids), 0)
+        update, push = residuals.encode(gradient(name, values, known_as[ids], by_id=by_id), 0)
         under_way.append((push, ids, values, sent(update, WIDTH)))
         if how != "later":
             end(how, *under_way.pop(int(random.integers(len(under_way)))))
     while under_way:
         end("acknowledged", *under_way.pop())
-    everything = np.arange(ROWS)
-    _, rest = residuals.encode(gradient("bfloat16", np.zeros((ROWS, WIDTH)), everything), 0)
+    _, rest = residuals.encode(gradient("bfloat16", np.zeros((ROWS, WIDTH)), known_as, by_id=by_id), 0)
     kept = np.zeros((ROWS, WIDTH)) if rest.taken is None else rest.taken
     np.testing.assert_allclose(applied + kept, true, atol=1e-5)
     assert (np.abs(kept) < 1).all()
@@ -120,13 +129,32 @@ def test_top_k_pushes_everything_in_time(name: str) -> None:
     assert np.abs(total / 100 - values).max() < 0.25
 
 
-def test_residuals_that_take_too_much_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+@given(st.lists(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=900, unique=True), max_size=4), st.booleans())
+def test_places_by_id_are_those_of_a_dictionary(batches: list[list[int]], drops: bool) -> None:
+    """However many ids there are, and after some of them were dropped."""
+    places, known = ById(), np.empty(0, np.int64)
+    for batch in [*batches, range(-700, 5000, 3)]:
+        ids = np.array(batch, np.int64)
+        new = ids[places.of(ids, known) == 0]
+        assert set(new.tolist()) == set(ids.tolist()) - set(known.tolist())
+        known, before = np.concatenate((known, new)), len(known)
+        places.enter(known, before)
+        if drops:
+            known, all_known = known[::2], known
+            places.replace(all_known, known)
+            assert not places.of(all_known[1::2], known).any()
+        assert places.of(known[::-1], known).tolist() == list(range(len(known), 0, -1))
+
+
+@pytest.mark.parametrize(("by_id", "beside"), [(False, 20), (True, 30)])
+def test_residuals_that_take_too_much_are_dropped(caplog: pytest.LogCaptureFixture, by_id: bool, beside: int) -> None:
     """Those of the rows that were pushed longest ago go, are counted, and said once; one push is never more."""
     metrics = ClientMetrics(1)
-    residuals = Residuals(80 * (4 * WIDTH + 20), metrics)
+    residuals = Residuals(80 * (4 * WIDTH + beside), metrics)
 
     def push(*ids: int) -> Any:
-        update = gradient("int8", np.random.default_rng(1).normal(size=(len(ids), WIDTH)), ids, shape=(1000, WIDTH))
+        values = np.random.default_rng(1).normal(size=(len(ids), WIDTH))
+        update = gradient("int8", values, ids, shape=(1000, WIDTH), by_id=by_id)
         _, pushed = residuals.encode(update, 0)
         residuals.acknowledge(pushed)
         return pushed.taken
@@ -138,7 +166,7 @@ def test_residuals_that_take_too_much_are_dropped(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         push(*range(200, 220))
         assert (metrics.residual_rows, metrics.residual_rows_dropped) == (62, 38)
-        assert metrics.residual_bytes == 62 * (4 * WIDTH + 20)
+        assert metrics.residual_bytes == 62 * (4 * WIDTH + beside)
         push(*range(500, 600))
     assert (metrics.residual_rows, metrics.residual_rows_dropped) == (62, 138)
     assert [record.message for record in caplog.records] == [
@@ -173,6 +201,10 @@ def test_a_restored_checkpoint_drops_them() -> None:
             'with wire_dtype="bfloat16"',
         ),
         (
+            gradient("float16", [[1, 2, 3, 4], [1e6, 0, 0, 0]], [3, -(1 << 60)], by_id=True),
+            r"the gradient of row -1152921504606846976, .* has the value 1e\+06, which float16 can't hold",
+        ),
+        (
             gradient("int8", [[1, 2, 3], [4, np.nan, 6]], start=10),
             r"the gradient of element \[11, 1\].* has the value nan, which int8 can't hold.*nonfinite=\"skip\"",
         ),
@@ -186,7 +218,9 @@ def test_a_value_that_the_type_cannot_hold(update: ShardUpdate, message: str) ->
     """The error names variable, row or element, value and mend, and what was kept stays."""
     residuals = Residuals(1 << 20, ClientMetrics(1))
     count = len(update.values) // 4
-    good = gradient("int8", np.linspace(0.1, 0.9, count), update.ids, shape=update.encoding and update.encoding.shape)
+    by_id = update.encoding is not None and update.encoding.partition is None
+    shape = update.encoding and update.encoding.shape
+    good = gradient("int8", np.linspace(0.1, 0.9, count), update.ids, shape=shape, by_id=by_id)
     _, push = residuals.encode(good, 0)
     residuals.acknowledge(push)
     with pytest.raises(InvalidUpdateError, match=message):

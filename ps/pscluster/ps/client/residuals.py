@@ -29,6 +29,7 @@ import numpy.typing as npt
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.transport.frames import view
+from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlaces
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.wire_dtypes import Floats, UnencodableError, decode, encode, largest
@@ -36,12 +37,10 @@ from pscluster.v1 import ps_pb2
 
 logger = logging.getLogger(__name__)
 
-Ids = npt.NDArray[np.int64]
-
 LIMIT_VARIABLE = "PSCLUSTER_RESIDUALS_MIB"
 DEFAULT_MIB = 256
 
-_ROW_BYTES = 20  # of a row, beside its values: its number, when it was used, and where it is
+_ROW_BYTES = 16  # of a row, beside its values and where it is: its number or id, and when it was used
 _ONE_ROW: Ids = np.zeros(1, np.int64)
 
 
@@ -53,11 +52,11 @@ def limit_bytes() -> int:
 class _Rows:
     """The residuals of a shard's rows, in any order; `used` says when each was last added to."""
 
-    def __init__(self, name: str, rows: int, width: int) -> None:
+    def __init__(self, name: str, places: RowPlaces, width: int) -> None:
         self.name = name  # of the variable
-        self.row_bytes = width * 4 + _ROW_BYTES
+        self.row_bytes = width * 4 + _ROW_BYTES + places.row_bytes
         self.count = 0
-        self._places = np.zeros(rows, np.int32)  # by row number, from 1; 0: it has none. Pages are made when written to
+        self._places = places
         self._ids = np.empty(0, np.int64)
         self._used = np.empty(0, np.int64)
         self._values = np.empty((0, width), np.float32)
@@ -68,7 +67,7 @@ class _Rows:
 
     def take(self, ids: Ids) -> Floats | None:
         """Return the residuals of these rows, distinct ones, which then are 0; None if no row has any."""
-        places = self._places[ids]
+        places = self._at(ids)
         if not places.any():
             return None
         taken = self._values[places - 1]
@@ -80,21 +79,25 @@ class _Rows:
 
     def missing(self, ids: Ids) -> int:
         """Return how many of these rows have no residual yet."""
-        return len(ids) - int(np.count_nonzero(self._places[ids]))
+        return len(ids) - int(np.count_nonzero(self._at(ids)))
+
+    def _at(self, ids: Ids) -> Places:
+        """Return the places of rows, from 1; 0: it has none."""
+        return self._places.of(ids, self._ids[: self.count])
 
     def add(self, ids: Ids, values: Floats, now: int) -> int:
         """Add to the residuals of these rows; return how many had none."""
-        places = self._places[ids]
+        places = self._at(ids)
         new = ids[places == 0]
         if len(new):
             end = self.count + len(new)
             if end > len(self._ids):
-                self._grow(min(max(end, self.count * 3 // 2), len(self._places)))
+                self._grow(max(end, self.count * 3 // 2))
             self._ids[self.count : end] = new
             self._values[self.count : end] = 0
-            self._places[new] = np.arange(self.count + 1, end + 1)
+            self._places.enter(self._ids[:end], self.count)
             self.count = end
-            places = self._places[ids]
+            places = self._at(ids)
         self._values[places - 1] += values
         self._used[places - 1] = now
         return len(new)
@@ -111,11 +114,11 @@ class _Rows:
         stays = self.used > last
         dropped = self.count - int(np.count_nonzero(stays))
         if dropped:
-            self._places[self._ids[: self.count]] = 0
-            self._ids, self._used = self._ids[: self.count][stays], self.used[stays]
+            before = self._ids[: self.count]
+            self._ids, self._used = before[stays], self.used[stays]
             self._values = self._values[: len(stays)][stays]
             self.count = len(self._ids)
-            self._places[self._ids] = np.arange(1, self.count + 1)
+            self._places.replace(before, self._ids)
         return dropped
 
 
@@ -208,8 +211,12 @@ class Residuals:
                 self._count(0)
             rows = self._rows.get(key)
             if rows is None:
-                total = 1 if update.ids is None else update.encoding.shape[0]
-                rows = self._rows[key] = _Rows(update.name, total, width)
+                places: RowPlaces
+                if update.ids is not None and update.encoding.partition is None:
+                    places = ById()
+                else:
+                    places = ByNumber(1 if update.ids is None else update.encoding.shape[0])
+                rows = self._rows[key] = _Rows(update.name, places, width)
             return rows, rows.take(ids) if term == self._term else None
 
     def _end(self, push: Push, values: Floats) -> None:

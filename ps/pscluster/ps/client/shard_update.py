@@ -20,10 +20,12 @@ class Encoding:
     top_k: float  # 0: all
     start: tuple[int, ...]  # of the shard, in the variable
     shape: tuple[int, ...]  # of the shard
-    partition: Partition  # of the variable
+    partition: Partition | None  # of the variable; None: rows are known by ids of any size
 
     def row_id(self, place: int) -> int:
         """Return which row is in this place of the first axis."""
+        if self.partition is None:
+            return place
         return int(self.partition.order.row_ids(place, place + 1, self.partition.ends[0])[0])
 
 

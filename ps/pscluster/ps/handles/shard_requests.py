@@ -144,7 +144,7 @@ class ShardRequests:
         item = ps_pb2.ReadItem(variable=self.id, shard=shard, rows=rows)
         if self._slot is not None:
             item.optimizer, item.slot = self._slot
-        elif self.wire_dtype and encodes_reads(current_function()):
+        elif self.wire_dtype and not rows.in_use and encodes_reads(current_function()):
             item.wire_dtype = self.wire_dtype  # type: ignore[assignment]
         return item
 
@@ -304,11 +304,14 @@ class ShardRequests:
         row_numbers = None if ids is None else np.ascontiguousarray(ids)
         encoding = None
         if kind == ps_pb2.APPLY_GRADIENT and (self.wire_dtype or (self.push_top_k and ids is None)):
-            block = self.partition.block(shard)
-            encoding = Encoding(self.wire_dtype, self.push_top_k, block.start, block.shape, self.partition)
+            encoding = self._encoding(shard)
         return ShardUpdate(
             self.owners[shard], item, data, row_numbers, self.name, self.dtype, self.asynchronous, encoding
         )
+
+    def _encoding(self, shard: int) -> Encoding:
+        block = self.partition.block(shard)
+        return Encoding(self.wire_dtype, self.push_top_k, block.start, block.shape, self.partition)
 
     def next_update(self) -> int:
         """Return the number of the next update in the function that runs."""

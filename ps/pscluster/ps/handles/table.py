@@ -16,12 +16,12 @@ from pscluster.core.geometry import Selection, ShardRows
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
-from pscluster.ps.client.shard_update import ShardUpdate
+from pscluster.ps.client.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices
 from pscluster.ps.handles.lookup import embedding_lookup
 from pscluster.ps.handles.scope import VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL
-from pscluster.ps.handles.variable import Variable
+from pscluster.ps.handles.variable import Variable, WireDtype
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
 from pscluster.ps.tables import GROWING_ROWS, MAX_DIM, MAX_ROWS, TAIL, initial_rows, shards_of, table_ids
@@ -66,6 +66,8 @@ class EmbeddingTable(Variable):
         name: unique in the strategy; generated if not given.
         num_shards: how many shards a hash distributes the rows over; default: one for each server.
         trainable: for the caller; pscluster itself ignores it.
+        wire_dtype: "bfloat16", "float16" or "int8": in what type functions look up rows, and in what type gradients are
+            pushed, as of a `Variable`; what the encoding has lost of a gradient is added to the next one of its id.
 
     Raises:
         MisuseError: outside of `strategy.scope()`, the name is taken, or an argument is wrong.
@@ -98,6 +100,7 @@ class EmbeddingTable(Variable):
         name: str | None = None,
         num_shards: int | None = None,
         trainable: bool = True,
+        wire_dtype: WireDtype | None = None,
     ) -> EmbeddingTable:
         creator = current_creator(f"EmbeddingTable {name!r}" if name else "an EmbeddingTable")
         initializer = RandomUniform() if initializer is None else initializer
@@ -134,7 +137,7 @@ class EmbeddingTable(Variable):
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
         shape = shards * (GROWING_ROWS if capacity is None else _rows_of_shard(capacity, shards)), dim + TAIL
         request = VariableRequest(
-            Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", table=table
+            Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", wire_dtype, table=table
         )
         made = creator.create_variable(request)
         assert isinstance(made, EmbeddingTable)
@@ -235,6 +238,10 @@ class EmbeddingTable(Variable):
         if not isinstance(gradient, IndexedSlices):
             self.dense_gradient_updates(gradient, 0)
         return super().checked_gradient(gradient)
+
+    def _encoding(self, shard: int) -> Encoding:
+        del shard
+        return Encoding(self.wire_dtype, 0, (0, 0), (0, self.dim), None)
 
     # What variables with a value have, and a table does not
 

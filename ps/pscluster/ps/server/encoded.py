@@ -44,9 +44,9 @@ def check_dtype(wire_dtype: int, dtype: np.dtype[Any], name: str) -> None:
 
 
 def update_bytes(
-    request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, dtype: np.dtype[Any], table: Any, name: str
+    request: ps_pb2.UpdateRequest, item: ps_pb2.UpdateItem, dtype: np.dtype[Any], width: int, name: str
 ) -> int:
-    """Return the bytes of an encoded gradient's values; `table` are the rows that it numbers, or the whole shard.
+    """Return the bytes of an encoded gradient's values; `width` are the elements of each of its rows, or of the shard.
 
     ProtocolError, or InvalidUpdateError, for one that clients do not send.
     """
@@ -58,11 +58,11 @@ def update_bytes(
     if item.rows.WhichOneof("kind") == "ids":
         if item.elements:
             raise ProtocolError(f"single elements of rows of {name!r}")
-        return encoded_bytes(item.wire_dtype, item.rows.ids, table.shape[1])
+        return encoded_bytes(item.wire_dtype, item.rows.ids, width)
     if not item.elements:
-        return encoded_bytes(item.wire_dtype, 1, table.size)
-    if item.elements > table.size or table.size > 1 << 32:
-        raise ProtocolError(f"{item.elements:,} elements of a shard of {name!r}, which has {table.size:,}")
+        return encoded_bytes(item.wire_dtype, 1, width)
+    if item.elements > width or width > 1 << 32:
+        raise ProtocolError(f"{item.elements:,} elements of a shard of {name!r}, which has {width:,}")
     return item.elements * _INDEX_BYTES + encoded_bytes(item.wire_dtype, 1, item.elements)
 
 

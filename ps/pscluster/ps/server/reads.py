@@ -268,11 +268,14 @@ def _check_rows_bytes(item: ps_pb2.ReadItem, size: int, name: str) -> None:
 def _encoded_source(item: ps_pb2.ReadItem, source: Source) -> Source:
     """Return what an item reads in another type. ProtocolError if that is no read of values."""
     which = item.rows.WhichOneof("kind")
-    if item.slot or source.table is not None or which in ("version", "gradients", "in_use"):
+    if item.slot or which in ("version", "gradients", "in_use") or (source.table is not None and which != "ids"):
         raise ProtocolError(f"a read of {source.name!r} in another type is not one of values")
     encoded.check_dtype(item.wire_dtype, source.dtype, source.name)
     rows = item.rows.ids if which == "ids" else 1
-    width = source.rows_array.shape[1] if which == "ids" else source.size // source.dtype.itemsize
+    if source.table is not None:
+        width = source.table.dim
+    else:
+        width = source.rows_array.shape[1] if which == "ids" else source.size // source.dtype.itemsize
     size = encoded_bytes(item.wire_dtype, rows, width)
     return replace(source, size=size, wire_dtype=item.wire_dtype, rows=rows, width=width)
 

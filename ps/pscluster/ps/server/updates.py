@@ -81,6 +81,8 @@ class Change:
     @property
     def unit(self) -> int:
         """The number of elements of each of its rows, or of the shard."""
+        if self.held.spec.HasField("table"):
+            return self.held.spec.table.dim
         if self.item.rows.WhichOneof("kind") != "ids":
             return self.shard.array.size
         return math.prod(self.shard.array.shape[self.item.rows.leading or 1 :])
@@ -171,8 +173,11 @@ def changes_of(
         if item.kind == ps_pb2.APPLY_CHANGE and optimizer is not None:
             _check_change(request, item, held, optimizer, from_peer=context is not None)
         if item.wire_dtype or item.elements:
-            array = _table(item, shard, name) if which == "ids" else shard.array
-            expected = encoded.update_bytes(request, item, held.dtype, array, name)
+            if which == "ids":
+                width = _row_bytes(item, held, shard) // shard.array.itemsize
+            else:
+                width = shard.array.size
+            expected = encoded.update_bytes(request, item, held.dtype, width, name)
         elif item.HasField("offset") or item.gradients:
             _check_piece(request, item, shard, name)
             expected = item.value_bytes
@@ -202,7 +207,7 @@ def _check_table_item(
         )
     by_ids = item.rows.WhichOneof("kind") == "ids" and item.rows.leading <= 1
     piece = item.HasField("offset") or item.gradients or item.elements or item.kind == ps_pb2.APPLY_CHANGE
-    if not by_ids or piece or item.wire_dtype or request.HasField("contribution"):
+    if not by_ids or piece or request.HasField("contribution"):
         raise ProtocolError(f"an update of table {name!r} that is not of rows by their ids, applied at once")
 
 
@@ -630,8 +635,8 @@ def _apply_rows(
     else:
         values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
         rows = values.reshape(change.item.rows.ids, table.shape[1])
-        if kept is not None:
-            rows = rows[kept]
+    if kept is not None:
+        rows = rows[kept]
     shard.before_rows_change(ids, change.item.rows.leading or 1)
     if change.optimizer is not None:
         slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
