@@ -52,6 +52,7 @@ bench: $(STAMP)  ## benchmark against the installed peers, and write docs/benchm
 chaos: $(STAMP)  ## train while processes are killed, and measure the cost (forty minutes)
 	$(BIN)/python benchmarks/chaos.py --faults workers
 	$(BIN)/python benchmarks/chaos.py --faults all
+	$(BIN)/python benchmarks/chaos_tables.py
 
 fuzz: $(STAMP)  ## fuzz the decoders with a million inputs (a quarter of an hour)
 	$(BIN)/python scripts/fuzz.py --inputs 1000000

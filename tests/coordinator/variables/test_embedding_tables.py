@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from tests.core.metrics.scraping import addresses, scrape
 from tests.faults.support import Job, running_job
+from tests.faults.table_chaos import TableChaos
 from tests.faults.test_ps_healing import kill
 from tests.waiting import until
 
@@ -77,43 +78,6 @@ def move_all(job: Job, table: EmbeddingTable) -> None:
         until(partial(moved, shard, target), f"{shard.name} is on ps {target}")
 
 
-class Twin:
-    """A table and a dictionary that get the same updates."""
-
-    def __init__(self, table: EmbeddingTable, seed: int) -> None:
-        self.table = table
-        self.rng = np.random.default_rng(seed)
-        self.known: dict[int, Array] = {}
-
-    def some_ids(self, count: int) -> npt.NDArray[np.int64]:
-        ids = self.rng.zipf(1.3, count) % 800
-        return np.where(ids % 3 == 0, ids * 0x1234_5678_9ABC, -ids)
-
-    def update(self) -> None:
-        kind = self.rng.integers(3)
-        ids = self.some_ids(200)
-        values = self.rng.integers(-4, 5, (200, DIM)).astype(np.float32)
-        initial: dict[int, Array] = dict(zip(ids.tolist(), self.table.lookup(ids), strict=True))
-        for row, value in zip(ids.tolist(), values, strict=True):
-            before = self.known.get(row, initial[row])
-            self.known[row] = value.copy() if kind == 0 else before
-        if kind == 0:
-            self.table.scatter_update(IndexedSlices(values, ids))
-            return
-        unique, inverse = np.unique(ids, return_inverse=True)
-        sums = np.zeros((len(unique), DIM), np.float32)
-        np.add.at(sums, inverse, values)
-        for row, total in zip(unique.tolist(), sums, strict=True):
-            self.known[row] = self.known[row] + (total if kind == 1 else -total)
-        (self.table.scatter_add if kind == 1 else self.table.scatter_sub)(IndexedSlices(values, ids))
-
-    def check(self, table: EmbeddingTable | None = None) -> None:
-        table = self.table if table is None else table
-        assert len(table) == len(self.known)
-        ids = np.array(list(self.known), np.int64)
-        np.testing.assert_array_equal(table.lookup(ids), list(self.known.values()))
-
-
 def initial_rows(job: Job, ids: npt.ArrayLike) -> Array:
     """The rows of these ids that have had no update, by a table of one shard."""
     with job.strategy.scope():
@@ -121,20 +85,13 @@ def initial_rows(job: Job, ids: npt.ArrayLike) -> Array:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("capacity", [5000, None])
-def test_it_is_a_dictionary_through_kills_and_moves(job: Job, capacity: int | None) -> None:
-    with job.strategy.scope():
-        table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL)
-    twin = Twin(table, 1)
-    for number in range(40):
-        twin.update()
-        if number == 10:
-            kill(job, 0, 1)
-        if number in (20, 25):
-            move_all(job, table)
-        if number == 30:
-            kill(job, 1)
-    twin.check()
+def test_it_is_a_dictionary_through_kills_moves_and_checkpoints(job: Job, tmp_path: Path) -> None:
+    """Also tables that are full, and whose rows expire or have to be admitted (`benchmarks/chaos_tables.py`)."""
+    chaos = TableChaos(job.strategy, job.cluster, tmp_path, seed=1)
+    chaos.run(16_000, kill_every=400, move_every=150, save_every=250, progress=lambda: None)
+    counts = chaos.counts
+    assert min(counts.kills, counts.moves, counts.saves, counts.restores) > 0
+    assert counts.dropped > 100
     assert job.strategy.lost_updates() == {}
 
 

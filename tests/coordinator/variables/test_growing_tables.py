@@ -123,8 +123,8 @@ def test_rows_that_are_dropped_stay_so_through_kills_and_moves(job: Job, policy:
 
 
 @pytest.mark.timeout(60)
-def test_ids_are_admitted_by_gradients_of_functions(job: Job) -> None:
-    """A server that dies knows what it has admitted; counts of those that it has not begin anew."""
+def test_ids_are_admitted_by_gradients_of_functions(job: Job, tmp_path: Path) -> None:
+    """A server that dies knows what it has admitted; counts of those that it has not begin anew, as in a restore."""
     with job.strategy.scope():
         admission = table_policies.SeenTimes(3)
         table = EmbeddingTable(DIM, initializer=INITIAL, admission=admission, name="admitting", num_shards=1)
@@ -146,7 +146,12 @@ def test_ids_are_admitted_by_gradients_of_functions(job: Job) -> None:
     kill(job, table.owners[0])
     assert len(table) == 5
     np.testing.assert_allclose(table.lookup(seen), before - 2, rtol=1e-5)
-    step(later)
-    assert len(table) == 5
+    path = str(tmp_path / "checkpoint")
+    Checkpoint(job.strategy).write(path)
+    for _ in range(2):
+        step(later)
+        step(later)
+        assert len(table) == 5
+        Checkpoint(job.strategy).read(path)
     table.scatter_add(IndexedSlices(np.ones((1, DIM)), later))
     assert len(table) == 6

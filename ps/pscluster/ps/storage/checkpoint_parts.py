@@ -296,7 +296,7 @@ class CheckpointParts:
                 shard.updates += 1
                 shard.changes += 1
                 if shard.row_limit:
-                    shard.array, shard.rows = arrays.pop("value"), None
+                    shard.array, shard.rows, shard.sightings = arrays.pop("value"), None, None
                     if shard.pages is not None:
                         shard.pages.resize(shard.array.size)
                 else:
