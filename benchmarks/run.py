@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -312,29 +313,40 @@ def _synchronous_rows(workers: int) -> list[Row]:
     return rows
 
 
-def _recommender_rows(ps: int, workers: int) -> list[Row]:
-    """A model like DLRM, computed by torch, beside one process that has all of it, and beside other clusters."""
+_RECOMMENDERS = (  # tables, their rows, steps, and who takes them beside each other
+    (8, 100_000, 200, (ALONE, ALONE_2, TENSORFLOW_TABLES, TORCHREC)),
+    (26, 1_000_000, 80, (ALONE,)),  # 7 GB of tables and slots on each side: so not more than one at a time
+    (26, 1_000_000, 80, (TENSORFLOW_TABLES,)),
+    (26, 1_000_000, 80, (TORCHREC,)),
+)
+
+
+def _recommender_rows(ps: int, workers: int) -> list[list[Row]]:
+    """A model like DLRM, computed by torch, beside one process that has all of it, and beside other clusters.
+
+    Each list of rows needs clusters of its own.
+    """
     goals = [((TENSORFLOW_TABLES,), 3.0)]
     if goal := {(2, 2): 1.2, (2, 1): 0.9}.get((ps, workers)):
         goals.append(((ALONE,), goal))
+    short = {TENSORFLOW_TABLES: "-tensorflow", TORCHREC: "-torchrec"}
     return [
-        Row(
-            f"recommend-{tables}-{ps}-{workers}{'-overlap' * overlap}",
-            f"recommender, {tables} tables of {rows:,} x 32, {ps} servers, {workers} workers"
-            + ", steps that overlap" * overlap,
-            "steps/s",
-            "recommend",
-            dict.fromkeys(beside, n),
-            tuple(goal for goal in goals if overlap and goal[0][0] in beside),
-            _rate(1),
-            {"tables": tables, "rows": rows, "overlap": overlap},
-            slow_to_prepare=True,
-        )
-        for tables, rows, n, beside in (
-            (8, 100_000, 200, (OURS, ALONE, ALONE_2, TENSORFLOW_TABLES, TORCHREC)),
-            (26, 1_000_000, 80, (OURS, ALONE)),  # 7 GB of tables and slots on each side
-        )
-        for overlap in (0, 1)
+        [
+            Row(
+                f"recommend-{tables}-{ps}-{workers}{short.get(beside[0], '')}{'-overlap' * overlap}",
+                f"recommender, {tables} tables of {rows:,} x 32, {ps} servers, {workers} workers"
+                + ", steps that overlap" * overlap,
+                "steps/s",
+                "recommend",
+                dict.fromkeys((OURS, *beside), n),
+                tuple(goal for goal in goals if overlap and goal[0][0] in beside),
+                _rate(1),
+                {"tables": tables, "rows": rows, "overlap": overlap},
+                slow_to_prepare=True,
+            )
+            for overlap in (0, 1)
+        ]
+        for tables, rows, n, beside in _RECOMMENDERS
     ]
 
 
@@ -975,7 +987,7 @@ def main() -> int:
         *collectives.values(),
         *together.values(),
         *with_torch.values(),
-        *recommenders.values(),
+        *itertools.chain.from_iterable(recommenders.values()),
         arrays,
     )
     keys = [row.key for rows in all_groups for row in rows] + list(COSTS)
@@ -1014,9 +1026,10 @@ def main() -> int:
         for workers, rows in with_torch.items():
             ours = ["synchronous_side.py", "--torch"]
             bench.group([row for row in rows if wanted(row.key)], workers=workers, ours=ours, python=FRAMEWORKS)
-        for (ps, workers), rows in recommenders.items():
-            rows = [row for row in rows if wanted(row.key)]
-            bench.group(rows, ps=ps, workers=workers, ours=["recommender_side.py"], python=FRAMEWORKS)
+        for (ps, workers), in_turn in recommenders.items():
+            for rows in in_turn:
+                rows = [row for row in rows if wanted(row.key)]
+                bench.group(rows, ps=ps, workers=workers, ours=["recommender_side.py"], python=FRAMEWORKS)
         bench.group([row for row in arrays if wanted(row.key)], ps=1, ours=["spmd_side.py"])
         costs(bench, wanted)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,8 @@ from pscluster.coordinator import (
     ParameterServerStrategy,
     Variable,
 )
-from pscluster.coordinator.serving import Delta, ServingTable, export_delta
+from pscluster.coordinator.serving import Delta, ServingTable, TableVersion, delta_parquet, export_delta
+from pscluster.coordinator.serving.delta_files import Changes, Header
 from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, StaleError, UnknownVariableError
 
 Array = npt.NDArray[np.float32]
@@ -282,6 +286,28 @@ def test_parquet_is_for_other_programs_too(made: tuple[Path, list[Array]], tmp_p
     with pytest.raises(CheckpointError, match="is a Parquet file, but no delta: its metadata has no 'pscluster-delta'"):
         table.follow(path)
     assert table.version.number == 1
+
+
+def test_parquet_has_rows_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each type, in one row group or in several: what is read is what was written, byte for byte."""
+    ids, random = np.arange(0, 100, 3), np.random.default_rng(0)
+
+    def of_rows(rows: npt.NDArray[Any], some: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        return rows[some // 3]
+
+    monkeypatch.setattr(delta_parquet, "_GROUP_BYTES", 300)
+    for shape in ((100,), (100, 6), (100, 2, 3)):
+        for name in delta_parquet._TYPES:
+            rows = (5 * random.normal(size=(len(ids), *shape[1:]))).astype(name)
+            header = Header("t", rows.dtype, shape, False, TableVersion(1, 32 * "a"), TableVersion(2, 32 * "b"))
+            for count in (len(ids), 0):
+                pieces = [ids[:count][start : start + 5] for start in range(0, count, 5)]
+                file = io.BytesIO()
+                delta_parquet.write(file, Changes(header, count, pieces.__iter__, partial(of_rows, rows)))
+                loaded = delta_parquet.read("file", file.getvalue())
+                assert (loaded.header, loaded.delta.changed) == (header, count)
+                assert loaded.ids.tobytes() == ids[:count].tobytes()
+                assert loaded.rows.tobytes() == rows[:count].tobytes()
 
 
 def test_parquet_that_cannot_be_is_refused(
