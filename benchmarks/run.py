@@ -912,7 +912,7 @@ def _trainer_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
 
 
 def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
-    """Measure what served modules add to a step written by hand, with `serve_costs.py`."""
+    """Measure what the adapters of torch, JAX and Keras cost, with `serve_costs.py` and `keras_costs.py`."""
 
     def added(answers: dict[str, dict[str, list[float]]]) -> tuple[str, bool]:
         shown, ratios = [], []
@@ -927,8 +927,8 @@ def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             )
         return "; ".join(shown), max(ratios) <= 1.03
 
+    rounds = 3 if bench.quick else 25
     if wanted("cost-serve"):
-        rounds = 3 if bench.quick else 25
         bench.cost(
             "a step of a served module of torch, beside one written by hand; the recommender's model, one worker",
             "1.03 x",
@@ -936,6 +936,50 @@ def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {f"{tables} tables": {"tables": tables, "rows": 100_000, "n": 40, "rounds": rounds} for tables in (2, 8)},
             added,
             "serve_costs.py",
+            python=FRAMEWORKS,
+        )
+    for key, of, do, backends in (
+        ("jax", "the pytree of a network in JAX", "jax", {"": {}}),
+        ("keras", "a Keras model", "keras", {f"{name}, ": {"backend": name} for name in ("jax", "torch")}),
+    ):
+        if wanted(f"cost-serve-{key}"):
+            bench.cost(
+                f"a step of {of} that is served, beside one written by hand; one worker",
+                "1.03 x",
+                do,
+                {
+                    f"{label}{layers} layers": {**more, "layers": layers, "n": 20, "rounds": rounds}
+                    for label, more in backends.items()
+                    for layers in (4, 16)
+                },
+                added,
+                "keras_costs.py",
+                python=FRAMEWORKS,
+            )
+
+    def beside_keras(answers: dict[str, dict[str, list[float]]]) -> tuple[str, bool]:
+        shown, ratios = [], []
+        for name, of in answers.items():
+            middle = {way: statistics.median(seconds) * 1e3 for way, seconds in of.items()}
+            ratios.append(middle["Keras"] / middle["ours"])
+            spread = [a / b for a, b in zip(of["Keras"], of["ours"], strict=True)]
+            shown.append(
+                f"{name}: {middle['Keras']:.1f} ms a step in Keras, {middle['ours']:.1f} ms here, {ratios[-1]:.2f} x "
+                f"({min(spread):.2f} - {max(spread):.2f} in single rounds)"
+            )
+        return "; ".join(shown), min(ratios) >= 1.2
+
+    if wanted("cost-keras-fit"):
+        bench.cost(
+            "an epoch of fit with a Keras model on two workers, beside Keras' own fit in one process",
+            "1.2 x",
+            "fit",
+            {
+                backend: {"backend": backend, "workers": 2, "steps": 100, "rounds": 3 if bench.quick else 7}
+                for backend in ("jax", "torch")
+            },
+            beside_keras,
+            "keras_costs.py",
             python=FRAMEWORKS,
         )
 
@@ -968,6 +1012,9 @@ COSTS = (
     "cost-trainer-restart",
     "cost-trainer-elastic",
     "cost-serve",
+    "cost-serve-jax",
+    "cost-serve-keras",
+    "cost-keras-fit",
 )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
 import torch
-from driver import THREADS, Handlers, serve, timed
+from driver import THREADS, Handlers, serve
 from recommender import Dense, loss_of
 from recommender_data import LEARNING_RATE, WIDTH, batches
+from serve_turns import in_turn, timed_steps
 from torch import nn
 
 import pscluster.torch
@@ -41,13 +41,6 @@ class Recommender(nn.Module):
     def loss(self, ids: list[Any], features: Any, labels: Any) -> torch.Tensor:
         rows = [table(torch.from_numpy(of_table)) for table, of_table in zip(self.tables, ids, strict=True)]
         return loss_of(self.dense, features, rows, labels)
-
-
-def timed_steps(step: Any, data: list[Any], n: int) -> tuple[float, float]:
-    """Seconds of one of these steps, and of the thread's processor time of it."""
-    begin = time.thread_time()
-    seconds = timed(lambda: [step(*data[nth % len(data)]) for nth in range(n)])
-    return seconds / n, (time.thread_time() - begin) / n
 
 
 def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]]:
@@ -97,15 +90,7 @@ def beside(tables: int, rows: int, n: int, rounds: int) -> dict[str, list[float]
 
             return timed_steps(step, all_batches, n)
 
-        measured: dict[str, list[float]] = {"by hand": [], "served": [], "by hand, cpu": [], "served, cpu": []}
-        for number in range(rounds + 1):
-            ways = [("by hand", by_hand), ("served", by_serve)]
-            for name, function in ways[:: 1 if number % 2 else -1]:
-                seconds, cpu = coordinator.schedule(function, args=(n,)).fetch()
-                if number:  # after one that does not count
-                    measured[name].append(seconds)
-                    measured[f"{name}, cpu"].append(cpu)
-        return measured
+        return in_turn(coordinator, by_hand, by_serve, n, rounds)
 
 
 def main() -> None:
