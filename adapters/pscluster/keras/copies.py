@@ -5,7 +5,7 @@ death. Its own values count only where no server has them: the states of random 
 worker n begin with the seed of the model plus n, so that workers drop other units.
 
 On the JAX backend a step is one jitted function of all values; on torch the model computes as always, in the memory in
-which the values were received.
+which the values were received. Embeddings that are tables have no value in a copy: see `tables`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
+from pscluster.keras.tables import Table, embeddings_of
+from pscluster.ps.handles.indexing import IndexedSlices
+from pscluster.ps.handles.variable import Variable
 
 Array = Any  # of NumPy, or of Keras' backend
 
@@ -35,49 +38,61 @@ class StepOutcome(NamedTuple):
 
     loss: float
     logs: dict[str, Any]
-    gradients: list[Any]  # of trainable variables; None: the loss does not depend on it
+    gradients: list[Any]  # of trainable variables that are no tables; None: the loss does not depend on it
+    of_tables: list[IndexedSlices | None]  # None: no row was looked up
     changes: list[tuple[int, Any]]  # of non-trainable ones that have changed: the index among them, and by how much
 
 
 class Copy(ABC):
-    """A model, and the steps that are taken with it."""
+    """A model, and the steps that are taken with it.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: it is this copy's alone.
+        tables: which of its trainable weights are tables, by index.
+    """
+
+    def __init__(self, model: Any, tables: Sequence[int] = ()) -> None:
         self.model = model
-        self.trainable = list(model.trainable_variables)
+        trainable = list(model.trainable_variables)
         others = list(model.non_trainable_variables)
         self.non_trainable = [variable for variable in others if is_served(variable)]
         self.local = [variable for variable in others if not is_served(variable)]
+        weights = [(v, True) for v in trainable] + [(v, False) for v in self.non_trainable]
+        self._described = tuple(Weight(v.path, tuple(v.shape), trained) for v, trained in weights)
+        layers = embeddings_of(model) if tables else {}
+        self.tables = [Table(layers[id(trainable[index])]) for index in tables]
+        self.trainable = [variable for index, variable in enumerate(trainable) if index not in tables]
         self._built = False
         self._additive = False
 
     @property
     def weights(self) -> list[Any]:
-        """The variables that the servers have, in the order of their values."""
+        """The variables whose values are read from the servers as they are, in that order."""
         return [*self.trainable, *self.non_trainable]
 
     def describe(self) -> tuple[Weight, ...]:
-        """Return what must be the same in the copies of other processes."""
-        split = len(self.trainable)
-        return tuple(Weight(v.path, tuple(v.shape), index < split) for index, v in enumerate(self.weights))
+        """Return what must be the same in the copies of other processes, with the tables."""
+        return self._described
 
     def load(self, values: Sequence[Array]) -> None:
         """Set the model's own values."""
         for variable, value in zip(self.weights, values, strict=True):
             variable.assign(value)
 
-    def train(self, values: Sequence[Array], batch: Any) -> StepOutcome:
-        """Take a training step with these values."""
-        x, y, weights, size = self._prepared(values, batch)
-        return self._train(values, x, y, weights, size)
+    def train(self, values: Sequence[Array], batch: Any, tables: Sequence[Variable] = ()) -> StepOutcome:
+        """Take a training step with these values, and with rows of these tables."""
+        x, y, weights, _ = self._prepared(values, batch)
+        return self._train(values, tables, x, y, weights)
 
-    def evaluate(self, values: Sequence[Array], batch: Any) -> tuple[float, list[Any], int]:
+    def evaluate(
+        self, values: Sequence[Array], batch: Any, tables: Sequence[Variable] = ()
+    ) -> tuple[float, list[Any], int]:
         """Return the loss of a batch, by how much it changes each variable of the metrics, and its size."""
         x, y, weights, size = self._prepared(values, batch)
         start = self.initial_metrics
-        loss, after = self._evaluate(values, start, x, y, weights)
+        loss, after = self._evaluate(values, tables, start, x, y, weights)
         if not self._additive:
-            _, twice = self._evaluate(values, after, x, y, weights)
+            _, twice = self._evaluate(values, tables, after, x, y, weights)
             for variable, one, two, begin in zip(self.model.metrics_variables, after, twice, start, strict=True):
                 if not np.allclose(two - one, one - begin, rtol=1e-3, atol=1e-3, equal_nan=True):
                     raise MisuseError(
@@ -120,12 +135,18 @@ class Copy(ABC):
         return x, y, weights, len(leaves[0])
 
     @abstractmethod
-    def _train(self, values: Sequence[Array], x: Any, y: Any, weights: Any, size: int) -> StepOutcome:
+    def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         """Do what `train` does."""
 
     @abstractmethod
     def _evaluate(
-        self, values: Sequence[Array], metrics: Sequence[Array], x: Any, y: Any, weights: Any
+        self,
+        values: Sequence[Array],
+        tables: Sequence[Variable],
+        metrics: Sequence[Array],
+        x: Any,
+        y: Any,
+        weights: Any,
     ) -> tuple[float, list[Any]]:
         """Return the loss, and the variables of the metrics after a batch, which had these values before."""
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from pscluster.core.errors import MisuseError
 from pscluster.keras.copies import Array, Copy, StepOutcome
+from pscluster.keras.tables import LookUp, Rows, fetch
+from pscluster.ps.handles.indexing import IndexedSlices
+from pscluster.ps.handles.variable import Variable
 
 
 class JaxCopy(Copy):
     """A model whose steps are pure functions, as `Model.compute_loss_and_updates` is."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tables: Sequence[int] = ()) -> None:
         import jax
 
-        super().__init__(model)
+        super().__init__(model, tables)
         by_id = {id(variable): index for index, variable in enumerate(self.non_trainable)}
         # Where each of the model's own order is: among those that were read, or among the local ones.
         self._others = [(by_id.get(id(v)), v) for v in model.non_trainable_variables]
@@ -24,37 +30,153 @@ class JaxCopy(Copy):
         self._changed: list[int] = []  # of those that were read; known once the step has been traced
         jit = jax.jit if model.jit_compile and not model.run_eagerly else lambda function: function
         self._train_step, self._test_step = jit(self._trained), jit(self._tested)
+        self._ids = {training: jit(partial(self._looked_up, training)) for training in (True, False)}
+        self._checked: set[bool] = set()
 
-    def _train(self, values: Sequence[Array], x: Any, y: Any, weights: Any, size: int) -> StepOutcome:
-        del size
+    def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         split = len(self.trainable)
-        loss, logs, gradients, changes, self._states = self._train_step(
-            values[:split], values[split:], self._states, self.initial_metrics, x, y, weights
+        trainable, others = values[:split], values[split:]
+        fetched = self._fetched(tables, trainable, others, self.initial_metrics, x, y, weights, training=True)
+        rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
+        loss, logs, (gradients, of_rows), changes, self._states = self._train_step(
+            (trainable, rows), places, others, self._states, self.initial_metrics, x, y, weights
         )
         return StepOutcome(
             float(loss),
             {name: np.asarray(value) for name, value in logs.items()},
             [np.asarray(gradient) for gradient in gradients],
+            [
+                IndexedSlices(np.asarray(gradient)[: len(of.ids)], of.ids) if len(of.ids) else None
+                for of, gradient in zip(fetched, of_rows, strict=True)
+            ],
             [(index, np.asarray(change)) for index, change in zip(self._changed, changes, strict=True)],
         )
 
     def _evaluate(
-        self, values: Sequence[Array], metrics: Sequence[Array], x: Any, y: Any, weights: Any
+        self,
+        values: Sequence[Array],
+        tables: Sequence[Variable],
+        metrics: Sequence[Array],
+        x: Any,
+        y: Any,
+        weights: Any,
     ) -> tuple[float, list[Any]]:
         split = len(self.trainable)
-        loss, after = self._test_step(values[:split], values[split:], self._states, metrics, x, y, weights)
+        trainable, others = values[:split], values[split:]
+        fetched = self._fetched(tables, trainable, others, metrics, x, y, weights, training=False)
+        rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
+        loss, after = self._test_step((trainable, rows), places, others, self._states, metrics, x, y, weights)
         return float(loss), [np.asarray(value) for value in after]
 
+    # Tables
+
+    def _fetched(self, tables: Sequence[Variable], *arguments: Any, training: bool) -> list[Rows]:
+        """Compute the ids that a step looks up, and fetch their rows."""
+        if not self.tables:
+            return []
+        zeros = [np.zeros(table.width, table.dtype) for table in self.tables]
+        trainable, others, *batch = arguments
+        if training not in self._checked:
+            self._check_lookups(training, zeros, trainable, others, self._states, *batch)
+            self._checked.add(training)
+        lookups = self._ids[training](zeros, trainable, others, self._states, *batch)
+        return fetch(tables, [[np.asarray(ids) for ids in of_table] for of_table in lookups])
+
+    def _looked_up(
+        self,
+        training: bool,
+        zeros: Any,
+        trainable: Any,
+        non_trainable: Any,
+        states: Any,
+        metrics: Any,
+        x: Any,
+        y: Any,
+        weights: Any,
+    ) -> list[list[Any]]:
+        """Return the ids of each table's lookups, in the order of the calls."""
+        found: list[list[Any]] = [[] for _ in self.tables]
+
+        def look_up(number: int, ids: Any) -> Any:
+            found[number].append(ids)
+            return self.tables[number].zeros(ids) + zeros[number]
+
+        with self._looking_up([partial(look_up, number) for number in range(len(self.tables))]):
+            self._losses(
+                (trainable, []), self._in_order(non_trainable, states), metrics, x, y, weights, training=training
+            )
+        return found
+
+    def _check_lookups(self, training: bool, *arguments: Any) -> None:
+        """Raise MisuseError if ids depend on the rows of tables, or are computed within a loop."""
+        import jax
+
+        try:
+            traced = jax.make_jaxpr(partial(self._looked_up, training))(*arguments)
+        except jax.errors.UnexpectedTracerError as error:
+            raise MisuseError(
+                f"an embedding of {[table.path for table in self.tables]} is looked up in a loop, a vmap or a remat of "
+                "JAX, from which its ids can't be had before the step: leave it out of tables="
+            ) from error
+        depending = {id(variable) for variable in traced.jaxpr.invars[: len(self.tables)]}
+        for equation in traced.jaxpr.eqns:
+            if any(id(variable) in depending for variable in equation.invars):
+                depending.update(id(variable) for variable in equation.outvars)
+        if any(id(variable) in depending for variable in traced.jaxpr.outvars):
+            raise MisuseError(
+                f"ids that the model looks up depend on rows of the tables {[table.path for table in self.tables]}, "
+                "which are fetched for all lookups at once: leave those that come first out of tables="
+            )
+
+    @contextlib.contextmanager
+    def _looking_up(self, functions: Sequence[LookUp]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for table, function in zip(self.tables, functions, strict=True):
+                stack.enter_context(table.looking_up(function))
+            yield
+
+    def _taking(self, rows: Any, places: Any) -> contextlib.AbstractContextManager[None]:
+        """Look up in the rows that were fetched."""
+        import keras
+
+        calls = [iter(of_table) for of_table in places]
+
+        def look_up(number: int, ids: Any) -> Any:
+            del ids
+            return keras.ops.take(rows[number], next(calls[number]), axis=0)
+
+        return self._looking_up([partial(look_up, number) for number in range(len(calls))])
+
+    # The functions that are traced
+
+    def _losses(
+        self, values: Any, others: Any, metrics: Any, x: Any, y: Any, weights: Any, *, training: bool
+    ) -> tuple[Any, Any]:
+        trainable, _ = values
+        loss_and_updates: tuple[Any, Any] = self.model.compute_loss_and_updates(
+            list(trainable),
+            others,
+            list(metrics),
+            x,
+            y,
+            weights,
+            training=training,
+            optimizer_variables=self._optimizer() if training else None,
+        )
+        return loss_and_updates
+
+    def _with_rows(self, values: Any, places: Any, *arguments: Any, training: bool) -> tuple[Any, Any]:
+        with self._taking(values[1], places):
+            return self._losses(values, *arguments, training=training)
+
     def _trained(
-        self, trainable: Any, non_trainable: Any, states: Any, metrics: Any, x: Any, y: Any, weights: Any
+        self, values: Any, places: Any, non_trainable: Any, states: Any, metrics: Any, x: Any, y: Any, weights: Any
     ) -> Any:
         import jax
 
         before = self._in_order(non_trainable, states)
-        of_step = jax.value_and_grad(self.model.compute_loss_and_updates, has_aux=True)
-        (_, aux), gradients = of_step(
-            list(trainable), before, list(metrics), x, y, weights, training=True, optimizer_variables=self._optimizer()
-        )
+        of_step = jax.value_and_grad(partial(self._with_rows, training=True), has_aux=True)
+        (_, aux), gradients = of_step(values, places, before, metrics, x, y, weights)
         loss, y_pred, after, metrics = aux
         logs, _ = self._metrics_after(metrics, x, y, y_pred, weights)
         self._changed, changes, states = [], [], []
@@ -67,11 +189,10 @@ class JaxCopy(Copy):
         return loss, logs, gradients, changes, states
 
     def _tested(
-        self, trainable: Any, non_trainable: Any, states: Any, metrics: Any, x: Any, y: Any, weights: Any
+        self, values: Any, places: Any, non_trainable: Any, states: Any, metrics: Any, x: Any, y: Any, weights: Any
     ) -> Any:
-        _, (loss, y_pred, _, metrics) = self.model.compute_loss_and_updates(
-            list(trainable), self._in_order(non_trainable, states), list(metrics), x, y, weights, training=False
-        )
+        before = self._in_order(non_trainable, states)
+        _, (loss, y_pred, _, metrics) = self._with_rows(values, places, before, metrics, x, y, weights, training=False)
         return loss, self._metrics_after(metrics, x, y, y_pred, weights)[1]
 
     def _in_order(self, non_trainable: Any, states: Any) -> list[Any]:

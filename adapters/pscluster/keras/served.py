@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
 from pscluster.keras.optimizers import mapped
+from pscluster.keras.tables import chosen
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, is_finite
@@ -46,11 +47,13 @@ class ServedModel:
     Attributes:
         variables: the weights by name, the trainable ones first.
         optimizer: what applies gradients to them.
+        tables: the names of those of which a step reads and pushes only rows, and what applies gradients to each.
     """
 
     name: str
     optimizer: Optimizer
     variables: dict[str, Variable]
+    tables: dict[str, Optimizer]
     model_fn: Any  # a FunctionHandle; on a worker the function
     weights: tuple[Weight, ...]
     id: int
@@ -71,29 +74,45 @@ class ServedModel:
             MisuseError: `model_fn` makes another model here than where it was served.
             PSUnavailableError: a server is unreachable.
         """
-        names, variables = list(self.variables), list(self.variables.values())
-        split = sum(weight.trainable for weight in self.weights)
-        outcome = self._copy.train(read_variables(variables), batch)
+        names, variables, tables = self._read_in_steps()
+        split = sum(weight.trainable for weight in self.weights) - len(tables)
+        outcome = self._copy.train(read_variables(variables), batch, tables)
         self._check_finite(names, outcome)
         # Replicas that step together: of these the mean counts.
         function = current_function()
         replicas = 1 if function is None or function.replica is None else int(function.replica.num_replicas)
         changes = [(change, variables[split + at]) for at, change in outcome.changes if is_finite(change)]
+        pairs: list[tuple[Any, Variable]] = list(zip(outcome.gradients, variables[:split], strict=True))
+        applied = {id(self.optimizer): Applied(self.optimizer, pairs)}
+        for optimizer, rows, variable in zip(self.tables.values(), outcome.of_tables, tables, strict=True):
+            if rows is not None:
+                of_optimizer = applied.setdefault(id(optimizer), Applied(optimizer, []))
+                cast(list[Any], of_optimizer.pairs).append((rows, variable))
         apply_all(
-            [Applied(self.optimizer, list(zip(outcome.gradients, variables[:split], strict=True)))],
+            list(applied.values()),
             examples=None if replicas == 1 else _size_of(batch),
             add=[(change / change.dtype.type(replicas), variable) for change, variable in changes],
         )
         numbers = {name: float(value) for name, value in outcome.logs.items() if not np.ndim(value) and name != "loss"}
         return {"loss": outcome.loss, **numbers}
 
+    def _read_in_steps(self) -> tuple[list[str], list[Variable], list[Variable]]:
+        """Return the names of the variables that steps read whole, these, and the tables."""
+        if not self.tables:
+            return list(self.variables), list(self.variables.values()), []
+        whole = {name: variable for name, variable in self.variables.items() if name not in self.tables}
+        return list(whole), list(whole.values()), [self.variables[name] for name in self.tables]
+
     def _check_finite(self, names: Sequence[str], outcome: StepOutcome) -> None:
-        """Raise InvalidUpdateError if something is not finite, unless the optimizer has a policy for that."""
-        if self.optimizer.preprocessing.nonfinite != "apply":
-            return
-        split = len(outcome.gradients)
-        found = [(f"the gradient of {name}", value) for name, value in zip(names, outcome.gradients, strict=False)]
-        found += [(f"the change of {names[split + at]}", change) for at, change in outcome.changes]
+        """Raise InvalidUpdateError if something is not finite, unless its optimizer has a policy for that."""
+        found: list[tuple[str, Any]] = []
+        if self.optimizer.preprocessing.nonfinite == "apply":
+            split = len(outcome.gradients)
+            found += [(f"the gradient of {name}", of) for name, of in zip(names, outcome.gradients, strict=False)]
+            found += [(f"the change of {names[split + at]}", change) for at, change in outcome.changes]
+        for (name, optimizer), rows in zip(self.tables.items(), outcome.of_tables, strict=True):
+            if rows is not None and optimizer.preprocessing.nonfinite == "apply":
+                found.append((f"the gradient of {name}", rows.values))
         if bad := [what for what, value in found if value is not None and not is_finite(value)]:
             raise InvalidUpdateError(
                 f"NaN or infinity in {', '.join(bad[:3])} (the loss is {outcome.loss:g}): nothing was applied; lower "
@@ -102,7 +121,8 @@ class ServedModel:
 
     def test_on_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return what `metric` takes for a batch: a step for `evaluate`, on a worker."""
-        loss, changes, size = self._copy.evaluate(read_variables(list(self.variables.values())), batch)
+        _, variables, tables = self._read_in_steps()
+        loss, changes, size = self._copy.evaluate(read_variables(variables), batch, tables)
         sums = [np.asarray(change, np.float64).ravel() for change in changes]
         return np.concatenate([[loss * size, size], *sums]), ModelMetrics.form_of(batch)
 
@@ -158,7 +178,10 @@ class ServedModel:
     def _copy(self) -> Copy:
         """This process's copy."""
         client = next(iter(self.variables.values())).client
-        return copy_of(client, self.id, lambda: self._new_copy().model, self.backend)
+        at = {name: index for index, name in enumerate(self.variables)}
+        return copy_of(
+            client, self.id, lambda: self._new_copy().model, self.backend, [at[name] for name in self.tables]
+        )
 
     def _new_copy(self) -> Copy:
         check_backend(self.backend)
@@ -195,7 +218,13 @@ def test_on_batch(served: ServedModel, batch: Any) -> tuple[Any, Any]:
     return served.test_on_batch(batch)
 
 
-def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, name: str = "model") -> ServedModel:
+def serve(
+    model_fn: Callable[[], Any],
+    *,
+    optimizer: Optimizer | None = None,
+    tables: Mapping[str, Optimizer] | Sequence[str] | None = None,
+    name: str = "model",
+) -> ServedModel:
     """Put the weights of a Keras model on the parameter servers. Call it in `strategy.scope()`.
 
         def model_fn():
@@ -212,12 +241,18 @@ def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, na
             in each worker's process.
         optimizer: one of `pscluster.coordinator.optimizers`, made in the same scope. Default: one with the
             hyperparameters of the model's own.
+        tables: which `layers.Embedding` become tables, of which a step reads and pushes only the rows of its batch:
+            patterns such as "embedding*" for the names of layers, or the paths of their weights; with an optimizer
+            each, or in a list for that of the model. One whose weight is also used whole is served whole, which is
+            logged.
         name: begins the names of the variables; Keras' path follows: "model/sequential/dense/kernel".
 
     Raises:
-        TypeError: `model_fn` is not a function that returns a Keras model.
+        TypeError: `model_fn` is not a function that returns a Keras model, or another argument is of a wrong type.
+        ValueError: a pattern of `tables` fits no embedding.
         MisuseError: the model is not built or compiled, steps of its own (`train_step`) would not be taken, or its
-            optimizer is none that the servers have; the message lists those. Nothing was made.
+            optimizer is none that the servers have; the message lists those. Or an embedding that `tables` names has a
+            regularizer, a constraint or a call of its own. Nothing was made.
         ConfigurationError: Keras' backend is neither JAX nor torch.
     """
     if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
@@ -237,6 +272,7 @@ def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, na
     _check_model(model)
     copy = class_of(backend)(model)
     weights = copy.describe()
+    of_tables = chosen(model, tables)
     parameters: dict[str, Parameter] = {}
     for weight, variable in zip(weights, copy.weights, strict=True):
         own = path = f"{name}/{weight.path}"
@@ -254,7 +290,9 @@ def serve(model_fn: Callable[[], Any], *, optimizer: Optimizer | None = None, na
         for variable in variables.values():
             creator.delete_variable(variable)
         raise
-    return ServedModel(name, optimizer, variables, handle, weights, fresh_id(), backend, policy)
+    names = list(variables)
+    by_table = {names[index]: of_tables[index] or optimizer for index in sorted(of_tables)}
+    return ServedModel(name, optimizer, variables, by_table, handle, weights, fresh_id(), backend, policy)
 
 
 def _check_model(model: Any) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pscluster.keras.copies import Array, Copy, StepOutcome, to_numpy
+from pscluster.keras.tables import Rows, fetch
+from pscluster.ps.handles.indexing import IndexedSlices
+from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +22,8 @@ logger = logging.getLogger(__name__)
 class TorchCopy(Copy):
     """A model that computes with autograd, in the memory in which its values were received."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, tables: Sequence[int] = ()) -> None:
+        super().__init__(model, tables)
         self._takes_training = "training" in inspect.signature(model.call).parameters
         self._warned = False
 
@@ -29,16 +34,16 @@ class TorchCopy(Copy):
             # Without a copy where it can be.
             parameter.data = tensor if parameter.device.type == "cpu" else tensor.to(parameter.device)
 
-    def _train(self, values: Sequence[Array], x: Any, y: Any, weights: Any, size: int) -> StepOutcome:
-        del size
+    def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         model = self.model
         before = [np.array(value) for value in values[len(self.trainable) :]]
         self.load(values)
         versions = [variable.value._version for variable in self.non_trainable]
         model.reset_metrics()
         model.zero_grad()
-        y_pred = self._call(x, training=True)
-        loss = model.compute_loss(x, y, y_pred, weights)
+        with self._looking_up(tables) as leaves:
+            y_pred = self._call(x, training=True)
+            loss = model.compute_loss(x, y, y_pred, weights)
         scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
         scaled.backward()
         gradients = [variable.value.grad for variable in self.trainable]
@@ -50,10 +55,16 @@ class TorchCopy(Copy):
             if variable.value._version != version
         ]
         arrays = [None if gradient is None else _array(gradient) for gradient in gradients]
-        return StepOutcome(float(loss.detach()), logs, arrays, changes)
+        return StepOutcome(float(loss.detach()), logs, arrays, [_slices(of_table) for of_table in leaves], changes)
 
     def _evaluate(
-        self, values: Sequence[Array], metrics: Sequence[Array], x: Any, y: Any, weights: Any
+        self,
+        values: Sequence[Array],
+        tables: Sequence[Variable],
+        metrics: Sequence[Array],
+        x: Any,
+        y: Any,
+        weights: Any,
     ) -> tuple[float, list[Any]]:
         import torch
 
@@ -61,11 +72,29 @@ class TorchCopy(Copy):
         self.load(values)
         for variable, value in zip(model.metrics_variables, metrics, strict=True):
             variable.assign(value)
-        with torch.no_grad():
+        with torch.no_grad(), self._looking_up(tables):
             y_pred = self._call(x, training=False)
             loss = model.compute_loss(x, y, y_pred, weights)
             model.compute_metrics(x, y, y_pred, weights)
         return float(loss), [np.array(to_numpy(variable)) for variable in model.metrics_variables]
+
+    @contextlib.contextmanager
+    def _looking_up(self, variables: Sequence[Variable]) -> Iterator[list[list[tuple[Rows, Any]]]]:
+        """Fetch rows as they are looked up in the block. Yields for each table what was fetched, and the leaf of it."""
+        import torch
+
+        leaves: list[list[tuple[Rows, Any]]] = [[] for _ in self.tables]
+
+        def look_up(number: int, ids: Any) -> Any:
+            (rows,) = fetch([variables[number]], [[ids.detach().cpu().numpy()]])
+            leaf = _tensor(rows.values).to(ids.device).requires_grad_()
+            leaves[number].append((rows, leaf))
+            return torch.nn.functional.embedding(torch.from_numpy(rows.places[0]).to(ids.device), leaf)
+
+        with contextlib.ExitStack() as stack:
+            for number, table in enumerate(self.tables):
+                stack.enter_context(table.looking_up(partial(look_up, number)))
+            yield leaves
 
     def _call(self, x: Any, *, training: bool) -> Any:
         return self.model(x, training=training) if self._takes_training else self.model(x)
@@ -76,6 +105,16 @@ class TorchCopy(Copy):
         if missing and not self._warned:
             logger.warning("the loss does not depend on %s, which keep their values", ", ".join(missing))
             self._warned = True
+
+
+def _slices(leaves: Sequence[tuple[Rows, Any]]) -> IndexedSlices | None:
+    """Return the gradient of a table by rows; None if there is none."""
+    parts = [(rows.ids, _array(leaf.grad)) for rows, leaf in leaves if leaf.grad is not None]
+    if not parts:
+        return None
+    if len(parts) > 1:
+        return IndexedSlices(np.concatenate([part for _, part in parts]), np.concatenate([ids for ids, _ in parts]))
+    return IndexedSlices(parts[0][1], parts[0][0])
 
 
 def _tensor(value: Any) -> Any:
