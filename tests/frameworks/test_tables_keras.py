@@ -31,7 +31,6 @@ ENVIRONMENT = {
 }
 RNG = np.random.default_rng(0)
 USERS, WORDS = 1000, 60
-Layers = keras.layers
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +53,11 @@ def recommender(optimizer: Any = None, words: dict[str, Any] | None = None) -> A
     """A table of users, and one of words that is looked up twice, with a mask."""
     inputs = {"user": keras.Input((), dtype="int32", name="user")}
     inputs |= {name: keras.Input((5,), dtype="int32", name=name) for name in ("asked", "answered")}
-    of_words = Layers.Embedding(WORDS, 6, mask_zero=True, name="words", **(words or {}))
-    user = Layers.Embedding(USERS, 4, name="users")(inputs["user"])
-    texts = [Layers.GlobalAveragePooling1D()(of_words(inputs[name])) for name in ("asked", "answered")]
-    hidden = Layers.BatchNormalization()(Layers.Concatenate()([user, *texts]))
-    model = keras.Model(inputs, Layers.Dense(1)(hidden))
+    of_words = keras.layers.Embedding(WORDS, 6, mask_zero=True, name="words", **(words or {}))
+    user = keras.layers.Embedding(USERS, 4, name="users")(inputs["user"])
+    texts = [keras.layers.GlobalAveragePooling1D()(of_words(inputs[name])) for name in ("asked", "answered")]
+    hidden = keras.layers.BatchNormalization()(keras.layers.Concatenate()([user, *texts]))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     model.compile(optimizer or keras.optimizers.Adagrad(0.3), loss, metrics=["accuracy"])
     return model
@@ -116,7 +115,7 @@ def test_a_step_reads_and_pushes_the_rows_of_its_batch(strategy: ParameterServer
     assert served.optimizer.iterations == 1
 
 
-class Tied(Layers.Layer):
+class Tied(keras.layers.Layer):
     """The logits of all words."""
 
     def __init__(self, embedding: Any, **options: Any) -> None:
@@ -129,9 +128,9 @@ class Tied(Layers.Layer):
 
 def tied() -> Any:
     inputs = keras.Input((5,), dtype="int32")
-    words, other = Layers.Embedding(WORDS, 6, name="words"), Layers.Embedding(WORDS, 6, name="other")
+    words, other = keras.layers.Embedding(WORDS, 6, name="words"), keras.layers.Embedding(WORDS, 6, name="other")
     rows = words(inputs) + other(inputs)
-    model = keras.Model(inputs, Tied(words)(Layers.GlobalAveragePooling1D()(rows)))
+    model = keras.Model(inputs, Tied(words)(keras.layers.GlobalAveragePooling1D()(rows)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
@@ -155,7 +154,7 @@ class Chained(keras.Model):
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
-        self.whole, self.first, self.second = whole, Layers.Embedding(9, 4), Layers.Embedding(4, 1)
+        self.whole, self.first, self.second = whole, keras.layers.Embedding(9, 4), keras.layers.Embedding(4, 1)
 
     def build(self, input_shape: Any) -> None:
         self.first.build()
@@ -187,7 +186,7 @@ def test_what_only_a_step_shows_is_refused_there(strategy: ParameterServerStrate
         served.train_on_batch(element)
 
 
-class Own(Layers.Embedding):
+class Own(keras.layers.Embedding):
     def call(self, inputs: Any) -> Any:
         return super().call(inputs) * 2
 
