@@ -210,7 +210,8 @@ if __name__ == "__main__":
         halving.apply_gradients([(np.ones(4, np.float32), halved)])
         print("halved", halved.numpy().tolist())
 
-        data = coordinator.distribute_dataset(np.arange(100.0)).map(functools.partial(shifted, 10)).batch(10)
+        shift = functools.partial(shifted, 10)
+        data = coordinator.distribute_dataset(np.arange(100.0)).map(shift, workers=1).batch(10)
         history = coordinator.fit(functools.partial(fit_step, w, SGD), data, epochs=1, verbose=0)
         print("loss", history.history["loss"])
 

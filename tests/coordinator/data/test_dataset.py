@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -475,7 +476,7 @@ def test_columns_of_others(coordinator: ClusterCoordinator) -> None:
             np.testing.assert_array_equal(column, expected[:2])
 
 
-def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset) -> None:
+def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDataset, visited: Visited) -> None:
     """With the value, the limit and the mend, before anything has changed."""
     distribute = coordinator.distribute_dataset
     with pytest.raises(ValueError, match="the source has no examples"):
@@ -509,6 +510,14 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
             distribute(source)
     with pytest.raises(TypeError, match="map takes a function"):
         data.map(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers is -1; it must be a whole number, at least 0 and at most 256"):
+        data.map(str, workers=-1)
+    with pytest.raises(ValueError, match="timeout is 0; it must be a number, above 0"):
+        data.map(str, workers=1, timeout=0)
+    with pytest.raises(errors.MisuseError, match=r"already has a map with processes, which calls str: call both"):
+        data.map(str, workers=1).map(repr, workers=1)
+    with pytest.raises(errors.MisuseError, match="captures what is on the cluster, such as a variable"):
+        data.map(lambda example: example + visited.counts.numpy()[0], workers=1)
     with pytest.raises(ValueError, match="epochs is 0"):
         data.repeat(0)
     part = next(iter(data))
@@ -540,6 +549,39 @@ def test_nothing_is_left_of_it(coordinator: ClusterCoordinator) -> None:
     del part, data
     gc.collect()
     until(lambda: not any(having().values()), "it is gone", having)
+
+
+def test_a_map_in_processes(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, tmp_path: Path) -> None:
+    """It yields what a map without them does, each example once, in processes that end with the dataset."""
+    visited = Visited(strategy, 400)
+    counts = visited.counts
+
+    def doubled(number: Any) -> dict[str, Any]:
+        (tmp_path / str(os.getpid())).touch()
+        return {"number": number, "doubled": 2.0 * number, "text": f"{number}"}
+
+    def step(part: Any) -> tuple[int, list[Any]]:
+        batches = list(part)
+        for batch in batches:
+            counts.scatter_add(IndexedSlices(np.ones(len(batch["number"]), np.int64), batch["number"]))
+        return os.getpid(), [(batch["doubled"], batch["text"].tolist()) for batch in batches]
+
+    plain = coordinator.distribute_dataset(np.arange(400)).shuffle(seed=3)
+    mapped = plain.map(doubled, workers=2).batch(32)
+    values = [coordinator.schedule(step, args=(part,)) for part in mapped]
+    coordinator.join(TIMEOUT)
+    done = coordinator.fetch(values)
+    for (_, [(numbers, texts)]), wanted in zip(done, plain.map(doubled).batch(32).local(), strict=True):
+        np.testing.assert_array_equal(numbers, wanted["doubled"])
+        assert texts == wanted["text"].tolist()
+    assert visited.all_are(1)
+    assert [len(batch["number"]) for batch in mapped.local()] == [32] * 12 + [16]
+    pids = {int(path.name) for path in tmp_path.iterdir()} - {os.getpid()}
+    assert pids
+    assert pids.isdisjoint(pid for pid, _ in done)
+    del mapped, values
+    gc.collect()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its processes have ended", lambda: pids)
 
 
 def test_parts_that_are_not_scheduled(

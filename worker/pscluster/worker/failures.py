@@ -153,11 +153,11 @@ def rebuild_failure(
     return error
 
 
-def rebuild_error(failure: worker_pb2.Failure) -> Exception:
-    """Return the error that a coordinator has answered with, as an instance of its own class.
+def rebuild_error(failure: worker_pb2.Failure, where: str = "On the coordinator") -> Exception:
+    """Return the error that was raised in another process, `where`, as an instance of its own class.
 
     If that is not known here, or is not of an Exception, a PsClusterError says what was raised. A note has the
-    coordinator's traceback.
+    traceback there.
     """
     args, attributes = _decoded(failure)
     try:
@@ -169,7 +169,7 @@ def rebuild_error(failure: worker_pb2.Failure) -> Exception:
     except Exception:  # its metaclass may raise anything
         error = PsClusterError(shown(_raised(failure), lines=True))
     if failure.traceback:
-        error.add_note(shown(f"On the coordinator:\n{failure.traceback}", lines=True))
+        error.add_note(shown(f"{where}:\n{failure.traceback}", lines=True))
     return error
 
 

@@ -105,6 +105,9 @@ class Job:
         self._reader.end()
         with self._lock:
             objects = [handle for handle in self._handles.values() if isinstance(handle, WorkerObject)]
+            pipelines = list(self._pipelines.values())
+        for pipeline in pipelines:
+            pipeline.close()
         for item in objects:
             item.drop()
         self.membership.close()
@@ -333,9 +336,11 @@ class Job:
             self._reader.close(part)
 
     def release(self, resources: Sequence[int], definitions: Sequence[str]) -> None:
+        gone = []
         with self._lock:
             for resource in map(str, resources):
-                if self._pipelines.pop(resource, None) is not None:
+                if (pipeline := self._pipelines.pop(resource, None)) is not None:
+                    gone.append(pipeline)
                     self._reader.forget(resource)
                 self._unloadable.pop(resource, None)
                 for kind in (WorkerIterator, WorkerDataset, WorkerObject):
@@ -345,6 +350,8 @@ class Job:
             for digest in definitions:
                 self._definitions.pop(digest, None)
                 self._layers.pop(digest, None)
+        for pipeline in gone:
+            pipeline.close()
 
     def context(self, *, function: int, attempt: int, key: int = 0, term: int = 0) -> FunctionContext:
         """Return the context for a function of this job. The first one of a term also sets the client's term."""

@@ -29,11 +29,13 @@ from pscluster.core.handles import Handle, StaysHere
 from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.processes.process_map import ProcessMap
 from pscluster.worker.data.sources import Blocks, Files, Numbers, source_of
 
 logger = logging.getLogger(__name__)
 
 RETRIES = 2  # how often a function that could not read its examples runs again, by default
+MAX_PROCESSES = 256  # of a map, on each worker
 
 OnError = Literal["raise", "skip"]
 
@@ -180,14 +182,52 @@ class DistributedDataset(StaysHere):
         split = self._pipeline.split if split is None else checks.whole("split", split, at_least=1)
         return self._with(seed=seed, split=split)
 
-    def map(self, fn: Callable[[Any], Any]) -> DistributedDataset:
-        """Apply `fn` to each element, on the workers: to each example before `batch`, to each batch after it."""
+    def map(self, fn: Callable[[Any], Any], *, workers: int = 0, timeout: float = 60.0) -> DistributedDataset:
+        """Apply `fn` to each element, on the workers: to each example before `batch`, to each batch after it.
+
+        With `workers`, `fn` is called in processes of their own, as for decoding images; the elements and their order
+        are the same. It is taken as it is now, knows no variables, and takes and returns what `schedule` could send.
+        If one of the processes dies, or a call takes too long, the examples that it was at are given to another, and
+        fail at the third time.
+
+        Args:
+            fn: returns what comes in place of an element.
+            workers: how many processes each worker has for it; 0: `fn` is called in the worker itself.
+            timeout: seconds that one call may take in such a process.
+
+        Raises:
+            MisuseError: `fn` captures a variable, or the dataset already has a map with processes.
+        """
         if not callable(fn):
             raise TypeError(f"map takes a function, not {type_of(fn)}")
+        workers = checks.whole("workers", workers, at_least=0, at_most=MAX_PROCESSES)
+        timeout = checks.real("timeout", timeout, above=0)
         pipeline = self._pipeline
+        added = self._in_processes(fn, workers, timeout) if workers else fn
         if pipeline.batch is None:
-            return self._with(example_functions=(*pipeline.example_functions, fn))
-        return self._with(batch_functions=(*pipeline.batch_functions, fn))
+            return self._with(example_functions=(*pipeline.example_functions, added))
+        return self._with(batch_functions=(*pipeline.batch_functions, added))
+
+    def _in_processes(self, fn: Callable[[Any], Any], workers: int, timeout: float) -> ProcessMap:
+        functions = (*self._pipeline.example_functions, *self._pipeline.batch_functions)
+        if other := next((function for function in functions if isinstance(function, ProcessMap)), None):
+            raise MisuseError(
+                f"the dataset already has a map with processes, which calls {other.name}: call both functions in one, "
+                "or leave workers= out"
+            )
+        captured = self._progress.capture(fn)
+        if captured.handles:
+            raise MisuseError(
+                f"{captured.name} captures what is on the cluster, such as a variable, which the processes of a map "
+                "don't know: leave workers= out"
+            )
+        forms: list[bytes] = []
+        try:
+            forms.extend(form.SerializeToString() for form in captured.forms())
+        except TypeError:  # it is known by its name, and can't be sent otherwise
+            if not forms:
+                raise
+        return ProcessMap(fn, captured.name, forms, workers, timeout)
 
     def batch(self, size: int, *, drop_remainder: bool = False) -> DistributedDataset:
         """Combine `size` examples into arrays with one more axis. An epoch's last batch may be smaller, or is dropped.

@@ -26,6 +26,7 @@ from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.job.progress import POSITIONS, load, save
 from pscluster.coordinator.scheduling.waiting import result_of
 from pscluster.core.errors import MisuseError
+from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
 from pscluster.worker.data.pipelines import Pipeline
@@ -187,7 +188,8 @@ class Endings(Protocol):
 class DatasetProgress:
     """Saves how far the distributed datasets of a job are.
 
-    `send` gives the workers a pipeline; `over_shards` calls a function there with each of several shards of a dataset.
+    `send` gives the workers a pipeline; `over_shards` calls a function there with each of several shards of a dataset;
+    `capture` takes a function as it is now, to be sent.
     """
 
     def __init__(
@@ -196,8 +198,9 @@ class DatasetProgress:
         endings: Endings,
         send: Callable[[Pipeline], DatasetResource],
         over_shards: Callable[[Callable[[Any], Any], Any], list[Any]],
+        capture: Callable[[Callable[..., Any]], CapturedFunction],
     ) -> None:
-        self.send, self.over_shards = send, over_shards
+        self.send, self.over_shards, self.capture = send, over_shards, capture
         self._endings = endings
         self._lock = threading.Lock()
         self._saving = threading.Lock()  # while positions are read and saved, or a checkpoint takes their place

@@ -28,7 +28,11 @@ class DataQueue(GangQueue):
     def _begin(self, strategy: ParameterServerStrategy, dispatcher: Dispatcher) -> None:
         super()._begin(strategy, dispatcher)
         strategy.context.dataset_progress = DatasetProgress(
-            strategy.context.client, dispatcher, self._resources.send_pipeline, self.over_shards
+            strategy.context.client,
+            dispatcher,
+            self._resources.send_pipeline,
+            self.over_shards,
+            self._functions.anew,
         )
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Any] | Iterable[Any]) -> PerWorkerDataset:

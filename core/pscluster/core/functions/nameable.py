@@ -69,6 +69,7 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.data.per_worker": ("given",),
     "pscluster.worker.evaluation": ("outputs_of", "states_of"),
     "pscluster.worker.data.pipelines": ("Pipeline", "numbered"),
+    "pscluster.worker.data.processes.process_map": ("ProcessMap",),
     "pscluster.worker.data.files.line_files": ("LineBlocks", "Text"),
     "pscluster.worker.data.files.line_tables": ("Csv", "JsonLines"),
     "pscluster.worker.data.files.opening": ("DataFile",),

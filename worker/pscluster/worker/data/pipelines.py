@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from pscluster.core.errors import DatasetError
+from pscluster.core.errors import DatasetError, PsClusterError
+from pscluster.worker.data.processes.pool import Pool
+from pscluster.worker.data.processes.process_map import ProcessedElements, ProcessMap, Unprocessed
 from pscluster.worker.data.sources import (
     Arrays,
     Blocks,
@@ -107,10 +109,10 @@ class Pipeline(Sent):
     name: str
     seed: int | None = None
     split: int = SPLIT
-    example_functions: tuple[Callable[[Any], Any], ...] = ()  # for each example, before batching
+    example_functions: tuple[Callable[[Any], Any] | ProcessMap, ...] = ()  # for each example, before batching
     batch: int | None = None
     drop_remainder: bool = False
-    batch_functions: tuple[Callable[[Any], Any], ...] = ()  # for each batch
+    batch_functions: tuple[Callable[[Any], Any] | ProcessMap, ...] = ()  # for each batch
     ahead: int = 2  # batches that a worker reads ahead
 
     @property
@@ -134,8 +136,34 @@ class Pipeline(Sent):
         """Return the number of elements at these positions; None if that is known only when they are read."""
         return None if isinstance(self.source, Blocks) else -(-(stop - start) // self.element)
 
+    @cached_property
+    def process_map(self) -> ProcessMap | None:
+        """The map whose function processes call; None: there is none, or the function itself is here."""
+        for function in (*self.example_functions, *self.batch_functions):
+            if isinstance(function, ProcessMap) and not function.is_here:
+                return function
+        return None
+
+    @cached_property
+    def pool(self) -> Pool:
+        """The processes of the map. They start with the first task."""
+        assert self.process_map is not None
+        return self.process_map.pool(each=self._maps_examples, stack=self._stacks)
+
+    def close(self) -> None:
+        """End the processes of the map, if there are any."""
+        if self.process_map is not None:
+            self.pool.close()
+
     def elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Yield the elements at these positions; in place of one that can't be read, the DatasetError that says why."""
+        found = self._elements(epoch, start, stop)
+        if (map_ := self.process_map) is None:
+            return found
+        each, stack = self._maps_examples, self._stacks
+        return ProcessedElements(found, self.pool, map_, self._finished, each=each, stack=stack)
+
+    def _elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         step = self.element
         if isinstance(self.source, Blocks):
             for position in range(start, stop):
@@ -167,12 +195,18 @@ class Pipeline(Sent):
     def _element(self, epoch: int, start: int, stop: int, block: Any) -> Any:
         """Return an element, from the `block` of its examples if they were read, or its DatasetError."""
         try:
-            return self._processed(self._block(epoch, start, stop) if block is None else block)
+            block = self._block(epoch, start, stop) if block is None else block
+            if self.process_map is None:
+                return self._processed(block)
+            return Unprocessed(self._begun(block), partial(self._unreadable, epoch, start, stop))
         except Exception as error:
-            numbers = np.concatenate([piece for piece, _, _ in self._order.pieces(epoch, start, stop)])
-            some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-            subject = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
-            return self._failed(subject, stop - start, error)
+            return self._unreadable(epoch, start, stop, error)
+
+    def _unreadable(self, epoch: int, start: int, stop: int, error: Exception) -> DatasetError:
+        numbers = np.concatenate([piece for piece, _, _ in self._order.pieces(epoch, start, stop)])
+        some = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+        subject = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
+        return self._failed(subject, stop - start, error)
 
     def _of_block(self, source: Blocks, epoch: int, position: int) -> Iterator[Any]:
         """Yield the elements of the block at this position."""
@@ -214,11 +248,14 @@ class Pipeline(Sent):
             start += len(block)
 
     def _of_examples(self, examples: Any, start: int, subject: str) -> Any:
-        try:
-            return self._processed(examples)
-        except Exception as error:
+        def failed(error: Exception) -> DatasetError:
             count = size_of(examples)
             return self._failed(f"examples {start:,} to {start + count - 1:,} of {subject}", count, error)
+
+        try:
+            return self._processed(examples) if self.process_map is None else Unprocessed(self._begun(examples), failed)
+        except Exception as error:
+            return failed(error)
 
     def _shuffled(self, examples: Iterator[Any], epoch: int, number: int) -> Iterator[Any]:
         """Yield the examples split by split, each in a random order."""
@@ -232,19 +269,62 @@ class Pipeline(Sent):
                 return
 
     def _processed(self, block: Any) -> Any:
+        """Return the element of the examples in a block."""
         if self.example_functions or self.batch is None:
-            examples = unstacked(block)
-            for function in self.example_functions:
-                examples = [function(example) for example in examples]
-            block = examples
+            block = self._of_each(self.example_functions, block)
         # Copied, since a step may write to its element, which must not change the source.
         element = map_leaves(_copied, block[0]) if self.batch is None else stacked(block)
-        for function in self.batch_functions:
-            element = function(element)
+        return self._of_batch(self.batch_functions, element)
+
+    def _of_each(self, functions: Sequence[Callable[[Any], Any] | ProcessMap], block: Any) -> list[Any]:
+        examples = unstacked(block)
+        for function in functions:
+            call = function.function if isinstance(function, ProcessMap) else function
+            examples = [call(example) for example in examples]
+        return examples
+
+    def _of_batch(self, functions: Sequence[Callable[[Any], Any] | ProcessMap], element: Any) -> Any:
+        for function in functions:
+            element = (function.function if isinstance(function, ProcessMap) else function)(element)
         return element
 
+    # With a map in processes: what is done before and after it
+
+    @cached_property
+    def _maps_examples(self) -> bool:
+        """Whether its function takes examples, not batches."""
+        return self.process_map in self.example_functions
+
+    @cached_property
+    def _stacks(self) -> bool:
+        """Whether examples are put together right after it."""
+        return self._maps_examples and self.batch is not None and self.process_map is self.example_functions[-1]
+
+    def _begun(self, block: Any) -> Any:
+        """Return what the map's function is called for: the examples, or their batch."""
+        assert self.process_map is not None
+        if self._maps_examples:
+            before = self.example_functions[: self.example_functions.index(self.process_map)]
+            return self._of_each(before, block) if before else block
+        if self.example_functions:
+            block = self._of_each(self.example_functions, block)
+        return self._of_batch(self.batch_functions[: self.batch_functions.index(self.process_map)], stacked(block))
+
+    def _finished(self, block: Any) -> Any:
+        """Return the element of what the map has returned."""
+        assert self.process_map is not None
+        if not self._maps_examples:
+            return self._of_batch(self.batch_functions[self.batch_functions.index(self.process_map) + 1 :], block)
+        if not self._stacks:
+            after = self.example_functions[self.example_functions.index(self.process_map) + 1 :]
+            examples = self._of_each(after, block)
+            block = examples[0] if self.batch is None else stacked(examples)
+        return self._of_batch(self.batch_functions, block)
+
     def _failed(self, subject: str, count: int, error: Exception) -> DatasetError:
-        failure = DatasetError(f"dataset {self.name!r}: {subject} can't be read: {type(error).__name__}: {error}")
+        # A PsClusterError says itself what was raised in another process, if its class is not known here.
+        why = str(error) if type(error) is PsClusterError else f"{type(error).__name__}: {error}"
+        failure = DatasetError(f"dataset {self.name!r}: {subject} can't be read: {why}")
         failure.__cause__, failure.examples = error, count
         return failure
 

@@ -25,6 +25,7 @@ import resource
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, 
 from pscluster.core.handles import Handle
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.pipelines import Pipeline
+from pscluster.worker.data.processes.process_map import ProcessedElements
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +70,15 @@ class Part(Handle):
         self.dataset, *positions = match.groups()
         self._epoch, self._start, self._stop = map(int, positions)
         self._elements = pipeline.elements(self._epoch, self._start, self._stop)
+        # Those of a map in processes, which are given something to do before the elements are wanted.
+        self._processed = self._elements if isinstance(self._elements, ProcessedElements) else None
         self._left = pipeline.count(self._start, self._stop)
         self.ready: deque[Any] = deque()
         self.read = self.closed = False
         self.given = 0
         self.waited = 0.0  # seconds, by its function
         self.skipped: list[DatasetError] = []
-        self.pace = Pace()
+        self.pace = Pace(always_slow=self._processed is not None)
 
     @property
     def handle_key(self) -> str:
@@ -113,6 +117,16 @@ class Part(Handle):
             if not self._skips:
                 raise element
             self.skipped.append(element)
+
+    def prime(self) -> None:
+        """Give processes of a map something to do. Not under the lock."""
+        if self._processed is not None and not self.closed:
+            self._processed.prime()
+
+    def drop(self) -> None:
+        """Drop what is under way: the part is closed. Takes no lock."""
+        if self._processed is not None:
+            self._processed.close()
 
     def read_one(self) -> None:
         """Read the next element, or its error, into `ready`. Not under the lock."""
@@ -178,7 +192,8 @@ def _times_slept() -> float:
 class Pace:
     """Smoothed times of reading an element, and from one element to the next. Under the reader's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always_slow: bool = False) -> None:
+        self._always_slow = always_slow
         self._reading = self._between = 0.0
         self._last: float | None = None
 
@@ -194,7 +209,7 @@ class Pace:
 
     def is_slow(self) -> bool:
         """Return whether reading ahead pays off."""
-        return self._reading > max(_SHORT_SECONDS, _SHORT_SHARE * self._between)
+        return self._always_slow or self._reading > max(_SHORT_SECONDS, _SHORT_SHARE * self._between)
 
 
 class Reader:
@@ -224,6 +239,7 @@ class Reader:
         with self._lock:
             part.closed = True
             part.ready.clear()
+            part.drop()
             if part in self._parts:
                 self._parts.remove(part)
             self._wake()  # the next part may be read now
@@ -257,12 +273,14 @@ class Reader:
             self._wake()  # there is room for another one
             return True, element
 
-    def _read(self, part: Part) -> None:
-        """Read an element. Under the lock, which is free during the reading."""
+    def _read(self, part: Part, following: Sequence[Part] = ()) -> None:
+        """Read an element, and prime these parts. Under the lock, which is free during the reading."""
         self._reading = True
         self._lock.release()
         reading = _Stopwatch()
         try:
+            for other in following:
+                other.prime()
             part.read_one()
         finally:
             took = reading.seconds()
@@ -274,6 +292,7 @@ class Reader:
             self._reading = False
             if part.closed:
                 part.ready.clear()
+                part.drop()  # what it has given out meanwhile
             self._wake()
             self._changed.notify_all()
 
@@ -283,7 +302,7 @@ class Reader:
                 if (part := self._next_wanted()) is None:
                     self._wanted.wait()
                 else:
-                    self._read(part)
+                    self._read(part, self._parts[: 1 + _PARTS])
 
     def _wake(self) -> None:
         """Wake the thread, or start it, if there is something to read. Under the lock."""

@@ -1,0 +1,1 @@
+"""Maps of datasets that run in processes of their own."""
