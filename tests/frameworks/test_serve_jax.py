@@ -28,6 +28,7 @@ from pscluster.coordinator import (
     optimizers,
 )
 from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.jax.arrays import direct_put, on_device
 from pscluster.ps.handles.variable import read_variables
 from pscluster.ps.optim.tabulated import MAX_RATES
 
@@ -279,16 +280,28 @@ def test_integers_stay_as_they_are(strategy: ParameterServerStrategy) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_large_arrays_are_not_copied(cluster: LocalCluster, shards: int) -> None:
-    """JAX takes the memory in which a value was received, and NumPy that of a gradient."""
+@pytest.mark.parametrize("shapes", [[(3, 1 << 20)], [(3,), (1 << 14,), (5,), (1 << 15,)]], ids=["frames", "message"])
+def test_large_arrays_are_not_copied(cluster: LocalCluster, shapes: list[tuple[int, ...]], shards: int) -> None:
+    """JAX takes the memory in which a value of 64 KiB or more was received, and NumPy that of a gradient."""
     with ParameterServerStrategy(cluster, FixedShardsPartitioner(shards)) as strategy:
         with strategy.scope():
-            variable = Variable(np.ones((3, 1 << 20), np.float32))
-        (value,) = read_variables([variable])
-        array = jax.device_put(value)
-        assert array.unsafe_buffer_pointer() == value.ctypes.data
-        gradient = jax.jit(lambda array: 2 * array)(array)
-        assert np.asarray(gradient).ctypes.data == gradient.unsafe_buffer_pointer()
+            variables = [Variable(np.full(shape, 2, np.float32)) for shape in shapes]
+        values = read_variables(variables)
+        for value, array in zip(values, on_device(values), strict=True):
+            np.testing.assert_array_equal(array, np.full(value.shape, 2))
+            assert value.nbytes < 1 << 16 or array.unsafe_buffer_pointer() == value.ctypes.data
+            gradient = jax.jit(lambda array: 2 * array)(array)
+            assert np.asarray(gradient).ctypes.data == gradient.unsafe_buffer_pointer()
+
+
+def test_arrays_are_put_as_device_put_does() -> None:
+    """Of every type that may be served, also empty and without axes; without the time that it takes."""
+    assert direct_put() is not None
+    arrays = [np.ones(shape, dtype) for shape in [(), (0, 3), (2, 3)] for dtype in ("f2", "f4", "f8", jnp.bfloat16)]
+    for mine, theirs in zip(on_device(arrays), jax.device_put(arrays), strict=True):
+        assert (mine.aval, mine.sharding, mine.committed) == (theirs.aval, theirs.sharding, theirs.committed)
+        assert mine.weak_type == theirs.weak_type
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ The arrays with floating elements become variables, one each, named by their pat
 as the activation functions of an equinox module, or integers, travels with the functions that use it.
 
 In a step, `read` makes the tree anew from the servers' values. On a CPU, JAX uses the memory of an array in which it
-was received, without a copy, if that begins at a cache line: so do arrays of 64 KiB or more which their servers do not
-send together in one message of up to 4 MiB. Gradients are sent from JAX's memory as it is.
+was received, without a copy, if that begins at a cache line, as in arrays of 64 KiB or more. Gradients are sent from
+JAX's memory as it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
+from pscluster.jax.arrays import on_device
 from pscluster.ps.handles.optimizers import Optimizer
-from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, is_finite
+from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, nonfinite
 from pscluster.ps.handles.variable import Variable, read_variables
 
 
@@ -60,7 +61,7 @@ class ServedParams:
         """
         import jax
 
-        arrays = iter(jax.device_put(read_variables(list(self.variables.values()))))
+        arrays = iter(on_device(read_variables(list(self.variables.values()))))
         rest = iter(self.rest)
         leaves = [next(arrays) if name else next(rest) for name in self.served]
         return jax.tree_util.tree_unflatten(self._structure, leaves)
@@ -200,8 +201,7 @@ def serve(params: Any, optimizer: Optimizer, *, name: str = "params") -> ServedP
 
 def check_finite(names: Iterable[str], gradients: Iterable[np.ndarray[Any, Any]]) -> None:
     """Raise InvalidUpdateError, which names the gradients that have NaN or infinity."""
-    bad = [name for name, gradient in zip(names, gradients, strict=True) if not is_finite(gradient)]
-    if bad:
+    if bad := nonfinite(dict(zip(names, gradients, strict=True))):
         more = f" and {len(bad) - 3} others" if len(bad) > 3 else ""
         raise InvalidUpdateError(
             f"NaN or infinity in the gradient of {', '.join(bad[:3])}{more}: nothing was applied; lower the learning "

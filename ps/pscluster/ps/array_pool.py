@@ -13,7 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 CACHE_LINE = 64  # bytes: what XLA wants arrays aligned to, to use their memory as it is
-_SMALL = 64 << 10  # bytes, of which a copy takes no longer than aligning them
+UNALIGNED_BYTES = 64 << 10  # in arrays of fewer, since a copy of these takes no longer than to align them
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -22,7 +22,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     NumPy's own large arrays begin 16 bytes after a page, and JAX copies those that it is given.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < _SMALL:
+    if size < UNALIGNED_BYTES:
         return np.empty(shape, dtype)
     memory = np.empty(size + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE

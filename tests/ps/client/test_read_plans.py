@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -15,6 +16,7 @@ from tests.waiting import until
 from pscluster.coordinator import FixedShardsPartitioner, ParameterServerStrategy, Variable
 from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.transport.frames import pack, unpack
+from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES
 from pscluster.ps.client.reads import MAX_PLANS
 from pscluster.ps.handles.variable import read_for_step
 from pscluster.ps.server import creation
@@ -57,23 +59,30 @@ def service() -> ParameterServerService:
     return ParameterServerService(role)
 
 
+def cut(n: int, shape: tuple[int, ...], _: Any) -> list[int]:
+    """Cut each axis into this many pieces."""
+    return [n] * len(shape)
+
+
 def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -> None:
     """Whole and cut variables, scalars and empty ones, even twice in a list, are read; each result is a separate
-    array."""
-    shapes: list[tuple[int, ...]] = [(), (3,), (0, 2), (5, 2), (2, 3, 2)]
+    array. Those of 64 KiB or more begin at a cache line."""
+    shapes: list[tuple[int, ...]] = [(), (3,), (0, 2), (5, 2), (2, 3, 2), (5, 1 << 14)]
     with strategy.scope():
         made = [
-            Variable(np.arange(np.prod(shape), dtype=dtype).reshape(shape), partitioner=lambda s, _: [3] * len(s))
+            Variable(np.arange(np.prod(shape)).reshape(shape).astype(dtype), partitioner=partial(cut, n))
             for shape in shapes
             for dtype in (np.float32, np.int8, np.complex64)
+            for n in (1, 3)
         ]
     listed = [*made, made[3]]
     for _ in range(4):
         values = strategy.read(listed)
         for variable, value in zip(listed, values, strict=True):
-            expected = np.arange(variable.size, dtype=variable.dtype).reshape(variable.shape)
+            expected = np.arange(variable.size).reshape(variable.shape).astype(variable.dtype)
             np.testing.assert_array_equal(value, expected)
             assert value.flags.writeable
+            assert value.nbytes < UNALIGNED_BYTES or value.ctypes.data % CACHE_LINE == 0
             value += 1
 
 

@@ -21,6 +21,7 @@ from pscluster.core.errors import UnavailableError
 from pscluster.core.geometry import Block
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import ALIGNMENT, Buffer, padded, padding, parts_of, view
+from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES, aligned_empty
 from pscluster.ps.spec import MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES
 from pscluster.ps.wire_dtypes import decode, encoded_bytes
 from pscluster.v1 import ps_pb2
@@ -146,12 +147,45 @@ class WholeVariable:
 
 
 class _Target(NamedTuple):
-    """Where in a server's reply the bytes of a shard begin, and where they go."""
+    """Where the bytes of a shard begin, in a server's reply or, uncut, in `_Copy`; and where they go."""
 
     result: int
     offset: int
     shape: tuple[int, ...]
     index: Any  # in the result; None: they are all of it
+
+
+class _Copy:
+    """A copy of what a server's reply has of uncut variables, with large ones at cache lines, as in `aligned_empty`.
+
+    In a reply, values begin at multiples of 16 bytes. Those that stay side by side are copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int, int]] = []  # begin and end of each in the reply, and its place in the copy
+        self._size = 0
+
+    def add(self, begin: int, size: int) -> int:
+        """Copy these bytes, which come after those added before. Return their place in the copy."""
+        if size >= UNALIGNED_BYTES:
+            self._size += -self._size % CACHE_LINE
+        place, end = self._size, begin + size + padding(size)
+        self._size += end - begin
+        if self._runs:
+            run_begin, run_end, run_place = self._runs[-1]
+            if run_end == begin and run_place + begin - run_begin == place:
+                self._runs[-1] = run_begin, end, run_place
+                return place
+        self._runs.append((begin, end, place))
+        return place
+
+    def of(self, payload: memoryview) -> Array:
+        """Return the copy."""
+        copy = aligned_empty((self._size,), np.dtype(np.uint8))
+        values = np.frombuffer(payload, np.uint8)
+        for begin, end, place in self._runs:
+            copy[place : place + end - begin] = values[begin:end]
+        return copy
 
 
 class WholeReadPlan(ReadPlan):
@@ -161,6 +195,7 @@ class WholeReadPlan(ReadPlan):
         self._variables = [(variable.shape, variable.dtype) for variable in variables]
         self._targets: defaultdict[int, list[_Target]] = defaultdict(list)
         self._encoded: defaultdict[int, list[tuple[_Target, int, int]]] = defaultdict(list)  # wire types, and sizes
+        self._copies: defaultdict[int, _Copy] = defaultdict(_Copy)
         reads: list[ShardRead] = []
         offsets: defaultdict[int, int] = defaultdict(int)
         for result, variable in enumerate(variables):
@@ -171,11 +206,13 @@ class WholeReadPlan(ReadPlan):
                     size = encoded_bytes(item.wire_dtype, 1, block.size)
                     encoded = _Target(result, offsets[server], block.shape, index or ...)
                     self._encoded[server].append((encoded, item.wire_dtype, size))
+                elif index is None:
+                    place = self._copies[server].add(offsets[server], size)
+                    self._targets[server].append(_Target(result, place, block.shape, None))
                 else:
                     self._targets[server].append(_Target(result, offsets[server], block.shape, index))
                 offsets[server] += size + padding(size)
                 reads.append(ShardRead(server, item, size, memoryview(b"")))  # the bytes go where `deliver_to` says
-        self._uncut = {server for server, targets in self._targets.items() if any(t.index is None for t in targets)}
         super().__init__(job, reads)
         self._reads.clear()  # for `deliver` only
 
@@ -190,14 +227,14 @@ class WholeReadPlan(ReadPlan):
         separate arrays take for 500 variables of 4 KiB. An array that is kept keeps that piece, which is no larger
         than a message.
         """
-        copy = np.frombuffer(payload, np.uint8).copy() if server in self._uncut else None
+        copy = self._copies[server].of(payload) if server in self._copies else None
         for result, offset, shape, index in self._targets[server]:
             whole, dtype = self._variables[result]
             if index is None:
                 results[result] = np.ndarray(shape, dtype, copy, offset)
                 continue
             if results[result] is None:
-                results[result] = np.empty(whole, dtype)
+                results[result] = aligned_empty(whole, dtype)
             results[result][index] = np.ndarray(shape, dtype, payload, offset)
         for target, wire_dtype, size in self._encoded.get(server, ()):
             self._decode_to(
@@ -208,5 +245,5 @@ class WholeReadPlan(ReadPlan):
         """Put decoded values in their place."""
         shape, dtype = self._variables[target.result]
         if results[target.result] is None:
-            results[target.result] = np.empty(shape, dtype)
+            results[target.result] = aligned_empty(shape, dtype)
         results[target.result][target.index] = values.reshape(target.shape)
