@@ -80,7 +80,9 @@ class RowPlan:
         shares: list[Share] = []
         ids, (starts, ends) = self._groups.ids, _pieces(self._partitions)  # both ascending, over all tables
         stops = np.searchsorted(ids, ends)
-        local_ids = ids - np.repeat(starts, np.diff(stops, prepend=0))
+        counts = stops.copy()
+        counts[1:] -= stops[:-1]
+        local_ids = ids - np.repeat(starts, counts)
         spans = (slice(a, b) for a, b in itertools.pairwise((0, *stops.tolist())))
         for table, partition in enumerate(self._partitions):
             count = len(partition.ends[0])
