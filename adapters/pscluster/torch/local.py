@@ -26,7 +26,7 @@ from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.parameters import Applied, nonfinite
-from pscluster.ps.handles.variable import Variable, distinct_rows, read_variables
+from pscluster.ps.handles.variable import Variable, rows_and_variables
 from pscluster.torch.structure import Structure
 from pscluster.torch.tables import Table
 from pscluster.torch.tensors import array_of, name_of, tensor_of
@@ -81,19 +81,21 @@ class LocalModule:
     # A step
 
     def begin(self, served: ServedModule, ids: Mapping[str, Any]) -> None:
-        """Read parameters, buffers and, of tables, the rows of these ids: one request per server, and one for rows."""
-        dense = [name for name in served.parameters if name not in self.tables]
-        values = read_variables(
-            [*(served.parameters[name] for name in dense), *(served.buffers[name] for name in served.buffers)]
-        )
+        """Read parameters, buffers and, of tables, the rows of these ids: one request per server."""
+        wanted: list[tuple[Variable, Ids]] = []
+        names = [served.table_named(key) for key in ids]
+        for name, of_table in zip(names, ids.values(), strict=True):
+            variable = served.parameters[name]
+            wanted.append((variable, variable.row_ids(numbers_of(of_table)).reshape(-1).copy()))
+        rows, values = rows_and_variables(wanted, [*served.dense.values(), *served.buffers.values()])
         parameters = self._structure.parameters
-        for name, array in zip(dense, values, strict=False):
+        for name, array in zip(served.dense, values, strict=False):
             parameter = parameters[name]
             tensor = tensor_of(array)
             parameter.data = tensor if self._on_cpu[name] else tensor.to(parameter.device)
             parameter.grad = None
-        self._buffers_read = [array.tobytes() for array in values[len(dense) :]]
-        for name, array in zip(served.buffers, values[len(dense) :], strict=True):
+        self._buffers_read = [array.tobytes() for array in values[len(served.dense) :]]
+        for name, array in zip(served.buffers, values[len(served.dense) :], strict=True):
             buffer = self._buffer(name)
             tensor = tensor_of(array)
             if buffer.is_meta:
@@ -102,17 +104,7 @@ class LocalModule:
                 buffer.data = tensor if buffer.device.type == "cpu" else tensor.to(buffer.device)
         for name, table in self.tables.items():
             table.begin(served.parameters[name])
-        if ids:
-            self._fetch(served, ids)
-
-    def _fetch(self, served: ServedModule, ids: Mapping[str, Any]) -> None:
-        wanted: list[tuple[str, Variable, Ids]] = []
-        for key, of_table in ids.items():
-            name = served.table_named(key)
-            variable = served.parameters[name]
-            wanted.append((name, variable, variable.row_ids(numbers_of(of_table)).reshape(-1).copy()))
-        rows = distinct_rows([(variable, flat) for _, variable, flat in wanted])
-        for (name, _, flat), array in zip(wanted, rows, strict=True):
+        for name, (_, flat), array in zip(names, wanted, rows, strict=True):
             self.tables[name].give_rows(flat, array)
 
     def gradients(self, served: ServedModule) -> list[Applied]:

@@ -51,6 +51,11 @@ class ServedModule(Sent):
     check_numerics: bool
 
     @cached_property
+    def dense(self) -> dict[str, Variable]:
+        """The parameters that steps pull whole."""
+        return {name: variable for name, variable in self.parameters.items() if name not in self.tables}
+
+    @cached_property
     def pool(self) -> Pool:
         """The modules made in this process; for internal use."""
         return pool_of(self.key)
@@ -110,15 +115,15 @@ class ServedModule(Sent):
         local.end()
         self.pool.give(local)
 
-    def lookups(self, ids: Mapping[str, Any]) -> list[tuple[Variable, Ids]]:
+    def lookups(self, ids: Mapping[str, Any]) -> list[tuple[Variable, Ids] | Variable]:
         """Return what a function for `schedule(..., lookups=)` or `fit(..., lookups=, overlap=1)` returns.
 
-        The step then gives the same ids to `step`.
+        Besides the rows, these are the parameters that are no tables. The step then gives the same ids to `step`.
 
         Args:
             ids: as in `step`.
         """
-        wanted = []
+        wanted: list[tuple[Variable, Ids] | Variable] = [*self.dense.values()]
         for key, of_table in ids.items():
             variable = self.parameters[self.table_named(key)]
             wanted.append((variable, variable.row_ids(numbers_of(of_table)).reshape(-1)))

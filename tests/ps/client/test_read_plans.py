@@ -18,7 +18,7 @@ from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES
 from pscluster.ps.client.reads import MAX_PLANS
-from pscluster.ps.handles.variable import read_for_step
+from pscluster.ps.handles.variable import rows_and_variables
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
@@ -97,7 +97,7 @@ def test_rows_and_whole_variables_by_one_request(strategy: ParameterServerStrate
     for variables in ([], small, halves, [*small, large]):
         for lookups in ([], [(table, ids)]):
             for _ in range(2):  # the second time the servers know the request
-                rows, values = read_for_step(lookups, variables)
+                rows, values = rows_and_variables(lookups, variables)
                 assert [array.tolist() for array in rows] == [table.sparse_read(ids).tolist()] * len(lookups)
                 for value, expected in zip(values, strategy.read(list(variables)), strict=True):
                     np.testing.assert_array_equal(value, expected)

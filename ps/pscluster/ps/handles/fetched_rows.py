@@ -15,7 +15,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
-from pscluster.ps.handles.variable import JoinedVariable, Variable, read_for_step, takes_whole_reads
+from pscluster.ps.handles.variable import JoinedVariable, Variable, rows_and_variables, takes_whole_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class FetchedRows:
         named = _named(lookups)
         variables = list({item.id: item for item in named if isinstance(item, Variable)}.values()) if whole else []
         pairs = [pair for pair in named if not isinstance(pair, Variable)]
-        rows, values = read_for_step(pairs, variables)
+        rows, values = rows_and_variables(pairs, variables)
         for (table, ids), of_table in zip(pairs, rows, strict=True):
             fetched = _Fetched(_numbers_of(table), ids, of_table)
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
@@ -61,9 +61,13 @@ class FetchedRows:
                 return known.pop(at).rows
         return None
 
+    def has_whole(self, variable: int) -> bool:
+        """Return whether the values of a variable, by id, were fetched, and not taken or dropped since."""
+        return variable in self._whole
+
     def take_whole(self, variables: Sequence[int]) -> list[Array] | None:
         """Return the values of these variables, by id, if all were fetched, and not taken or dropped since."""
-        if not all(variable in self._whole for variable in variables):
+        if not all(map(self.has_whole, variables)):
             return None  # all are read at one time
         values = {variable: self._whole.pop(variable) for variable in dict.fromkeys(variables)}
         return [values[v] if v not in variables[:at] else values[v].copy() for at, v in enumerate(variables)]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.checks import type_of
+from pscluster.core.context import current_function
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.geometry import Block, Partition
@@ -691,18 +692,27 @@ def takes_whole_reads(variable: Variable) -> bool:
     return type(variable) in _WHOLE
 
 
-def read_for_step(
+def rows_and_variables(
     lookups: Sequence[tuple[Variable, Ids]], variables: Sequence[Variable]
 ) -> tuple[list[Array], list[Array]]:
-    """Read rows by flat ids, from `row_ids`, each distinct one once, and whole variables; one request per server."""
+    """Read rows by flat ids, from `row_ids`, each distinct one once, and whole variables, each given once.
+
+    One request per server; but what was fetched for this step is not read again, and a synchronous step has two.
+    """
+    function, fetched = current_function(), fetched_rows()
+    if fetched is not None or (function is not None and function.steps is not None):
+        ahead = [item for item in variables if fetched is not None and fetched.has_whole(item.id)]
+        there = {item.id: value for item, value in zip(ahead, read_variables(ahead), strict=True)}
+        others = iter(read_variables([item for item in variables if item.id not in there]))
+        values = [there[item.id] if item.id in there else next(others) for item in variables]
+        return distinct_rows(lookups), values
     reads, rows = distinct_reads(lookups)
     if not (of := [*(table for table, _ in lookups), *variables]):
         return [], []
     client = _one_client(of)
-    values = client.read_both(reads, [item.id for item in variables], lambda: [item._whole() for item in variables])
-    large = [variable for variable, value in zip(variables, values, strict=True) if value is None]
-    read = iter(read_variables(large))
-    return rows(), [next(read) if value is None else value for value in values]
+    found = client.read_both(reads, [item.id for item in variables], lambda: [item._whole() for item in variables])
+    large = iter(read_variables([item for item, value in zip(variables, found, strict=True) if value is None]))
+    return rows(), [next(large) if value is None else value for value in found]
 
 
 def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
