@@ -29,7 +29,7 @@ def was_killed(cluster: LocalCluster, role: str, index: int) -> bool:
 
 def test_updates_count_once_whatever_dies() -> None:
     """400 functions count to exactly 400, while workers die in lookups, between pushes and after the last one, and a
-    server and workers are killed from outside; some functions raise, and run again."""
+    server and workers are killed from outside; some functions raise, and run again. Every other one takes a part."""
     functions = 400
     with running_job(num_ps=2, num_workers=2, shards=2, durability="log") as job:
         with job.strategy.scope():
@@ -38,13 +38,16 @@ def test_updates_count_once_whatever_dies() -> None:
             sgd = optimizers.SGD(1.0)
         folder = job.folder
 
-        def named(at: int) -> Any:
-            if at in (50, 121):
+        def number(given: Any) -> int:
+            return given if isinstance(given, int) else int(next(given))
+
+        def named(given: Any) -> Any:
+            if (at := number(given)) in (50, 121):
                 die_once(folder, f"named-{at}")
             return [(table, np.arange(at % 10, ROWS))]
 
-        def step(at: int) -> int:
-            ids = np.arange(ROWS)
+        def step(given: Any) -> int:
+            at, ids = number(given), np.arange(ROWS)
             rows = embedding_lookup(table, ids[at % 10 :])
             assert rows.shape == (ROWS - at % 10, 2)
             sgd.apply_gradients([(IndexedSlices(-np.ones((ROWS, 2), np.float32), ids), table)])
@@ -57,7 +60,11 @@ def test_updates_count_once_whatever_dies() -> None:
                 raise ValueError("once")
             return at
 
-        values = [job.coordinator.schedule(step, args=(at,), lookups=named, retries=1) for at in range(functions)]
+        parts = iter(job.coordinator.distribute_dataset(np.arange(1, functions, 2)))
+        values = [
+            job.coordinator.schedule(step, args=(next(parts) if at % 2 else at,), lookups=named, retries=1)
+            for at in range(functions)
+        ]
         generator = random.Random(5)
         for count, (role, index) in zip((200, 250, 300), (("ps", 0), ("worker", 1), ("ps", 1)), strict=True):
             job.until_done(values, count + generator.randrange(20))

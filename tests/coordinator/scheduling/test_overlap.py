@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from pscluster.coordinator import (
     ParameterServerStrategy,
     SynchronousStrategy,
     Variable,
+    callbacks,
     embedding_lookup,
     optimizers,
 )
-from pscluster.core.errors import FunctionError, FunctionTimeoutError, MisuseError
+from pscluster.core.errors import EndOfDatasetError, FunctionError, FunctionTimeoutError, MisuseError
 
 ROWS, WIDTH, STEPS = 60, 3, 80
 
@@ -190,13 +192,11 @@ def test_errors_of_lookups_and_steps(strategy: ParameterServerStrategy, coordina
 
 
 def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStrategy, coordinator: Any) -> None:
-    """Elements of datasets, which are not there before; wrong arguments; and functions of a synchronous strategy."""
+    """Datasets that begin anew in each function; wrong arguments; and functions of a synchronous strategy."""
     table = table_of(strategy)
-    iterator = iter(coordinator.create_per_worker_dataset([1, 2, 3]))
-    part = next(iter(coordinator.distribute_dataset(np.arange(10)).batch(5)))
-    for argument in (iterator, part):
-        with pytest.raises(MisuseError, match="elements of a dataset"):
-            coordinator.schedule(lambda _: None, args=(argument,), lookups=lambda _: [(table, [0])])
+    dataset = coordinator.create_per_worker_dataset([1, 2, 3])
+    with pytest.raises(MisuseError, match="begins anew"):
+        coordinator.schedule(lambda _: None, args=([dataset],), lookups=lambda _: [(table, [0])])
     with pytest.raises(TypeError, match="lookups must be a function"):
         coordinator.schedule(lambda: None, lookups=[(table, [0])])
     data = coordinator.distribute_dataset(np.arange(10)).batch(5)
@@ -207,6 +207,155 @@ def test_what_is_refused(one_worker: LocalCluster, strategy: ParameterServerStra
     strategy.close()
     with SynchronousStrategy(one_worker) as in_step, pytest.raises(MisuseError, match="runs a function on one worker"):
         ClusterCoordinator(in_step).schedule(lambda: None, lookups=list)
+
+
+def counting(table: Variable) -> Any:
+    """Return what adds 1 to all rows of a table, and returns what they were before: as many as steps it has seen."""
+    everything = np.arange(ROWS)
+
+    def count() -> float:
+        rows = embedding_lookup(table, everything)
+        table.scatter_add(IndexedSlices(np.ones((ROWS, WIDTH), np.float32), everything))
+        return float(rows[0, 0])
+
+    return count
+
+
+def is_named(folder: Path, element: int) -> bool:
+    """Wait a while until `lookups` was called with an element, and return whether it was."""
+    until = time.monotonic() + 2
+    while not (found := (folder / str(element)).exists()) and time.monotonic() < until:
+        time.sleep(0.001)
+    return found
+
+
+@pytest.fixture
+def known(coordinator: Any) -> None:
+    """A worker that has run a function: before that it gets no two at once."""
+    coordinator.schedule(lambda: None).fetch(TIMEOUT)
+
+
+@pytest.mark.parametrize("taken", [[1], [2], [3, 1], [1, 0, 2]])
+def test_elements_of_iterators(
+    strategy: ParameterServerStrategy, coordinator: Any, tmp_path: Any, taken: list[int]
+) -> None:
+    """`lookups` takes those that its function gets: in order, each once, whatever is cut in between, to the end."""
+    table = table_of(strategy)
+    count, everything = counting(table), np.arange(ROWS)
+    counts = [taken[at % len(taken)] for at in range(30)]
+
+    def elements() -> Iterator[int]:
+        yield from range(sum(counts))
+
+    def named(iterator: Any, number: int) -> Any:
+        if number:
+            next(iterator)
+        return [(table, everything)]
+
+    def step(iterator: Any, number: int) -> tuple[list[int], float]:
+        return [next(iterator) for _ in range(number)], count()
+
+    iterator = iter(coordinator.create_per_worker_dataset(elements))
+    values = [coordinator.schedule(step, args=(iterator, n), lookups=named) for n in counts[:20]]
+    Checkpoint(strategy).write(tmp_path / "cut")  # what waits is called back, with what was taken for it
+    values += [coordinator.schedule(step, args=(iterator, n), lookups=named) for n in counts[20:]]
+    results = coordinator.fetch(values, TIMEOUT)
+    assert [element for elements, _ in results for element in elements] == list(range(sum(counts)))
+    assert [len(elements) for elements, _ in results] == counts
+    lag = [at - seen for at, (_, seen) in enumerate(results)]
+    assert 0 <= min(lag) <= max(lag) <= 2
+    coordinator.schedule(step, args=(iterator, 1), lookups=named)
+    with pytest.raises(EndOfDatasetError, match=f"after {sum(counts)} elements"):
+        coordinator.join()
+
+
+def test_elements_of_parts(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """`lookups` takes the first ones of its function's own part, which the function gets again."""
+    table = table_of(strategy)
+    count, everything = counting(table), np.arange(ROWS)
+
+    def named(part: Any) -> Any:
+        next(part)
+        return [(table, everything)]
+
+    def step(part: Any) -> tuple[list[Any], float]:
+        return [batch.tolist() for batch in part], count()
+
+    data = coordinator.distribute_dataset(np.arange(96)).batch(4).parts(3)
+    values = [coordinator.schedule(step, args=(part,), lookups=named) for part in data]
+    results = coordinator.fetch(values, TIMEOUT)
+    assert [row for batches, _ in results for batch in batches for row in batch] == list(range(96))
+    assert (data.epoch, data.visited) == (1, 0)
+    lag = [at - seen for at, (_, seen) in enumerate(results)]
+    assert 0 <= min(lag) <= max(lag) <= 2
+
+    def skips(part: Any) -> Any:
+        part.skip_rest()
+
+    part = next(iter(data))
+    coordinator.schedule(step, args=(part,), lookups=skips)
+    with pytest.raises(MisuseError, match="must not skip"):
+        coordinator.join()
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("source", ["part", "iterator"])
+def test_rows_of_elements_are_fetched_ahead(
+    strategy: ParameterServerStrategy, coordinator: Any, tmp_path: Path, source: str
+) -> None:
+    """While a function runs, `lookups` is called for the next one, once that one's element is the next."""
+    table = table_of(strategy)
+
+    def named(elements: Any) -> Any:
+        (tmp_path / str(next(elements))).touch()
+        return [(table, [0])]
+
+    def step(elements: Any) -> bool:
+        return (at := next(elements)) == 7 or is_named(tmp_path, at + 1)
+
+    if source == "part":
+        arguments: list[Any] = list(coordinator.distribute_dataset(np.arange(8)))
+    else:
+        arguments = [iter(coordinator.create_per_worker_dataset(range(8)))] * 8
+    values = [coordinator.schedule(step, args=(argument,), lookups=named) for argument in arguments]
+    assert coordinator.fetch(values, TIMEOUT) == [True] * 8
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("per_execution", [1, 3])
+def test_fit_fetches_ahead_across_functions(
+    strategy: ParameterServerStrategy, coordinator: Any, tmp_path: Path, distributed: bool, per_execution: int
+) -> None:
+    """So it does for a function's first step, in the last step of the one before; its rows lack that, and perhaps the
+    one before that, but no more."""
+    table = table_of(strategy)
+    count, everything = counting(table), np.arange(ROWS)
+    seen: list[dict[str, float]] = []
+
+    class Watch(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(logs)
+
+    def named(at: Any) -> Any:
+        (tmp_path / str(at)).touch()
+        return [(table, everything)]
+
+    def step(at: Any) -> dict[str, float]:
+        return {"lag": float(at) - count(), "ahead": float(at == 23 or is_named(tmp_path, at + 1))}
+
+    data = (
+        coordinator.distribute_dataset(np.arange(24))
+        if distributed
+        else coordinator.create_per_worker_dataset(range(24))
+    )
+    coordinator.fit(
+        step, data, steps_per_epoch=None if distributed else 24, steps_per_execution=per_execution, verbose=0,
+        lookups=named, overlap=1, callbacks=[Watch()],
+    )  # fmt: skip
+    assert {logs["lag"] for logs in seen} <= {0, 1, 2}
+    assert [logs["ahead"] for logs in seen] == [1] * 24
+    assert np.all(table.numpy() == 24)
 
 
 def test_nothing_is_cut_while_pushes_are_under_way(

@@ -18,19 +18,33 @@ from pscluster.worker.job import Job
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def arguments_of(job: Job, step: worker_pb2.Step, attachments: list[memoryview], parts: Sequence[Part]) -> Arguments:
-    """Decode what a function is called with; `parts`: those of datasets that it takes."""
+def arguments_of(
+    job: Job,
+    step: worker_pb2.Step,
+    attachments: list[memoryview],
+    parts: Sequence[Part],
+    note: Callable[[Handle], object] | None = None,
+) -> Arguments:
+    """Decode what a function is called with; `parts`: those of datasets that it takes.
+
+    `note` is called with each of the other handles.
+    """
     if not step.HasField("arguments"):
         return (), {}
 
     def with_parts(kind: str, key: str) -> Handle:
         matching = (part for part in parts if kind == Part.handle_kind and key == part.handle_key)
-        return next(matching, None) or job.resolve_handle(kind, key)
+        if (part := next(matching, None)) is not None:
+            return part
+        handle = job.resolve_handle(kind, key)
+        if note is not None:
+            note(handle)
+        return handle
 
     return decode_call(
         step.arguments,
         attachments=attachments,
-        resolve_handle=with_parts if parts else job.resolve_handle,
+        resolve_handle=with_parts if parts or note is not None else job.resolve_handle,
         resolve_record=record_resolver(job.definition),
     )
 

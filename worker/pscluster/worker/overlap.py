@@ -5,7 +5,8 @@ A function that the coordinator has scheduled with `lookups` is a partial of `ov
 states (see `preparations`); what is below the line can last while the next one runs:
 
     WAITING --the function before it begins--> PREPARING   another thread decodes its arguments, calls `lookups` with
-                                                           them, and fetches the rows that it names
+                                                           them, and fetches the rows that it names; where that needs
+                                                           data, not before it is there (see `preparations`)
             --nothing runs-------------------> PREPARING   the same, on the running thread: it is next
     PREPARING --all is there-----------------> PREPARED
               --anything is raised-----------> PREPARED    its error is raised when it is run: the function fails
@@ -20,8 +21,9 @@ states (see `preparations`); what is below the line can last while the next one 
     PUSHING --all pushes are acknowledged----> ENDED       its outcome is sent
             --one fails, or it is told to stop-> ENDED     as failed, or cancelled; the pushes after that are dropped
 
-Only the function after the one that runs is prepared. So its rows have the updates of all steps of this worker but the
-last two (or `overlap + 1`): the step that runs now, and the one before, whose pushes may be under way.
+Only the function after the one that runs is prepared; a function of steps when the last step of the one before it has
+begun. So its rows have the updates of all steps of this worker but the last two (or `overlap + 1`): the step that runs
+now, and the one before, whose pushes may be under way.
 
 One that runs again, since its worker died or it failed, is not overlapped: it reads its rows itself, and its pushes
 return when they are acknowledged. Otherwise it could be held responsible for the death of a worker that the next
@@ -51,7 +53,10 @@ class Overlap(NamedTuple):
     steps: int
     """How many earlier steps may have outstanding pushes while one runs."""
     lookups: Lookups | None
-    """Called with the function's arguments, before it runs. None: not for the whole function."""
+    """Names the rows of the function, or of its first step. None: nothing is fetched ahead."""
+    by_step: bool = False
+    """Whether the function has steps of its own, and `lookups` is called with the element of each. Otherwise with the
+    function's arguments."""
 
 
 def overlapped(step: Callable[..., Any], lookups: Lookups, overlap: int, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,7 @@ def overlap_of(function: Callable[..., Any]) -> Overlap | None:
         if function.func is overlapped:
             return Overlap(function.args[2], function.args[1])
         if function.func is logs_of_overlapped_steps:
-            return Overlap(function.args[2], None)
+            return Overlap(function.args[2], function.args[1], by_step=True)
     return None
 
 
@@ -130,6 +135,8 @@ class _Ahead(Iterator[Any]):
         self._next = None
         if self._has_next():
             self._next = self._taken()
+        if self._next is None or self._next.error is not None:
+            self._overlap.took_last()
         if taken.fetched is not None:
             self._overlap.fetched = taken.fetched.result()
         return taken.element
@@ -151,6 +158,9 @@ class _Ahead(Iterator[Any]):
             element = next(self._elements)
         except (FunctionCancelled, Exception) as error:
             return _Next(error=error)
+        if (first := self._overlap.first) is not None:
+            self._overlap.first = None
+            return _Next(element, fetched=first)
         result: Future[FetchedRows] = Future()
         self._overlap.submit_ahead(functools.partial(self._fetch, element, result))
         return _Next(element, fetched=result)

@@ -259,8 +259,7 @@ class Runner:
                 if prepared is None:
                     args, kwargs = arguments_of(self._job, step, arguments, parts)
                 else:
-                    (args, kwargs), fetched = prepared.take()
-                    context.overlap.fetched = fetched
+                    args, kwargs = prepared.take()
                 begin = time.monotonic()
                 if is_gang and step.gang.HasField("steps"):
                     call = functools.partial(call_function, function, args, kwargs, parts)
@@ -292,7 +291,8 @@ class Runner:
         if context.overlap is None:
             self._end(outcome, run)
         else:
-            context.overlap.fetched = None
+            context.overlap.fetched = context.overlap.first = None
+            self._preparations.returned(context)
             context.overlap.returned(functools.partial(self._pushed, outcome, run, context, error))
 
     def _pushed(

@@ -127,9 +127,9 @@ class CallMaker:
 
 
 def check_known(call: Call) -> None:
-    """Raise MisuseError if the arguments have elements that are known only once the function runs."""
-    if any(isinstance(handle, _ELEMENTS) for handle in call.handles):
+    """Raise MisuseError if the arguments have elements that nobody knows before the function runs."""
+    if any(isinstance(handle, PerWorkerDataset) for handle in call.handles):
         raise MisuseError(
-            f"lookups is called before {call.function.name} runs, and can't know the elements of a dataset that it "
-            "will take: pass a batch as an argument, or train with fit(..., lookups=, overlap=1)"
+            f"lookups is called before {call.function.name} runs, and can't know the elements of a dataset that begins "
+            "anew in each function: pass an iter() of it, or a batch"
         )

@@ -92,7 +92,9 @@ class FunctionQueue(StaysHere):
                 of exactly these ids in `fn` get them. Updates in `fn` then return at once, and are sent while the next
                 function runs; this one ends, for `join`, checkpoints and its RemoteValue, when they are acknowledged.
                 So rows may lack the updates of this worker's last two functions, and other reads those of its last. It
-                runs at the same time as `fn`, on another thread, and must not change anything.
+                runs at the same time as `fn`, on another thread, and must not change anything. What it takes of parts
+                and per-worker iterators is given to `fn` again; it is called once the function before has taken its
+                own elements, of iterators as many as the one before that.
             timeout: seconds that each attempt may run on a worker. After that it fails with FunctionTimeoutError: it is
                 stopped at its next read or update, its further updates are refused, its result is dropped, and its
                 worker is used again once it has ended (see `cancel` for one that never does). None: no limit.
@@ -106,7 +108,7 @@ class FunctionQueue(StaysHere):
 
         Raises:
             MisuseError: a function with this key is scheduled and has not ended; or `lookups` is given with a
-                `SynchronousStrategy`, or with elements of datasets, which are not there before the function runs.
+                `SynchronousStrategy`, or with a per-worker dataset, which begins anew in each function.
             ValueError: `retries` is less than 0, or `timeout` is not above 0.
             TypeError: `fn` is not callable, or something in the arguments can't be sent: its path is named.
             FunctionError: an earlier function failed; this one has not been scheduled.

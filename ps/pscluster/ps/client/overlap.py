@@ -171,6 +171,14 @@ class StepOverlap:
         context.on_cancel(queue.wake)  # briefly takes the queue's lock, under which nothing waits for anything else
         self.fetched: Any = None
         """The FetchedRows of the step that runs."""
+        self.look_ahead: Any = None
+        """What its lookups take of its data before it runs: a LookAhead, of a module that stands above this one."""
+        self.first: Future[Any] | None = None
+        """Of a function of several steps: the FetchedRows of the first one, if they were fetched before it ran."""
+        self.took: Callable[[object], object] = lambda _: None
+        """Called with a source of data when the function has taken an element of it, or has found its end."""
+        self.took_last: Callable[[], object] = lambda: None
+        """Called by a function of several steps when the last one has begun, and rows of a later one may be fetched."""
 
     def push(self, send: Callable[[], None], nbytes: int) -> None:
         """Have this sent by another thread, after all that was pushed before.

@@ -22,6 +22,7 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import EndOfDatasetError, MisuseError
 from pscluster.core.handles import Handle
+from pscluster.worker.data.look_ahead import look_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,7 @@ class WorkerIterator(_Built):
 
     handle_kind = "iterator"
     given = 0  # elements so far
+    _peeked = False
 
     def _take(self, dataset: Iterable[Any]) -> None:
         self._recent: deque[Any] = deque()  # taken by the last synchronous step that was committed, or since
@@ -194,11 +196,14 @@ class WorkerIterator(_Built):
         return self
 
     def __next__(self) -> Any:
+        overlap = None
         if (function := current_function()) is not None:
             function.check()
+            if (overlap := function.overlap) is not None and (ahead := look_ahead()) is not None:
+                return ahead.next_of(self)
         steps = None if function is None else function.steps or function.bounded
         with self._lock:
-            self._check()
+            self._check_next()
             if self.given < self._begin + len(self._recent):
                 element = self._recent[self.given - self._begin]
             else:
@@ -211,10 +216,29 @@ class WorkerIterator(_Built):
                 steps.take_from(self)
             elif self._recent or self._begin:
                 self._forget(self.given)
-            return element
+        if overlap is not None:
+            overlap.took(self)
+        return element
 
-    def _next(self) -> Any:
-        """Take an element from the dataset. Under the lock."""
+    def peek(self, at: int, check: Callable[[], object]) -> Any:
+        """Return the element that is given after `at` others from now on, and keep it until then. See `look_ahead`."""
+        check()
+        with self._lock:
+            if self._error is None and not self._recent:
+                self._begin = self.given
+            self._peeked = True
+            while self.given + at >= self._begin + len(self._recent):
+                self._check()
+                self._recent.append(self._next(waits=False))
+            return self._recent[self.given + at - self._begin]
+
+    def _check_next(self) -> None:
+        """Raise the stored error, unless an element that was peeked at before is the next. Under the lock."""
+        if self._error is not None and not (self._peeked and self.given < self._begin + len(self._recent)):
+            self._check()
+
+    def _next(self, *, waits: bool = True) -> Any:
+        """Take an element from the dataset; `waits`: a function waits for it. Under the lock."""
         begin, self._unread = time.monotonic(), None
         try:
             element = next(self._iterator)
@@ -223,7 +247,8 @@ class WorkerIterator(_Built):
         except Exception as error:
             self._store(error)
             raise
-        self._waited(time.monotonic() - begin)
+        if waits:
+            self._waited(time.monotonic() - begin)
         return element
 
     # In synchronous steps: the elements of a step are given again until it is committed.

@@ -25,13 +25,14 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pscluster.core.context import FunctionContext, current_function, running
 from pscluster.core.errors import DatasetError, FunctionCancelled, MisuseError, ProtocolError
 from pscluster.core.handles import Handle
+from pscluster.worker.data.look_ahead import look_ahead
 from pscluster.worker.data.per_worker import EndOfIterator
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessedElements
@@ -74,6 +75,7 @@ class Part(Handle):
         self._processed = self._elements if isinstance(self._elements, ProcessedElements) else None
         self._left = pipeline.count(self._start, self._stop)
         self.ready: deque[Any] = deque()
+        self.peeked: deque[Any] = deque()  # taken from `ready` before its function ran, and not given yet
         self.read = self.closed = False
         self.given = 0
         self.waited = 0.0  # seconds, by its function
@@ -94,12 +96,19 @@ class Part(Handle):
 
     def __next__(self) -> Any:
         function = current_function()
+        overlap = None if function is None else function.overlap
+        if overlap is not None and (ahead := look_ahead()) is not None:
+            return ahead.next_of(self)
         begin = time.perf_counter()
         while True:
             if function is not None:
                 function.check()
             try:
-                arrived, element = self._reader.next_of(self)
+                arrived, element = (True, self.peeked.popleft()) if self.peeked else self._reader.next_of(self)
+            except EndOfPart:
+                if overlap is not None:
+                    overlap.took(self)
+                raise
             finally:
                 took = time.perf_counter() - begin
                 self.waited += took
@@ -113,6 +122,8 @@ class Part(Handle):
                 raise DatasetError(f"{self._subject} can't be read: {type(error).__name__}: {error}") from error
             if not isinstance(element, DatasetError):
                 self.given += 1
+                if overlap is not None:
+                    overlap.took(self)
                 return element
             if not self._skips:
                 raise element
@@ -127,6 +138,25 @@ class Part(Handle):
         """Drop what is under way: the part is closed. Takes no lock."""
         if self._processed is not None:
             self._processed.close()
+
+    def peek(self, at: int, check: Callable[[], object]) -> Any:
+        """Return the element that is given after `at` others from now on, and keep it until then. See `look_ahead`."""
+        while len(self.peeked) <= at:
+            check()
+            arrived, element = self._reader.next_of(self)
+            if arrived:
+                self.peeked.append(element)
+        element = self.peeked[at]
+        if isinstance(element, DatasetError):
+            raise element
+        if isinstance(element, _Fatal):
+            raise element.error
+        return element
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its function has taken all elements."""
+        return self.read and not self.ready and not self.peeked
 
     def read_one(self) -> None:
         """Read the next element, or its error, into `ready`. Not under the lock."""
@@ -145,11 +175,14 @@ class Part(Handle):
 
     def skip_rest(self) -> None:
         """Skip the remaining elements: they count as visited."""
+        if look_ahead() is not None:
+            raise MisuseError("lookups must not skip the rest of a part: it only names rows")
+        self.peeked.clear()
         self._reader.close(self)
 
     def check_read(self) -> None:
         """Raise MisuseError if its function returned without reading all of it: examples would be lost silently."""
-        if self.closed or (self.read and not self.ready):
+        if self.closed or self.is_given:
             return
         try:
             next(self)
