@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,25 @@ def test_updates_count_once_whatever_dies() -> None:
         assert set(dense.numpy().reshape(-1).tolist()) == {functions}
         assert sgd.iterations == functions
         assert not any(first_time(folder, f"{name}") for name in ("named-50", "between-151", "after-90", "raised-210"))
+
+        # In a training, also while the first rows of the next function are fetched.
+        def train(at: Any) -> float:
+            if at == 114:  # the last step of a function of five
+                time.sleep(0.01)  # in which rows of the next function may be fetched
+                die_once(folder, f"last-{at}")
+            step(int(at) + functions)
+            return float(at)
+
+        def rows_of(at: Any) -> Any:
+            if at == 75:
+                die_once(folder, f"rows-{at}")
+            return [(table, np.arange(int(at) % 10, ROWS))]
+
+        data = job.coordinator.distribute_dataset(np.arange(200))
+        history = job.coordinator.fit(train, data, lookups=rows_of, overlap=1, steps_per_execution=5, verbose=0)
+        assert history.history["loss"] == [np.arange(200).mean()]
+        assert set(table.numpy().reshape(-1).tolist()) == {functions + 200}
+        assert not any(first_time(folder, name) for name in ("last-114", "rows-75"))
 
 
 def test_a_worker_that_dies_in_the_next_function_costs_the_first_nothing() -> None:
