@@ -22,6 +22,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.functions.definitions import FunctionHandle, capture, partial_of
 from pscluster.core.ids import fresh_id
+from pscluster.keras.callbacks import DrivenCallback, driven
 from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
@@ -140,6 +141,10 @@ class ServedModel:
         """Return the metric of `evaluate`, whose result has all of the model's, by name."""
         return ModelMetrics(self)
 
+    def drive_callbacks(self, callbacks: Sequence[Any]) -> list[DrivenCallback | None]:
+        """Return what drives Keras' own callbacks in `fit`; None for others. MisuseError if one can't work."""
+        return driven(self, callbacks)
+
     # Plain Keras
 
     def to_keras(self) -> Any:
@@ -147,11 +152,18 @@ class ServedModel:
 
         Its optimizer is new: what ours has in its slots is not in it.
         """
-        copy = self._new_copy()
+        copy = self.plain_copy()
         values = read_variables(list(self.variables.values()))
         for variable, value in zip(copy.weights, values, strict=True):
             variable.assign(value)
         return copy.model
+
+    def plain_copy(self) -> Copy:
+        """Return a copy whose model can be saved, with the values that `model_fn` gives it; for internal use."""
+        copy = self._new_copy()
+        if (optimizer := copy.model.optimizer) is not None and not optimizer.built:
+            optimizer.build(copy.model.trainable_variables)  # a file without its variables is loaded with a warning
+        return copy
 
     def load_weights(self, source: Any) -> None:
         """Replace the values on the servers by those of a plain model, or of a file of weights or of a whole model.

@@ -240,7 +240,7 @@ def _used_whole(model: Any, layers: Mapping[int, Any]) -> dict[int, str]:
         while len(whole) > before:  # each pass ends at the first use
             before = len(whole)
             with contextlib.suppress(Exception):
-                run().compute_output_spec(model.input)
+                run().compute_output_spec(getattr(model, "input", model.inputs[0]))  # a Sequential has one
             for key in whole.keys() & kinds.keys():
                 layers[key].__class__ = kinds[key]
     finally:

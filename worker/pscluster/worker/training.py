@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,6 +34,37 @@ class MakesSteps(Protocol):
 
     def evaluation_metric(self) -> MetricLike:
         """Return the metric; it may have `several` results, as a dict."""
+
+
+class FrameworkCallback(Protocol):
+    """What drives a callback of a model's framework. Its hooks have Keras' names, as those of ours."""
+
+    name: str
+    by_batch: bool
+    """Whether it has hooks for batches."""
+
+    def begin(self, params: Mapping[str, Any]) -> None:
+        """Begin a training, before the first hook; `params`: as `Callback.params`."""
+
+    def call(self, hook: str, *args: Any) -> bool:
+        """Call a hook. Return whether the training is to stop."""
+
+    def close(self) -> None:
+        """End the training, for whatever reason."""
+
+    def state(self) -> dict[str, float]:
+        """Return what to save for a coordinator that resumes the training."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+
+
+@runtime_checkable
+class DrivesCallbacks(Protocol):
+    """A model that can drive callbacks of its framework in `fit`."""
+
+    def drive_callbacks(self, callbacks: Sequence[Any]) -> Sequence[FrameworkCallback | None]:
+        """Return what drives each callback; None for one that is not of its framework. Raise if one can't work."""
 
 
 def logs_of_steps(step: Callable[[Any], Any], elements: Iterable[Any], steps: int | None = None) -> StepLogs:

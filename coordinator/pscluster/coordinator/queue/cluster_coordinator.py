@@ -11,6 +11,7 @@ from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.strategy import ParameterServerStrategy
 from pscluster.coordinator.training.callbacks import Callback
+from pscluster.coordinator.training.callbacks.frameworks import with_frameworks
 from pscluster.coordinator.training.fit import Fit, own_validation, validation_of
 from pscluster.coordinator.training.history import History
 from pscluster.core import checks
@@ -103,7 +104,7 @@ class ClusterCoordinator(EvaluationQueue):
         validation_step: Callable[[Any], Any] | None = None,
         validation_metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | None = None,
         validation_freq: int = 1,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback | Any] = (),
         verbose: int | Literal["auto"] = "auto",
         lookups: Callable[[Any], Any] | None = None,
         overlap: int = 0,
@@ -133,7 +134,7 @@ class ClusterCoordinator(EvaluationQueue):
             validation_data: evaluated after epochs, as by `evaluate`, into logs named "val_...".
             validation_step, validation_metrics: see `evaluate`. A Keras model has its own.
             validation_freq: evaluate after every this many epochs.
-            callbacks: see `pscluster.coordinator.callbacks`.
+            callbacks: see `pscluster.coordinator.callbacks`. With a Keras model also Keras' own.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
                 2: only that line.
             lookups: with `overlap` above 0: called on a worker with the next element while a step runs, on another
@@ -173,6 +174,7 @@ class ClusterCoordinator(EvaluationQueue):
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose is {verbose!r}; it must be 0, 1, 2 or 'auto'")
         validation_step, validation_metrics = own_validation(step, validation_data, validation_step, validation_metrics)
+        callbacks = with_frameworks(step, callbacks)
         if isinstance(step, MakesSteps):
             step = step.training_step()
         training = Fit(
