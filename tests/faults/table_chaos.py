@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.ps.strings import colliding
 
 from pscluster.coordinator.api import (
     Checkpoint,
@@ -38,6 +39,8 @@ DIM, IDS, SHARDS = 4, 1500, 3
 RATE, MOMENTUM = np.float32(0.5), np.float32(0.5)
 CAPACITY, AGE, SEEN = 300, 40, 2
 TIMEOUT = 120.0
+_FREQUENT = 31
+"""The most frequent ids are those of this number and its multiples."""
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -60,7 +63,7 @@ class Twin:
     """A table, and a model of it."""
 
     table: EmbeddingTable
-    ids: Ids
+    ids: npt.NDArray[Any]  # integers or strings
     gradients: bool  # whether it gets gradients, or sums in their place
     limit: list[int] | None = None  # rows of each shard
     age: int | None = None
@@ -78,7 +81,7 @@ class Twin:
             np.zeros(count, np.bool_),
             np.zeros(SHARDS, np.int64),
         )
-        self.shard = shards_of(self.ids, SHARDS)
+        self.shard = shards_of(self.table.row_ids(self.ids), SHARDS)
         self.seen: dict[int, tuple[int, int]] = {}  # ids without a row: how often, and after how many losses first
 
     def lookup(self, of: Ids) -> None:
@@ -203,7 +206,10 @@ class Counts:
 
 @dataclass
 class TableChaos:
-    """Random operations on four tables: one that keeps its rows, one that is full, and those that expire and admit."""
+    """Random operations on four tables: one that keeps its rows, one that is full, and those that expire and admit.
+
+    The ids of the first two are strings, of which the most frequent have one hash.
+    """
 
     strategy: ParameterServerStrategy
     cluster: LocalCluster
@@ -220,19 +226,21 @@ class TableChaos:
             keeps, admits, expires, full = (
                 EmbeddingTable(DIM, initializer=initial, num_shards=SHARDS, **options)
                 for options in (
-                    {},
+                    {"ids": str},
                     {"admission": policies.SeenTimes(SEEN)},
                     {"eviction": policies.Unused(steps=AGE)},
-                    {"capacity": CAPACITY, "eviction": policies.LeastRecentlyUsed()},
+                    {"capacity": CAPACITY, "eviction": policies.LeastRecentlyUsed(), "ids": str},
                 )
             )
         ids = np.unique(self._rng.integers(-(1 << 63), (1 << 63) - 1, IDS))
+        texts = ids.astype(np.str_)
+        texts[_FREQUENT * np.arange(1, 5)] = colliding()
         limits = [block.shape[0] for block in full.partition.blocks]
         self.twins = [
-            Twin(keeps, ids, gradients=True),
+            Twin(keeps, texts, gradients=True),
             Twin(admits, ids, gradients=True, admits=True),
             Twin(expires, ids, gradients=True, age=AGE),
-            Twin(full, ids, gradients=False, limit=limits),
+            Twin(full, texts, gradients=False, limit=limits),
         ]
         self._losses = 0  # how often a server may have lost its counts of ids without a row
         self._saved: tuple[str, list[Rows]] | None = None
@@ -272,7 +280,7 @@ class TableChaos:
     def _operate(self) -> None:
         rng, twin = self._rng, self.twins[int(self._rng.integers(len(self.twins)))]
         size = int(rng.integers(1, 17)) if rng.random() < 0.97 else 200
-        of = (rng.zipf(1.2, size) * 31) % len(twin.ids)
+        of = (rng.zipf(1.2, size) * _FREQUENT) % len(twin.ids)
         values = rng.integers(1, 5, (len(of), DIM)).astype(np.float32)
         before, kind = int(twin.rows.present.sum()), rng.random()
         self.counts.operations += len(of)

@@ -97,6 +97,7 @@ from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 
 JOB = 77
+TABLE = 4
 REFUSALS: tuple[type[BaseException], ...] = (PsClusterError, DecodeError)
 """What may come of a message: errors of ours, and protobuf's own, of which `rpc` makes one of ours."""
 
@@ -206,7 +207,7 @@ def _failures() -> list[bytes]:
 
 
 class Server:
-    """A server with three variables and an optimizer, which may write checkpoints in a separate directory."""
+    """A server with three variables, a table and an optimizer, which may write checkpoints in a separate directory."""
 
     def __init__(self, folder: str, index: int = 0) -> None:
         self.role = ParameterServerRole(index, roots=Roots([folder]))
@@ -214,6 +215,7 @@ class Server:
         self.role.job_began(node_pb2.AttachRequest(job=JOB))
         for variable_id, (dtype, shape) in enumerate((("float32", (4, 4)), ("int64", ()), ("bool", (5,))), 1):
             self.push(*creation(variable_id, dtype, shape, index))
+        self.push(*_table(TABLE, index))
         optimizer = ps_pb2.OptimizerSpec(id=11, name="adam", rule="adam", numbers={"learning_rate": 0.1})
         self.push(ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, optimizer=optimizer), last=True), b"")
 
@@ -232,6 +234,16 @@ def creation(variable: int, dtype: str, shape: tuple[int, ...], owner: int = 0) 
     return ps_pb2.Request(create=ps_pb2.CreateRequest(job=JOB, variable=spec)), data + bytes(padding(len(data)))
 
 
+def _table(variable: int, owner: int = 0) -> tuple[ps_pb2.Request, bytes]:
+    """A request that makes a table of rows of 4 values by strings."""
+    request, _ = creation(variable, "float32", (8, 10), owner)
+    spec = request.create.variable
+    spec.asynchronous = True
+    spec.table.CopyFrom(ps_pb2.TableSpec(dim=4, initializer="zeros", id_bytes=16))
+    request.create.initializer.name, request.create.initializer.numbers = "zeros", "{}"
+    return request, b""
+
+
 def _frames_of_requests() -> list[bytes]:
     """Reads, updates and creations, each in one frame."""
     ids = np.array([0, 2], np.int64).tobytes()
@@ -240,6 +252,7 @@ def _frames_of_requests() -> list[bytes]:
     reads = [
         (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(all=True)), b""),
         (ps_pb2.ReadItem(variable=1, rows=rows, optimizer=11, slot="m"), ids),
+        (ps_pb2.ReadItem(variable=TABLE, rows=ps_pb2.Rows(ids=2, id_bytes=8)), b"one\0\0\0\0\0th\xc3\xa9\0\0\0\0"),
         (ps_pb2.ReadItem(variable=1, rows=box), b""),
         (ps_pb2.ReadItem(variable=1, rows=ps_pb2.Rows(version=True)), b""),
         (ps_pb2.ReadItem(variable=1, rows=rows, wire_dtype=ps_pb2.WIRE_INT8), ids),
@@ -258,6 +271,10 @@ def _frames_of_requests() -> list[bytes]:
         ),
         ({"variable": 1, "kind": ps_pb2.APPLY_GRADIENT, "rows": rows, "optimizer": 11, "value_bytes": 32}, ids + row),
         (
+            {**gradient, "variable": TABLE, "rows": ps_pb2.Rows(ids=2, id_bytes=8), "value_bytes": 32},
+            b"one\0\0\0\0\0th\xc3\xa9\0\0\0\0" + row,
+        ),
+        (
             {**gradient, "rows": rows, "wire_dtype": ps_pb2.WIRE_INT8, "value_bytes": 16},
             ids + encode_floats(ps_pb2.WIRE_INT8, np.ones((2, 4), np.float32)).tobytes(),
         ),
@@ -270,6 +287,7 @@ def _frames_of_requests() -> list[bytes]:
         )
         made.append((ps_pb2.Request(id=2, update=update), payload))
     made.append(creation(21, "float32", (2, 3)))
+    made.append(_table(24))
     filled, _ = creation(22, "float32", (2, 3))
     filled.create.initializer.name, filled.create.initializer.numbers = "random_normal", '{"seed": 1, "stddev": 0.1}'
     made.append((filled, b""))

@@ -59,7 +59,7 @@ class RowOrder(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("dim", "initializer", "numbers", "grows", "max_bytes", "optimizer", "admission", "eviction")
+    __slots__ = ("dim", "initializer", "numbers", "grows", "max_bytes", "optimizer", "admission", "eviction", "id_bytes")
     DIM_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class TableSpec(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     dim: int
     initializer: str
     numbers: str
@@ -76,7 +77,8 @@ class TableSpec(_message.Message):
     optimizer: str
     admission: TableAdmission
     eviction: TableEviction
-    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ..., grows: bool = ..., max_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., admission: _Optional[_Union[TableAdmission, _Mapping]] = ..., eviction: _Optional[_Union[TableEviction, _Mapping]] = ...) -> None: ...
+    id_bytes: int
+    def __init__(self, dim: _Optional[int] = ..., initializer: _Optional[str] = ..., numbers: _Optional[str] = ..., grows: bool = ..., max_bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., admission: _Optional[_Union[TableAdmission, _Mapping]] = ..., eviction: _Optional[_Union[TableEviction, _Mapping]] = ..., id_bytes: _Optional[int] = ...) -> None: ...
 
 class TableAdmission(_message.Message):
     __slots__ = ("seen", "probability", "seed")
@@ -213,7 +215,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., rule: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., flags: _Optional[_Mapping[str, bool]] = ..., iterations: _Optional[int] = ..., schedule: _Optional[str] = ..., ema_momentum: _Optional[float] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("all", "slices", "ids", "version", "gradients", "in_use", "leading")
+    __slots__ = ("all", "slices", "ids", "version", "gradients", "in_use", "leading", "id_bytes")
     ALL_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,7 @@ class Rows(_message.Message):
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     IN_USE_FIELD_NUMBER: _ClassVar[int]
     LEADING_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     all: bool
     slices: Slices
     ids: int
@@ -228,7 +231,8 @@ class Rows(_message.Message):
     gradients: bool
     in_use: bool
     leading: int
-    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., in_use: bool = ..., leading: _Optional[int] = ...) -> None: ...
+    id_bytes: int
+    def __init__(self, all: bool = ..., slices: _Optional[_Union[Slices, _Mapping]] = ..., ids: _Optional[int] = ..., version: bool = ..., gradients: bool = ..., in_use: bool = ..., leading: _Optional[int] = ..., id_bytes: _Optional[int] = ...) -> None: ...
 
 class AxisSlice(_message.Message):
     __slots__ = ("start", "step", "count")

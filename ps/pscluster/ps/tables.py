@@ -1,9 +1,9 @@
 """What clients and servers agree on about tables whose rows are made when their ids are first updated.
 
-A table is a variable of shape (rows, dim + TAIL), see `ps_pb2.TableSpec`, cut into a fixed number of shards. Each has
-an array of the rows that are in use; the shape says how many these may be. A hash of an id says which shard its row is
-in. A row that has had no update yet is not stored: its values follow from the initializer's seed and the id alone, so
-that every server, after every restart, gives the same ones for it.
+A table is a variable of shape (rows, dim + TAIL), or wider if its ids are strings (`row_ids`), see `ps_pb2.TableSpec`,
+cut into a fixed number of shards. Each has an array of the rows that are in use; the shape says how many these may be.
+A hash of an id says which shard its row is in. A row that has had no update yet is not stored: its values follow from
+the initializer's seed and the id alone, so that every server, after every restart, gives the same ones for it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.geometry import Partition, integers
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec
+from pscluster.ps.row_ids import (
+    LEAST_ID_BYTES,
+    MOST_ID_BYTES,
+    RowIds,
+    columns_of,
+    dtype_in,
+    mixed,
+    numbers_of,
+    string_ids,
+)
 from pscluster.ps.spec import partition_of
 from pscluster.ps.table_policies import check_policies
 from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
-Hashes = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
 TAIL = 4
-"""Columns of a row beside its values: 8 bytes for the id, 8 that are not 0 if the row is in use."""
+"""Columns of a row beside its values where ids are int64: 8 bytes for the id, 8 that are not 0 if the row is in use."""
 
 MAX_ROWS = (1 << 31) - 2
 """The most rows of a shard: an index stores their numbers in 32 bits."""
@@ -48,26 +58,27 @@ _PIECE = 64 << 10
 """Elements that are computed at once: they fit in a core's second-level cache."""
 
 
-def mixed(numbers: Hashes) -> Hashes:
-    """Return a hash of each number: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a permutation."""
-    z = numbers + np.uint64(_GOLDEN)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58_476D_1CE4_E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D0_49BB_1331_11EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def shards_of(ids: Ids, num_shards: int) -> Ids:
+def shards_of(ids: RowIds, num_shards: int) -> Ids:
     """Return the shard of each id. It follows from the upper half of the hash; a shard's index uses the lower half."""
-    upper = mixed(ids.view(np.uint64)) >> np.uint64(32)
+    upper = mixed(numbers_of(ids)) >> np.uint64(32)
     return ((upper * np.uint64(num_shards)) >> np.uint64(32)).view(np.int64)
 
 
-def table_ids(ids: npt.ArrayLike, name: str) -> Ids:
-    """Return ids as a contiguous int64 array of their shape. InvalidUpdateError unless they are integers that fit."""
-    array = integers(as_array(ids, name, "ids"), ids, f"table {name!r}: ids")
+def table_ids(ids: npt.ArrayLike, name: str, id_bytes: int = 0) -> RowIds:
+    """Return ids as a contiguous array of their shape: of int64, or if `id_bytes` is given of bytes (`string_ids`).
+
+    InvalidUpdateError unless they are integers that fit, or strings of up to that many bytes.
+    """
+    if id_bytes:
+        return string_ids(ids, name, id_bytes)
+    array = as_array(ids, name, "ids")
+    if array.size and array.dtype.kind in "USOT":
+        first = array.reshape(-1)[0]
+        mend = "; for ids that are strings, make the table with ids=str" if isinstance(first, str | bytes) else ""
+        raise InvalidUpdateError(
+            f"table {name!r}: ids must be integers, but the first is {first!r:.60}, {type_of(first)}{mend}"
+        )
+    array = integers(array, ids, f"table {name!r}: ids")
     if array.dtype == np.uint64 and array.size and int(array.max()) >> 63:
         raise InvalidUpdateError(
             f"table {name!r}: id {array.max()} does not fit in int64: the largest is {(1 << 63) - 1}"
@@ -92,7 +103,7 @@ class InitialRows:
             )
         self.initializer.check((1, self.dim), np.float32)
 
-    def of(self, ids: Ids) -> Rows:
+    def of(self, ids: RowIds) -> Rows:
         """Return the rows of these ids, shape (n, dim)."""
         out = np.empty((len(ids), self.dim), np.float32)
         initializer = self.initializer
@@ -104,7 +115,7 @@ class InitialRows:
         scaled = _scaled_by(initializer)
         step = max(1, _PIECE // self.dim)
         for start in range(0, len(ids), step):
-            keys = mixed(ids[start : start + step].view(np.uint64) ^ seed)
+            keys = mixed(numbers_of(ids[start : start + step]) ^ seed)
             uniform = (mixed(keys[:, None] + columns) >> np.uint64(32)).astype(np.float64)
             out[start : start + step] = scaled((uniform + 0.5) * 2.0**-32)
         return out
@@ -177,11 +188,16 @@ def check_table(spec: ps_pb2.VariableSpec) -> None:
         return
     initial_rows(spec.table, spec.name)
     check_policies(spec)
-    partition = partition_of(spec)
+    partition, id_bytes = partition_of(spec), spec.table.id_bytes
+    if id_bytes and (id_bytes % 8 or not LEAST_ID_BYTES <= id_bytes <= MOST_ID_BYTES):
+        raise ProtocolError(
+            f"table {spec.name!r} has ids of {id_bytes} bytes; they must be a multiple of 8 in "
+            f"{LEAST_ID_BYTES}..{MOST_ID_BYTES}"
+        )
     if (
         spec.dtype != "float32"
         or len(partition.shape) != 2
-        or partition.shape[1] != spec.table.dim + TAIL
+        or partition.shape[1] != spec.table.dim + columns_of(id_bytes)
         or partition.grid[1] != 1
         or not spec.asynchronous
     ):
@@ -204,20 +220,20 @@ def row_limit(spec: ps_pb2.VariableSpec, partition: Partition, shard: int) -> in
     return MAX_ROWS if spec.table.grows else partition.block(shard).shape[0]
 
 
-def ids_in(array: Rows, dim: int) -> Ids:
+def ids_in(array: Rows, dim: int) -> RowIds:
     """Return the ids of the rows that are in use in a shard's array, in order: others may follow them."""
-    if not len(array):
-        return np.empty(0, np.int64)
     ids, in_use = tails_of(array, dim)
     return ids[: rows_in_use(in_use)].copy()
 
 
-def tails_of(array: Rows, dim: int) -> tuple[Ids, npt.NDArray[np.uint64]]:
+def tails_of(array: Rows, dim: int) -> tuple[RowIds, npt.NDArray[np.uint64]]:
     """Return views of the rows' ids, and of what is not 0 where a row is in use."""
+    dtype = dtype_in(array.shape[1], dim)
+    if not len(array):
+        return np.empty(0, dtype), np.empty(0, np.uint64)
     at, strides = dim * array.itemsize, array.strides[:1]
-    return np.ndarray(len(array), np.int64, array, at, strides), np.ndarray(
-        len(array), np.uint64, array, at + 8, strides
-    )
+    uses_at = at + dtype.itemsize
+    return np.ndarray(len(array), dtype, array, at, strides), np.ndarray(len(array), np.uint64, array, uses_at, strides)
 
 
 def rows_in_use(in_use: npt.NDArray[np.uint64]) -> int:

@@ -14,6 +14,7 @@ from tests.core.metrics.scraping import addresses, scrape
 from tests.faults.support import Job, running_job
 from tests.faults.table_chaos import TableChaos
 from tests.faults.test_ps_healing import kill
+from tests.ps.strings import texts_of
 from tests.waiting import until
 
 from pscluster.coordinator import (
@@ -114,20 +115,20 @@ def test_initial_values_are_the_same_however_it_is_cut(job: Job, table: Embeddin
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("ids", "make"),
     [
-        lambda: optimizers.SGD(0.1, momentum=0.9),
-        lambda: optimizers.Adagrad(0.1),
-        lambda: optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=1.0, use_ema=True),
-        lambda: optimizers.Ftrl(0.1),
-        lambda: optimizers.Lion(0.1, nonfinite="refuse"),
+        (int, lambda: optimizers.SGD(0.1, momentum=0.9)),
+        (str, lambda: optimizers.Adagrad(0.1)),
+        (str, lambda: optimizers.AdamW(0.1, weight_decay=0.1, clipnorm=1.0, use_ema=True)),
+        (int, lambda: optimizers.Ftrl(0.1)),
+        (int, lambda: optimizers.Lion(0.1, nonfinite="refuse")),
     ],
 )
-def test_optimizers_do_as_with_a_variable(job: Job, make: Callable[[], optimizers.Optimizer]) -> None:
+def test_optimizers_do_as_with_a_variable(job: Job, ids: Any, make: Callable[[], optimizers.Optimizer]) -> None:
     """A variable whose rows begin as the table's gets the same values. Ids may look like NaN."""
-    ids = np.array([3, -1, 0x7FA0_0001_7FA0_0001, MOST, 9])
     with job.strategy.scope():
-        table = EmbeddingTable(DIM, capacity=5000, initializer=INITIAL, num_shards=1)
+        table = EmbeddingTable(DIM, ids=ids, capacity=5000, initializer=INITIAL, num_shards=1)
+        ids = np.array([3, -1, 0x7FA0_0001_7FA0_0001, MOST, 9]) if ids is int else texts_of(np.arange(5))
         dense = Variable(table.lookup(ids))
         optimizer = make()
     rng = np.random.default_rng(0)
@@ -198,13 +199,21 @@ def test_functions_count_once(job: Job, table: EmbeddingTable) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_checkpoints_fit_any_number_of_shards(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Slots come along: the next gradients do what they would have done. A smaller table is refused."""
-    gradients = IndexedSlices(np.ones((50, DIM), np.float32), np.arange(50) * 0x7777_7777)
+@pytest.mark.parametrize("ids", [int, str])
+def test_checkpoints_fit_any_number_of_shards(
+    cluster: LocalCluster, tmp_path: Path, ids: type[int] | type[str]
+) -> None:
+    """Slots come along: the next gradients do what they would have done. A smaller table is refused.
 
-    def build(strategy: ParameterServerStrategy, num_shards: int, capacity: int = 100) -> Any:
+    So is one with ids of another kind, or shorter ones; longer ones are taken.
+    """
+    some = texts_of(np.arange(50)) if ids is str else np.arange(50) * 0x7777_7777
+    gradients = IndexedSlices(np.ones((50, DIM), np.float32), some)
+
+    def build(strategy: ParameterServerStrategy, num_shards: int, capacity: int = 100, **more: Any) -> Any:
+        of = {"ids": ids, "max_id_bytes": None if ids is int else 100 if num_shards == 7 else 64} | more
         with strategy.scope():
-            table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL, name="t", num_shards=num_shards)
+            table = EmbeddingTable(DIM, capacity=capacity, initializer=INITIAL, name="t", num_shards=num_shards, **of)
             return table, optimizers.Adam(0.1, name="adam")
 
     path = tmp_path / "first"
@@ -214,16 +223,25 @@ def test_checkpoints_fit_any_number_of_shards(cluster: LocalCluster, tmp_path: P
             adam.apply_gradients([(gradients, table)])
         Checkpoint(strategy).write(str(path))
         saved = table.lookup(gradients.indices)
-        ids, values = SavedVariables(path).rows("t")
-        np.testing.assert_array_equal(table.lookup(ids), values)
-        np.testing.assert_array_equal(np.sort(ids), gradients.indices)
+        stored, values = SavedVariables(path).rows("t")
+        np.testing.assert_array_equal(table.lookup(stored), values)
+        np.testing.assert_array_equal(np.sort(stored), np.sort(some))
         adam.apply_gradients([(gradients, table)])
         later = table.lookup(gradients.indices)
         Checkpoint(strategy).read(str(path))
         assert len(table) == 50
         np.testing.assert_array_equal(table.lookup(gradients.indices), saved)
-        table.scatter_add(IndexedSlices(np.ones((1, DIM)), [-1]))
+        table.scatter_add(IndexedSlices(np.ones((1, DIM)), [ids(-1)]))
         assert len(table) == 51
+    others: list[tuple[dict[str, Any], str]] = [({"ids": str, "max_id_bytes": 50}, "strings of up to 56 bytes")]
+    if ids is str:
+        others.append(({"ids": int, "max_id_bytes": None}, "int64"))
+    for other, kind in others:
+        with ParameterServerStrategy(cluster) as strategy:
+            table, adam = build(strategy, 2, **other)
+            with pytest.raises(CheckpointMisfitError, match=f"'t' has ids that are {kind}, but (strings|int64)"):
+                Checkpoint(strategy).read(str(path))
+            assert len(table) == 0
     for num_shards in (1, 2, 7):
         with ParameterServerStrategy(cluster) as strategy:
             table, adam = build(strategy, num_shards)
@@ -248,7 +266,7 @@ def test_checkpoints_fit_any_number_of_shards(cluster: LocalCluster, tmp_path: P
     ("do", "said"),
     [
         (lambda t: t.lookup([0.5]), "ids must be integers, but they are float64"),
-        (lambda t: t.lookup(["a"]), "ids must be integers"),
+        (lambda t: t.lookup(["a"]), "ids must be integers, but the first is .*'a'.*: make|with ids=str"),
         (lambda t: t.lookup(np.array([1 << 63], np.uint64)), "id 9223372036854775808 does not fit in int64"),
         (lambda t: t.scatter_add(IndexedSlices(np.ones((1, DIM)), [1.5])), "ids must be integers"),
         (lambda t: t.scatter_add(IndexedSlices(np.ones((1, DIM + 1)), [1])), "shape"),
@@ -281,6 +299,9 @@ def test_other_refusals(job: Job, table: EmbeddingTable) -> None:
             ({"dim": 4, "eviction": table_policies.LeastFrequentlyUsed()}, "give a capacity or max_bytes"),
             ({"dim": 4, "optimizer": "adam"}, "optimizer is 'adam'; it must be an optimizer"),
             ({"dim": 4, "capacity": 1 << 60}, "capacity is 1152921504606846976"),
+            ({"dim": 4, "ids": "str"}, "ids is 'str'; give int or str, the type"),
+            ({"dim": 4, "max_id_bytes": 8}, "max_id_bytes is 8, but only ids that are strings have a limit"),
+            ({"dim": 4, "ids": str, "max_id_bytes": 1025}, "max_id_bytes is 1025"),
             ({"dim": 4, "capacity": 4, "num_shards": 0}, "num_shards is 0"),
             ({"dim": 4, "capacity": 4, "initializer": "zeros"}, "must be an initializer"),
             ({"dim": 4, "capacity": 4, "initializer": initializers.HeNormal()}, "depend on the number of rows"),
@@ -358,6 +379,41 @@ def test_a_server_believes_no_peer(job: Job, table: EmbeddingTable) -> None:
     assert len(table) == 9
 
 
+def test_a_server_believes_no_strings(job: Job) -> None:
+    """Ids that are cut anywhere, of another width or kind, no text, or in a table that has none: nothing changes."""
+    with job.strategy.scope():
+        table = EmbeddingTable(DIM, ids=str, max_id_bytes=16, initializer=INITIAL, num_shards=1)
+        numbers = EmbeddingTable(DIM, initializer=INITIAL, num_shards=1)
+    known = ["one", "thé", "x" * 16]
+    for of, ids in ((table, known), (numbers, [1, 2, 3])):
+        of.scatter_add(IndexedSlices(np.ones((3, DIM)), ids))
+    before, client = table.lookup([*known, "two"]), job.strategy.client
+    whole = np.array(known).astype(object)
+    data = np.array([text.encode() for text in whole.tolist()], "S16").tobytes()
+
+    def send(of: EmbeddingTable, ids: bytes, id_bytes: int, count: int = 3) -> None:
+        """Send an update and a read with these bytes as their ids."""
+        rows, sent = ps_pb2.Rows(ids=count, id_bytes=id_bytes), np.frombuffer(ids, np.uint8)
+        values = np.ones((count, DIM), np.float32)
+        update = ps_pb2.UpdateItem(variable=of.id, kind=ps_pb2.ADD, rows=rows, value_bytes=values.nbytes)
+        read = ShardRead(of.owners[0], ps_pb2.ReadItem(variable=of.id, rows=rows), values.nbytes, view(values), sent)
+        with pytest.raises(PsClusterError, match=r"bytes|table"):
+            client.update([ShardUpdate(of.owners[0], update, view(values), sent, of.name, of.dtype)])
+        with pytest.raises(PsClusterError, match=r"bytes|table|strings"):
+            client.read([read])
+
+    for stop in range(0, len(data), 16):  # a segment of the payload is a multiple of 16 bytes
+        send(table, data[:stop], 16)
+    for id_bytes in (0, 1, 5, 15, 24, 1 << 31):
+        send(table, data, id_bytes)
+    for place in (0, 3, 16, 47):
+        send(table, data[:place] + b"\xff" + data[place + 1 :], 16)
+    send(table, data[:1] + b"\0" + data[2:], 16)
+    send(numbers, data, 16)
+    np.testing.assert_array_equal(table.lookup([*known, "two"]), before)
+    assert (len(table), len(numbers)) == (3, 3)
+
+
 def test_a_table_of_limited_bytes_names_table_limit_and_mend(job: Job) -> None:
     with job.strategy.scope():
         table = EmbeddingTable(DIM, max_bytes=100 * (DIM + 4) * 4, initializer=INITIAL, name="limited", num_shards=1)
@@ -389,9 +445,9 @@ def test_metrics_count_rows_and_hits(job: Job) -> None:
 
 
 def test_another_coordinator_goes_on_with_it(cluster: LocalCluster) -> None:
-    def make(seed: int) -> EmbeddingTable:
+    def make(seed: int, ids: type[int] | type[str] = int) -> EmbeddingTable:
         initializer = initializers.RandomUniform(seed=seed)
-        return EmbeddingTable(DIM, capacity=100, initializer=initializer, name="t", num_shards=3)
+        return EmbeddingTable(DIM, ids=ids, capacity=100, initializer=initializer, name="t", num_shards=3)
 
     with ParameterServerStrategy(cluster, job_name="resumed") as first:
         with first.scope():
@@ -401,6 +457,8 @@ def test_another_coordinator_goes_on_with_it(cluster: LocalCluster) -> None:
         with ParameterServerStrategy(cluster, job_name="resumed", take_over=True) as second, second.scope():
             with pytest.raises(MisuseError, match="'t' is a variable here, but an EmbeddingTable in the job"):
                 Variable(np.zeros((1, DIM + 4), np.float32), name="t")
+            with pytest.raises(MisuseError, match="has ids that are strings of up to 64 bytes here, but int64 in the"):
+                make(2, str)
             table = make(2)
             assert len(table) == 3
             np.testing.assert_array_equal(table.lookup(range(6)), rows)
@@ -421,19 +479,22 @@ def test_more_rows_than_one_request_takes(job: Job) -> None:
 
 def test_replicas_of_synchronous_steps_update_it_at_once(cluster: LocalCluster) -> None:
     """Each its own rows; a gradient that is clipped is that of all of them."""
-    ids = np.array([5, -1])
+    ids = [np.array([5, -1]), np.array(["five", "東京"])]
     with SynchronousStrategy(cluster) as strategy:
         with strategy.scope():
-            table = EmbeddingTable(DIM, capacity=100, initializer=initializers.Zeros())
+            tables = [
+                EmbeddingTable(DIM, ids=kind, capacity=100, initializer=initializers.Zeros()) for kind in (int, str)
+            ]
             plain, clipped = optimizers.SGD(1.0), optimizers.SGD(1.0, clipvalue=1.5)
 
         def step(optimizer: optimizers.Optimizer) -> None:
-            optimizer.apply_gradients([(IndexedSlices(np.ones((2, DIM), np.float32), ids), table)])
+            rows = [IndexedSlices(np.ones((2, DIM), np.float32), of_table) for of_table in ids]
+            optimizer.apply_gradients(list(zip(rows, tables, strict=True)))
 
-        strategy.run(step, (plain,))
-        np.testing.assert_array_equal(table.lookup(ids), np.full((2, DIM), -2))
-        strategy.run(step, (clipped,))
-        np.testing.assert_array_equal(table.lookup(ids), np.full((2, DIM), -3.5))
+        for optimizer, expected in ((plain, -2), (clipped, -3.5)):
+            strategy.run(step, (optimizer,))
+            for table, of_table in zip(tables, ids, strict=True):
+                np.testing.assert_array_equal(table.lookup(of_table), np.full((2, DIM), expected))
 
 
 @pytest.mark.timeout(120)

@@ -15,6 +15,7 @@ from tests.coordinator.variables.test_embedding_tables import DIM, INITIAL, move
 from tests.core.metrics.scraping import addresses, scrape
 from tests.faults.support import Job, running_job
 from tests.faults.test_ps_healing import kill
+from tests.ps.strings import texts_of
 from tests.waiting import until
 
 from pscluster.coordinator import (
@@ -78,14 +79,18 @@ def test_rows_come_and_go_while_a_table_moves(job: Job, capacity: int | None) ->
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("policy", [table_policies.LeastRecentlyUsed(), table_policies.Unused(steps=4)], ids=str)
-def test_rows_that_are_dropped_stay_so_through_kills_and_moves(job: Job, policy: table_policies.Eviction) -> None:
+@pytest.mark.parametrize(
+    ("ids", "policy"), [(str, table_policies.LeastRecentlyUsed()), (int, table_policies.Unused(steps=4))], ids=str
+)
+def test_rows_that_are_dropped_stay_so_through_kills_and_moves(
+    job: Job, ids: Any, policy: table_policies.Eviction
+) -> None:
     """Servers that return have the rows that there were, no others; each has the values of a dictionary."""
     with job.strategy.scope():
-        table = EmbeddingTable(DIM, capacity=300, initializer=INITIAL, eviction=policy)
+        table = EmbeddingTable(DIM, ids=ids, capacity=300, initializer=INITIAL, eviction=policy)
         adagrad = optimizers.Adagrad(1.0)
-    rng, known = np.random.default_rng(2), dict[int, float]()
-    ids = np.arange(1000) * 7919
+    rng, known = np.random.default_rng(2), dict[Any, float]()
+    ids = texts_of(np.arange(1000)) if ids is str else np.arange(1000) * 7919
     initial = table.lookup(ids)
 
     def rows() -> npt.NDArray[np.bool_]:
@@ -117,7 +122,7 @@ def test_rows_that_are_dropped_stay_so_through_kills_and_moves(job: Job, policy:
     Checkpoint(job.strategy).write(str(path))
     saved = table.lookup(ids)
     assert len(SavedVariables(path).rows(table.name)[0]) == len(table)
-    table.scatter_update(IndexedSlices(np.zeros((200, DIM)), np.arange(200)))
+    table.scatter_update(IndexedSlices(np.zeros((200, DIM)), ids[::5]))
     Checkpoint(job.strategy).read(str(path))
     np.testing.assert_array_equal(table.lookup(ids), saved)
 

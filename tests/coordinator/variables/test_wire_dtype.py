@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ps.strings import texts_of
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import (
@@ -258,13 +259,24 @@ def test_all_but_gradients_and_reads_is_exact(
     np.testing.assert_array_equal(table.numpy(), wanted)
 
 
-@pytest.mark.parametrize("name", ENCODED)
-def test_embedding_tables(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, name: Any) -> None:
+@pytest.mark.parametrize(("name", "kind"), [*((name, int) for name in ENCODED), ("int8", str)])
+def test_embedding_tables(
+    coordinator: ClusterCoordinator, strategy: ParameterServerStrategy, name: Any, kind: type[int] | type[str]
+) -> None:
     """Lookups are encoded in functions, initial values, too, and gradients add up by id; scatters are exact."""
-    ids = np.concatenate([np.arange(-20, 20), [(1 << 63) - 1, -(1 << 63)]])
+    ids: Any = np.concatenate([np.arange(-20, 20), [(1 << 63) - 1, -(1 << 63)]])
+    if kind is str:
+        ids = texts_of(np.arange(-20, 22))
+    id_bytes = 8 if kind is int else max(len(text.encode()) for text in ids.tolist())
     with strategy.scope():
         table, admitting = (
-            EmbeddingTable(WIDTH, initializer=initializers.RandomUniform(seed=1), wire_dtype=name, admission=admission)
+            EmbeddingTable(
+                WIDTH,
+                ids=kind,
+                initializer=initializers.RandomUniform(seed=1),
+                wire_dtype=name,
+                admission=admission,
+            )
             for admission in (None, table_policies.SeenTimes(3))
         )
         rule = optimizers.SGD(1.0)
@@ -278,7 +290,7 @@ def test_embedding_tables(coordinator: ClusterCoordinator, strategy: ParameterSe
             exact = table.lookup(ids)
         exactly = strategy.traffic()
         rule.apply_gradients([(IndexedSlices(rows, ids), table)])
-        pushed = (strategy.traffic() - exactly).pushed - 8 * len(ids)
+        pushed = (strategy.traffic() - exactly).pushed - id_bytes * len(ids)
         for _ in range(29):
             rule.apply_gradients([(IndexedSlices(rows, ids), table), (IndexedSlices(rows, ids), admitting)])
         return looked_up, exact, (pulled - before).pulled / initial.nbytes, pushed / initial.nbytes

@@ -24,6 +24,7 @@ from pscluster.ps.initializers import (
     Zeros,
 )
 from pscluster.ps.optim.rules import Adagrad, Adam
+from pscluster.ps.row_ids import mixed
 from pscluster.ps.server import reserved_rows
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.shard import Shard
@@ -31,7 +32,7 @@ from pscluster.ps.server.table_changes import carry_out, check_room, decide
 from pscluster.ps.server.table_rows import TableRows
 from pscluster.ps.server.tables import new_array, new_slots, read_rows, rows_of
 from pscluster.ps.storage.spill import Spill
-from pscluster.ps.tables import TAIL, Ids, InitialRows, initial_rows, mixed, shards_of, table_ids
+from pscluster.ps.tables import TAIL, Ids, InitialRows, initial_rows, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 DIM = 3

@@ -12,6 +12,7 @@ from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.geometry import moves
 from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import Variable
+from pscluster.ps.row_ids import can_hold, kind_of
 from pscluster.ps.spec import row_order_message
 from pscluster.v1 import ps_pb2
 
@@ -97,6 +98,9 @@ def _plan_table(
     if saved.dim != dim:
         here, there = (f"a table with rows of {n} values" if n else "a variable" for n in (dim, saved.dim))
         raise CheckpointMisfitError(f"{variable.name!r} is {here}, but {there} in {path}")
+    if dim and not can_hold(variable.partition.shape[1], saved.shape[1], dim):
+        here, there = (kind_of(width, dim) for width in (variable.partition.shape[1], saved.shape[1]))
+        raise CheckpointMisfitError(f"{variable.name!r} has ids that are {here}, but {there} in {path}")
     functions: dict[int, set[int]] = {}
     for same in itertools.chain.from_iterable(saved.named if named else ()):
         for function in same.function_keys:

@@ -14,8 +14,9 @@ from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dt
 from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.core.row_orders import RANGE
+from pscluster.ps.row_ids import are_strings, has_ids, texts_of
 from pscluster.ps.storage.tensor_files import Array, join, read
-from pscluster.ps.tables import TAIL, ids_in
+from pscluster.ps.tables import ids_in
 
 
 class SavedVariables(Mapping[str, Array]):
@@ -63,8 +64,10 @@ class SavedVariables(Mapping[str, Array]):
             raise
         return whole
 
-    def rows(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def rows(self, name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
         """Return the ids and the values, (n, dim), of the rows of an `EmbeddingTable`, in no order.
+
+        Ids are int64 or, of a table with `ids=str`, an array of `str`.
 
         `saved[name]` gives them as they are stored, with the ids beside the values.
 
@@ -74,10 +77,10 @@ class SavedVariables(Mapping[str, Array]):
         """
         stored = self[name]
         dim = self._index.variables[name].dim
-        if not dim or stored.ndim != 2 or stored.dtype != np.float32 or stored.shape[1] != dim + TAIL:
+        if not dim or stored.ndim != 2 or stored.dtype != np.float32 or not has_ids(stored.shape[1], dim):
             raise CheckpointError(f"{name!r} in {self.path} is not an EmbeddingTable")
         ids = ids_in(stored, dim)
-        return ids, np.ascontiguousarray(stored[: len(ids), :dim])
+        return texts_of(ids) if are_strings(ids) else ids, np.ascontiguousarray(stored[: len(ids), :dim])
 
     def _shard(self, saved: SavedTensor) -> Array:
         return read(join(self.path, saved.file), saved)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import ConfigurationError, MisuseError
+from pscluster.ps.row_ids import columns_of, kind_of
 from pscluster.v1 import node_pb2, ps_pb2
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,12 @@ class LiveJob:
             kinds = ("a variable", "an EmbeddingTable")[:: 1 if table is None else -1]
             raise MisuseError(
                 f"{name!r} is {kinds[0]} here, but {kinds[1]} in the job being resumed: start over with "
+                "ParameterServerStrategy(..., resume=False)"
+            )
+        if spec is not None and table is not None and spec.table.id_bytes != table.id_bytes:
+            here, there = (kind_of(each.dim + columns_of(each.id_bytes), each.dim) for each in (table, spec.table))
+            raise MisuseError(
+                f"{name!r} has ids that are {here} here, but {there} in the job being resumed: start over with "
                 "ParameterServerStrategy(..., resume=False)"
             )
         if spec is not None and (tuple(spec.shape) != shape or spec.dtype != dtype.name):

@@ -28,6 +28,7 @@ from pscluster.core.transport.retry import may_pass, until
 from pscluster.core.transport.watchdog import SilentError
 from pscluster.ps.client.connections import Server, Session, new_session
 from pscluster.ps.request_metrics import ClientMetrics
+from pscluster.ps.row_ids import bytes_by
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import node_pb2, ps_pb2
 
@@ -233,7 +234,7 @@ class Exchanges:
         if large:
             self.on_each(large)
         items = (item for request, _ in requests.values() for item in request.update.items)
-        self.pushed += sum(item.value_bytes + 8 * item.rows.ids for item in items)
+        self.pushed += sum(item.value_bytes + bytes_by(item.rows) for item in items)
 
     def _push_updates(
         self,

@@ -22,6 +22,7 @@ from pscluster.core.geometry import Block
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import ALIGNMENT, Buffer, padded, padding, parts_of, view
 from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES, aligned_empty
+from pscluster.ps.row_ids import RowIds
 from pscluster.ps.spec import MAX_ITEMS, ROWS_IDS_BYTES, SESSION_BYTES
 from pscluster.ps.wire_dtypes import decode, encoded_bytes
 from pscluster.v1 import ps_pb2
@@ -37,7 +38,7 @@ class ShardRead:
     item: ps_pb2.ReadItem
     size: int  # bytes of the values
     target: memoryview | Callable[[memoryview], None]  # memory of that size, or a function that takes all values
-    ids: npt.NDArray[np.int64] | None = None
+    ids: RowIds | None = None
 
     def take(self, values: memoryview) -> None:
         if isinstance(self.target, memoryview):

@@ -32,6 +32,7 @@ from pscluster.core.transport.frames import view
 from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlaces
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.request_metrics import ClientMetrics
+from pscluster.ps.row_ids import RowIds, are_strings, shown
 from pscluster.ps.wire_dtypes import Floats, UnencodableError, decode, encode, largest
 from pscluster.v1 import ps_pb2
 
@@ -52,12 +53,12 @@ def limit_bytes() -> int:
 class _Rows:
     """The residuals of a shard's rows, in any order; `used` says when each was last added to."""
 
-    def __init__(self, name: str, places: RowPlaces, width: int) -> None:
+    def __init__(self, name: str, places: RowPlaces, width: int, id_bytes: int = 0) -> None:
         self.name = name  # of the variable
-        self.row_bytes = width * 4 + _ROW_BYTES + places.row_bytes
+        self.row_bytes = width * 4 + _ROW_BYTES + id_bytes + places.row_bytes
         self.count = 0
         self._places = places
-        self._ids = np.empty(0, np.int64)
+        self._ids: RowIds = np.empty(0, f"S{id_bytes}" if id_bytes else np.int64)
         self._used = np.empty(0, np.int64)
         self._values = np.empty((0, width), np.float32)
 
@@ -65,7 +66,7 @@ class _Rows:
     def used(self) -> npt.NDArray[np.int64]:
         return self._used[: self.count]
 
-    def take(self, ids: Ids) -> Floats | None:
+    def take(self, ids: RowIds) -> Floats | None:
         """Return the residuals of these rows, distinct ones, which then are 0; None if no row has any."""
         places = self._at(ids)
         if not places.any():
@@ -77,15 +78,15 @@ class _Rows:
         self._values[places - 1] = 0
         return taken
 
-    def missing(self, ids: Ids) -> int:
+    def missing(self, ids: RowIds) -> int:
         """Return how many of these rows have no residual yet."""
         return len(ids) - int(np.count_nonzero(self._at(ids)))
 
-    def _at(self, ids: Ids) -> Places:
+    def _at(self, ids: RowIds) -> Places:
         """Return the places of rows, from 1; 0: it has none."""
         return self._places.of(ids, self._ids[: self.count])
 
-    def add(self, ids: Ids, values: Floats, now: int) -> int:
+    def add(self, ids: RowIds, values: Floats, now: int) -> int:
         """Add to the residuals of these rows; return how many had none."""
         places = self._at(ids)
         new = ids[places == 0]
@@ -127,7 +128,7 @@ class Push:
     """A push that was encoded, and what it has taken and lost, until it is acknowledged or has failed."""
 
     rows: _Rows
-    ids: Ids
+    ids: RowIds
     taken: Floats | None
     lost: Floats
     term: int
@@ -155,7 +156,7 @@ class Residuals:
         assert update.encoding is not None
         values: Any = np.frombuffer(update.values, np.float32)
         dense = update.ids is None
-        ids = _ONE_ROW if update.ids is None else update.ids
+        ids: RowIds = _ONE_ROW if update.ids is None else update.ids
         values = values.reshape(len(ids), math.prod(update.encoding.shape[0 if dense else 1 :]))
         rows, taken = self._take(update, ids, values.shape[1], term)
         gradient: Floats = values if taken is None else values + taken
@@ -201,7 +202,7 @@ class Residuals:
         if push.taken is not None:
             self._end(push, push.taken)
 
-    def _take(self, update: ShardUpdate, ids: Ids, width: int, term: int) -> tuple[_Rows, Floats | None]:
+    def _take(self, update: ShardUpdate, ids: RowIds, width: int, term: int) -> tuple[_Rows, Floats | None]:
         assert update.encoding is not None
         key = update.item.variable, update.item.shard, update.ids is None
         with self._lock:
@@ -216,7 +217,7 @@ class Residuals:
                     places = ById()
                 else:
                     places = ByNumber(1 if update.ids is None else update.encoding.shape[0])
-                rows = self._rows[key] = _Rows(update.name, places, width)
+                rows = self._rows[key] = _Rows(update.name, places, width, update.encoding.id_bytes)
             return rows, rows.take(ids) if term == self._term else None
 
     def _end(self, push: Push, values: Floats) -> None:
@@ -273,7 +274,8 @@ def _explained(update: ShardUpdate, error: UnencodableError, row: int, column: i
     assert update.encoding is not None
     start, shape = update.encoding.start, update.encoding.shape
     if update.ids is not None:
-        place = f"row {update.encoding.row_id(int(update.ids[row]) + start[0])}"
+        row_id = update.ids[row]
+        place = f"row {shown(row_id) if are_strings(update.ids) else update.encoding.row_id(int(row_id) + start[0])}"
     else:
         index = [int(at) + first for at, first in zip(np.unravel_index(column, shape), start, strict=True)]
         index[:1] = map(update.encoding.row_id, index[:1])

@@ -1,4 +1,4 @@
-"""Where the residuals of a shard's rows are: places, from 1, of row numbers or of ids of any size. 0: nowhere.
+"""Where the residuals of a shard's rows are: places, from 1, of row numbers or of ids of any kind. 0: nowhere.
 
 Who asks keeps the ids by place, and passes them as `known`.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.tables import mixed
+from pscluster.ps.row_ids import RowIds, mixed, numbers_of
 
 Ids = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int32]
@@ -24,13 +24,13 @@ class RowPlaces(Protocol):
     row_bytes: int
     """The most memory that it takes for each row."""
 
-    def of(self, ids: Ids, known: Ids) -> Places:
+    def of(self, ids: RowIds, known: RowIds) -> Places:
         """Return the places of these ids."""
 
-    def enter(self, known: Ids, first: int) -> None:
+    def enter(self, known: RowIds, first: int) -> None:
         """Enter those known from `first` on, which it does not have."""
 
-    def replace(self, known: Ids, rest: Ids) -> None:
+    def replace(self, known: RowIds, rest: RowIds) -> None:
         """Enter only the rest of those that are known, in other places."""
 
 
@@ -42,27 +42,27 @@ class ByNumber:
     def __init__(self, rows: int) -> None:
         self._places = np.zeros(rows, np.int32)
 
-    def of(self, ids: Ids, known: Ids) -> Places:
+    def of(self, ids: RowIds, known: RowIds) -> Places:
         del known
         return self._places[ids]
 
-    def enter(self, known: Ids, first: int) -> None:
+    def enter(self, known: RowIds, first: int) -> None:
         self._places[known[first:]] = np.arange(first + 1, len(known) + 1)
 
-    def replace(self, known: Ids, rest: Ids) -> None:
+    def replace(self, known: RowIds, rest: RowIds) -> None:
         self._places[known] = 0
         self.enter(rest, 0)
 
 
 class ById:
-    """Places of ids of any size: a hash table of places, tried at distances of 1, 2, 3 and so on, many ids at once."""
+    """Places of ids of any kind: a hash table of places, tried at distances of 1, 2, 3 and so on, many ids at once."""
 
     row_bytes = 14  # slots are at least 0.3 full
 
     def __init__(self) -> None:
         self._slots = np.zeros(_MIN_SLOTS, np.int32)
 
-    def of(self, ids: Ids, known: Ids) -> Places:
+    def of(self, ids: RowIds, known: RowIds) -> Places:
         if not len(known):
             return np.zeros(len(ids), np.int32)
         at, step = self._first_slots(ids), 1
@@ -78,7 +78,7 @@ class ById:
             open_, at, wanted, step = open_[on], at[on], wanted[on], step + 1
         return places
 
-    def enter(self, known: Ids, first: int) -> None:
+    def enter(self, known: RowIds, first: int) -> None:
         size = len(self._slots)
         while len(known) > _FULL * size:
             size *= 2
@@ -93,10 +93,10 @@ class ById:
             at, places = (at[lost] + step) & (size - 1), places[lost]
             step += 1
 
-    def replace(self, known: Ids, rest: Ids) -> None:
+    def replace(self, known: RowIds, rest: RowIds) -> None:
         del known
         self._slots = np.zeros(_MIN_SLOTS, np.int32)
         self.enter(rest, 0)
 
-    def _first_slots(self, ids: Ids) -> Ids:
-        return (mixed(ids.view(np.uint64)) & np.uint64(len(self._slots) - 1)).view(np.int64)
+    def _first_slots(self, ids: RowIds) -> Ids:
+        return (mixed(numbers_of(ids)) & np.uint64(len(self._slots) - 1)).view(np.int64)

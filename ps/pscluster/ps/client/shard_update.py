@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pscluster.core.geometry import Partition
+from pscluster.ps.row_ids import RowIds
 from pscluster.v1 import ps_pb2
 
 
@@ -20,7 +20,8 @@ class Encoding:
     top_k: float  # 0: all
     start: tuple[int, ...]  # of the shard, in the variable
     shape: tuple[int, ...]  # of the shard
-    partition: Partition | None  # of the variable; None: rows are known by ids of any size
+    partition: Partition | None  # of the variable; None: rows are known by ids of any kind
+    id_bytes: int = 0  # of ids that are strings; 0: they are integers
 
     def row_id(self, place: int) -> int:
         """Return which row is in this place of the first axis."""
@@ -36,7 +37,7 @@ class ShardUpdate:
     server: int
     item: ps_pb2.UpdateItem
     values: memoryview
-    ids: npt.NDArray[np.int64] | None = None
+    ids: RowIds | None = None
     name: str = ""  # of the variable
     dtype: np.dtype[Any] | None = None  # of the shard
     asynchronous: bool = False  # applied at once, also in a synchronous step

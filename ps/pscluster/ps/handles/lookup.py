@@ -23,7 +23,7 @@ def embedding_lookup(params: Variable | Sequence[Variable], ids: Any) -> Any:
 
     Args:
         params: a table, or several.
-        ids: integers of any shape; for several tables, one such array per table.
+        ids: integers of any shape, or strings of a table with such ids; for several tables, one such array per table.
 
     Returns:
         An array of shape `ids.shape + table.shape[1:]`; for several tables a list, from one request per server.
@@ -73,7 +73,10 @@ def embedding_bag(params: Variable, bags: Bags, weights: Bags | None = None, com
         raise InvalidUpdateError(f"combiner is {combiner!r}: give 'sum', 'mean' or 'sqrtn'")
     if not isinstance(params, Variable):
         raise TypeError(f"embedding_bag takes one variable, not {type_of(params)}")
-    ids = [as_array(bag, params.name, "bag of ids") for bag in bags]
+    if params.id_bytes:  # NumPy would make strings of numbers beside them
+        ids: list[Array] = [params.row_ids(bag) for bag in bags]
+    else:
+        ids = [as_array(bag, params.name, "bag of ids") for bag in bags]
     lengths = np.array([bag.size for bag in ids], np.int64)
     flat = _flat(ids)
     scale = np.ones(len(flat)) if weights is None else _weights(weights, lengths, params.name)
@@ -122,6 +125,8 @@ def safe_embedding_lookup_sparse(
     if not isinstance(embedding_weights, Variable):
         raise TypeError(f"safe_embedding_lookup_sparse takes one variable, not {type_of(embedding_weights)}")
     name = embedding_weights.name
+    if embedding_weights.id_bytes:
+        raise InvalidUpdateError(f"{name!r} has ids that are strings, of which none is padding: use embedding_bag")
     bags = [as_array(bag, name, "bag of ids").reshape(-1) for bag in sparse_ids]
     weights: list[Array] | None = None
     if sparse_weights is not None:

@@ -86,7 +86,7 @@ def combined(
     rows: list[Any] = []
     for gradient, variable in pairs:
         if isinstance(gradient, IndexedSlices):
-            ids = np.asarray(gradient.indices).reshape(-1)
+            ids = _same_type(np.asarray(gradient.indices).reshape(-1), variable.id_bytes)
             values = np.asarray(gradient.values).reshape(len(ids), *variable.shape[1:])
             rows.append((ids, _scaled(values, share)))
         else:
@@ -97,10 +97,16 @@ def combined(
     for gradient, variable in pairs:
         if isinstance(gradient, IndexedSlices):
             ids, values = next(joined)
+            ids = ids.view(f"S{variable.id_bytes}").reshape(-1) if variable.id_bytes else ids
             result.append((IndexedSlices(values, ids), variable))
         else:
             result.append((next(sums), variable))
     return result
+
+
+def _same_type(ids: Any, id_bytes: int) -> Any:
+    """Return ids in the form that they have on all replicas: strings as rows of bytes."""
+    return ids.astype(f"S{id_bytes}").view(np.uint8).reshape(len(ids), id_bytes) if id_bytes else ids
 
 
 def _scaled(values: Any, share: float) -> Any:

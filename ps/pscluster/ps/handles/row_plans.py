@@ -69,6 +69,7 @@ class RowPlan:
     def is_for(self, partitions: tuple[Partition, ...], sizes: tuple[int, ...], places: Ids, by_split: bool) -> bool:
         """Return whether a plan for these arguments would be this one."""
         same = self._sizes == sizes and self._by_split == by_split and self._partitions == partitions
+        same = same and self._places.dtype.kind == places.dtype.kind
         return same and bool((self._places == places).all())
 
     @property

@@ -25,6 +25,7 @@ from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
 from pscluster.ps.client.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
+from pscluster.ps.row_ids import RowIds, rows_by
 from pscluster.ps.spec import check_kind
 from pscluster.ps.wire_dtypes import decode, encoded_bytes
 from pscluster.v1 import ps_pb2
@@ -59,11 +60,14 @@ class ShardRequests:
 
     # Reads
 
-    def row_ids(self, ids: npt.ArrayLike) -> Ids:
+    def row_ids(self, ids: npt.ArrayLike) -> RowIds:
         """Return ids of rows to read as int64, of the same shape. InvalidUpdateError names one that is no row."""
         if not self.shape:
             raise InvalidUpdateError(f"variable {self.name!r} is a scalar: it has no rows to read")
         return check_ids(ids, self.shape[0], self.name)
+
+    id_bytes = 0
+    """The most bytes of ids that are strings, for which arrays of bytes stand (`row_ids`); 0: ids are integers."""
 
     splits_ids = False
     """Whether ids are of any size, and `split_ids` alone knows whose they are."""
@@ -109,7 +113,7 @@ class ShardRequests:
             whole = tuple(axis.stop - axis.start for axis in columns) == self.shape[1:]
             everything = len(positions) == ids.size and whole  # then they are in order
             index = ... if everything else _row_index(positions, columns)
-            reads.append(self._shard_read(shard, out, index, ps_pb2.Rows(ids=len(positions)), local_ids))
+            reads.append(self._shard_read(shard, out, index, rows_by(local_ids), local_ids))
         return reads
 
     def _shard_read(
@@ -275,16 +279,16 @@ class ShardRequests:
         self, kind: ps_pb2.UpdateKind, shard: int, nth: int, local_ids: Ids, values: Array, optimizer: int
     ) -> ShardUpdate:
         """Return the update of these rows of a shard by the columns of theirs that it has."""
-        return self._shard_update(kind, shard, nth, ps_pb2.Rows(ids=len(local_ids)), values, optimizer, local_ids)
+        return self._shard_update(kind, shard, nth, rows_by(local_ids), values, optimizer, local_ids)
 
     def shard_row_read(self, shard: int, out: Array, rows: slice | Ids, local_ids: Ids) -> ShardRead:
         """Return the read of these rows of a shard into those of an array."""
         if isinstance(rows, slice) and not self.wire_dtype:
             target = out[(rows, *self.columns(shard))]
             if target.flags.c_contiguous:
-                item = self._read_item(shard, ps_pb2.Rows(ids=len(local_ids)))
+                item = self._read_item(shard, rows_by(local_ids))
                 return ShardRead(self.owners[shard], item, target.nbytes, view(target), local_ids)
-        return self._shard_read(shard, out, (rows, *self.columns(shard)), ps_pb2.Rows(ids=len(local_ids)), local_ids)
+        return self._shard_read(shard, out, (rows, *self.columns(shard)), rows_by(local_ids), local_ids)
 
     def _shard_update(
         self,
@@ -320,7 +324,7 @@ class ShardRequests:
 
     # Checks
 
-    def _ids_of(self, slices: IndexedSlices) -> Ids:
+    def _ids_of(self, slices: IndexedSlices) -> RowIds:
         self._check_slices(slices)
         if not self.shape:
             raise InvalidUpdateError(f"variable {self.name!r} is a scalar: it has no rows to update")

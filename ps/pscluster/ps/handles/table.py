@@ -1,4 +1,4 @@
-"""Embedding tables as users hold them: rows by any id, made when they are first updated."""
+"""Embedding tables as users hold them: rows by any id, integers or strings, made when they are first updated."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from pscluster.ps.handles.scope import VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL
 from pscluster.ps.handles.variable import Variable, WireDtype
 from pscluster.ps.initializers import Initializer, RandomUniform, Zeros
+from pscluster.ps.row_ids import MOST_ID_BYTES, RowIds, columns_of, id_bytes_for
 from pscluster.ps.table_policies import NEED_LIMIT, Admission, Eviction
-from pscluster.ps.tables import GROWING_ROWS, MAX_DIM, MAX_ROWS, TAIL, initial_rows, shards_of, table_ids
+from pscluster.ps.tables import GROWING_ROWS, MAX_DIM, MAX_ROWS, initial_rows, shards_of, table_ids
 from pscluster.v1 import ps_pb2
 
 _IN_USE = ps_pb2.Rows(in_use=True)
+
+_ID_BYTES = 64
+"""The default of `max_id_bytes`: room for a UUID, a digest in hexadecimal or most addresses of mail."""
 
 
 class TableOptimizer(Protocol):
@@ -40,7 +44,11 @@ class TableOptimizer(Protocol):
 
 
 class EmbeddingTable(Variable):
-    """A table of rows by id, any int64, on the parameter servers. A row is made when its id is first updated.
+    """A table of rows by id, on the parameter servers. A row is made when its id is first updated.
+
+    Ids are any int64 or, with `ids=str`, any strings. Strings are stored with their rows, whole, so that no two of them
+    share a row, whatever their hashes. They come as an array or a list of `str`, or of bytes that are UTF-8, or as a
+    column of Arrow or pandas. "a" and "A" are different ids, and so are two forms of one letter in Unicode.
 
     A row that has had no update is not stored: a lookup gives its initial values, which depend on the initializer's
     seed and the id alone. So lookups make no rows, those of an evaluation neither.
@@ -53,6 +61,10 @@ class EmbeddingTable(Variable):
         dim: the number of values of a row, which are float32.
         capacity: how many rows it can have; None: as many as the servers have memory for, or `max_bytes`. Memory and
             disk are taken by the rows that there are, not by the capacity.
+        ids: `int`, for int64, or `str`. It can't be changed later.
+        max_id_bytes: with `ids=str`, how many bytes the UTF-8 of an id may have, 1,024 at most; default: 64. It is
+            rounded up to a multiple of 8, and to 16. Each row takes so many bytes more, as often as it is stored: once
+            for its values and once for each slot.
         optimizer: what applies the table's gradients, whichever optimizer's `apply_gradients` they are given to, with
             its own learning rate, clipping and counts; default: that optimizer.
         initializer: of new rows: `Zeros`, `Ones`, `Constant`, `RandomUniform` (the default), `RandomNormal` or
@@ -79,6 +91,11 @@ class EmbeddingTable(Variable):
         >>> _ = users.scatter_add(IndexedSlices(np.ones((1, 4), np.float32), [10**15]))
         >>> embedding_lookup(users, [10**15, -3])[:, 0]
         array([1., 0.], dtype=float32)
+        >>> with strategy.scope():
+        ...     words = EmbeddingTable(4, ids=str, initializer=initializers.Zeros(), name="words")
+        >>> _ = words.scatter_add(IndexedSlices(np.ones((2, 4), np.float32), ["tea", "thé"]))
+        >>> words.lookup(["thé", "the"])[:, 0]
+        array([1., 0.], dtype=float32)
     """
 
     dim: int
@@ -91,6 +108,8 @@ class EmbeddingTable(Variable):
         cls,
         dim: int,
         *,
+        ids: type[int] | type[str] = int,
+        max_id_bytes: int | None = None,
         capacity: int | None = None,
         initializer: Initializer | None = None,
         optimizer: TableOptimizer | None = None,
@@ -114,6 +133,7 @@ class EmbeddingTable(Variable):
             table = ps_pb2.TableSpec(dim=dim, initializer=initializer.name)
             table.numbers = json.dumps(initializer.values_by_name())
             table.grows = capacity is None
+            table.id_bytes = _id_bytes(ids, max_id_bytes)
             if optimizer is not None:
                 if getattr(optimizer, "handle_kind", None) != "optimizer":
                     raise ValueError(
@@ -135,7 +155,10 @@ class EmbeddingTable(Variable):
             initial_rows(table, name or "table")
         except (ValueError, InvalidUpdateError) as error:
             raise MisuseError(f"EmbeddingTable {name!r}: {error}" if name else f"EmbeddingTable: {error}") from None
-        shape = shards * (GROWING_ROWS if capacity is None else _rows_of_shard(capacity, shards)), dim + TAIL
+        shape = (
+            shards * (GROWING_ROWS if capacity is None else _rows_of_shard(capacity, shards)),
+            (dim + columns_of(table.id_bytes)),
+        )
         request = VariableRequest(
             Zeros(), name, np.float32, shape, trainable, lambda *_: [shards, 1], "async", wire_dtype, table=table
         )
@@ -145,6 +168,7 @@ class EmbeddingTable(Variable):
 
     def _described(self, spec: ps_pb2.VariableSpec) -> None:
         self.dim = spec.table.dim
+        self.id_bytes = spec.table.id_bytes
         self.max_bytes = spec.table.max_bytes or None
         self._optimizer_name, self._optimizer = spec.table.optimizer, None
         self.shape = 0 if spec.table.grows else self.partition.shape[0], self.dim
@@ -155,6 +179,15 @@ class EmbeddingTable(Variable):
     def capacity(self) -> int | None:
         """How many rows all shards together have room for. One may be full earlier: each id has its shard."""
         return self.shape[0] or None
+
+    @property
+    def id_type(self) -> type[int] | type[str]:
+        return str if self.id_bytes else int
+
+    @property
+    def max_id_bytes(self) -> int | None:
+        """How many bytes an id's UTF-8 may have; None: ids are int64."""
+        return self.id_bytes or None
 
     @property
     def optimizer(self) -> TableOptimizer | None:
@@ -185,19 +218,19 @@ class EmbeddingTable(Variable):
         """Read the rows of these ids, in their order, duplicates included; each distinct row travels once.
 
         Args:
-            ids: integers of any shape.
+            ids: integers or strings, of any shape.
 
         Returns:
             An array of shape `ids.shape + (dim,)`, of float32. Ids without a row give their initial values.
 
         Raises:
-            InvalidUpdateError: ids are not integers, or do not fit in int64.
+            InvalidUpdateError: ids are not of the table's kind, do not fit in int64, or are longer than `max_id_bytes`.
         """
         result: Array = embedding_lookup(self, ids)
         return result
 
-    def row_ids(self, ids: npt.ArrayLike) -> Ids:
-        return table_ids(ids, self.name)
+    def row_ids(self, ids: npt.ArrayLike) -> RowIds:
+        return table_ids(ids, self.name, self.id_bytes)
 
     splits_ids = True
 
@@ -205,7 +238,7 @@ class EmbeddingTable(Variable):
         del shard
         return (slice(0, self.dim),)
 
-    def split_ids(self, ids: Ids) -> Sequence[tuple[int, ShardRows]]:
+    def split_ids(self, ids: RowIds) -> Sequence[tuple[int, ShardRows]]:
         if self.num_shards == 1:
             return [(0, ShardRows(np.arange(len(ids)), ids))]
         shards = shards_of(ids, self.num_shards)
@@ -215,9 +248,9 @@ class EmbeddingTable(Variable):
 
     # Updating
 
-    def _ids_of(self, slices: IndexedSlices) -> Ids:
+    def _ids_of(self, slices: IndexedSlices) -> RowIds:
         self._check_slices(slices._replace(dense_shape=None) if isinstance(slices, IndexedSlices) else slices)
-        return table_ids(slices.indices, self.name)
+        return self.row_ids(slices.indices)
 
     def apply_gradients(self, slices: IndexedSlices) -> None:
         """Apply gradients by the table's own optimizer, as its `apply_gradients` does. MisuseError if there is none."""
@@ -241,7 +274,7 @@ class EmbeddingTable(Variable):
 
     def _encoding(self, shard: int) -> Encoding:
         del shard
-        return Encoding(self.wire_dtype, 0, (0, 0), (0, self.dim), None)
+        return Encoding(self.wire_dtype, 0, (0, 0), (0, self.dim), None, self.id_bytes)
 
     # What variables with a value have, and a table does not
 
@@ -277,6 +310,18 @@ class EmbeddingTable(Variable):
             f"{self.name!r} is an EmbeddingTable, which has rows by id only: read them with lookup(ids), and update "
             "them with IndexedSlices(values, ids)"
         )
+
+
+def _id_bytes(ids: object, most: int | None) -> int:
+    """Return what a row has for an id that is a string; 0: ids are int64. ValueError if it can't be."""
+    if ids is not int and ids is not str:
+        raise ValueError(f"ids is {ids!r}; give int or str, the type of its ids")
+    if ids is int:
+        if most is not None:
+            raise ValueError(f"max_id_bytes is {most!r}, but only ids that are strings have a limit: give ids=str")
+        return 0
+    most = _ID_BYTES if most is None else most
+    return id_bytes_for(checks.whole("max_id_bytes", most, at_least=1, at_most=MOST_ID_BYTES))
 
 
 def _rows_of_shard(capacity: int, shards: int) -> int:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.buffers import items_of, workspace
 from pscluster.ps.optim.rules import Array, UpdateRule
+from pscluster.ps.row_ids import RowIds, are_strings, numbers_of
 
 DType = np.dtype[Any]
 Ids = npt.NDArray[np.int64]
@@ -294,13 +295,15 @@ def _loaded(values: Array, buffer: Array | None) -> Array:
 class Groups:
     """Rows grouped by id, from `of`."""
 
-    ids: Ids  # the distinct ones, ascending
-    order: Ids | None = None  # the rows' positions sorted by id, stably; None: the rows are in order
+    ids: RowIds  # the distinct ones, ascending; strings by their hashes
+    order: Ids | None = None  # the rows' positions sorted as `ids`, stably; None: the rows are in order
     starts: Ids | None = None  # for each of `ids`, where in `order` its positions start; None: each id has one row
     counts: Ids | None = None  # for each of `ids`, the number of its rows; None: as above
 
     @classmethod
-    def of(cls, ids: Ids) -> Groups:
+    def of(cls, ids: RowIds) -> Groups:
+        if are_strings(ids):
+            return cls._of_strings(ids)
         n = len(ids)
         if n < 2 or bool((ids[1:] > ids[:-1]).all()):
             return cls(ids)
@@ -325,6 +328,23 @@ class Groups:
         np.subtract(starts[1:], starts[:-1], out=counts[:-1])  # `diff` with `append` takes several times as long
         counts[-1] = n - starts[-1]
         return cls(keys[starts], order, starts, counts)
+
+    @classmethod
+    def _of_strings(cls, ids: RowIds) -> Groups:
+        """Group by hashes of as many bits as `of` sorts fast; by the strings themselves if two share such a hash."""
+        hashes = numbers_of(ids) >> np.uint64(max(len(ids) - 1, 1).bit_length() + 1)
+        groups = cls.of(hashes.view(np.int64))
+        order, starts, counts = groups.order, groups.starts, groups.counts
+        if order is None:
+            return cls(ids)
+        if starts is None or counts is None:
+            return cls(ids[order], order)
+        distinct = ids[order[starts]]
+        if (ids[order] == np.repeat(distinct, counts)).all():
+            return cls(distinct, order, starts, counts)
+        distinct, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        starts = np.cumsum(counts) - counts
+        return cls(distinct, np.argsort(inverse, kind="stable"), starts, counts)
 
     @functools.cached_property
     def inverse(self) -> Ids:

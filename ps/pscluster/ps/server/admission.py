@@ -20,6 +20,7 @@ import grpc
 
 from pscluster.core.errors import InvalidUpdateError, PSUnavailableError
 from pscluster.core.transport.frames import ALIGNMENT, padding
+from pscluster.ps.row_ids import bytes_by
 from pscluster.ps.server.updates import Change
 from pscluster.v1 import ps_pb2
 
@@ -96,7 +97,7 @@ def check_amount(changes: Sequence[Change], total: int, budget: int) -> None:
         return
     arrays = {_changed(change): change.shard.array.nbytes for change in changes}
     room = sum(size + padding(size) for size in arrays.values())
-    ids = sum(change.item.rows.ids * 8 + ALIGNMENT for change in changes)
+    ids = sum(bytes_by(change.item.rows) + ALIGNMENT for change in changes)
     if total > room + min(ids, room):
         raise InvalidUpdateError(
             f"an update of {total:,} bytes to arrays of {room:,} bytes; the limit is the larger of their size "

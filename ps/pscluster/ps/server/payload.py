@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pscluster.core.transport.frames import padding, view
 from pscluster.core.transport.payload_sink import PayloadSink
+from pscluster.ps.row_ids import RowIds
 from pscluster.v1 import ps_pb2
 
 Ids = npt.NDArray[np.int64]
@@ -75,8 +76,11 @@ class Payload:
         """Return all bytes, copied only if there are several chunks."""
         return self.chunks[0] if len(self.chunks) == 1 else memoryview(b"".join(self.chunks))
 
-    def ids(self, start: int, count: int) -> Ids:
-        return self.array(start, count, np.int64).view(np.int64)
+    def ids(self, start: int, rows: ps_pb2.Rows) -> RowIds:
+        """Return the row numbers of an item, or ids of a table, which may be bytes."""
+        if rows.id_bytes:
+            return self.array(start, rows.ids, f"S{rows.id_bytes}")
+        return self.array(start, rows.ids, np.int64).view(np.int64)
 
 
 class Staging:

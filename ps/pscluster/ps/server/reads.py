@@ -15,6 +15,7 @@ from numpy.lib.array_utils import byte_bounds
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, UnavailableError, UnknownVariableError
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
+from pscluster.ps import row_ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.server import encoded, tables
 from pscluster.ps.server.directory import HeldVariable
@@ -158,11 +159,13 @@ def segments(
         which, size = item.rows.WhichOneof("kind"), source.size
         wire_dtype, rows, width, name = source.wire_dtype, source.rows, source.width, source.name
         if which == "ids":
-            ids = payload.ids(at, item.rows.ids)
+            ids = payload.ids(at, item.rows)
             segment: Buffer | Snapshot
             if source.table is None:
                 segment = _gather(source, ids)
             else:
+                if item.rows.id_bytes:
+                    row_ids.check_strings(ids, name)
                 with source.shard.lock:
                     values, found = tables.read_rows(source.shard, ids, source.table)
                 segment = view(values)
@@ -212,6 +215,7 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
     held, shard = store.find(item.variable, item.shard)
     array = values = shard.array
     dtype, ids_at = array.dtype, at
+    row_ids.check_kind(item.rows, held.spec)
     if item.slot and held.spec.HasField("table"):
         raise ProtocolError(f"a read of slots or averages of table {held.spec.name!r}")
     if item.slot == AVERAGE:
@@ -236,11 +240,13 @@ def _locate(store: Store, item: ps_pb2.ReadItem, at: int) -> tuple[Source, int]:
         table = initial_rows(held.spec.table, name)
         size = item.rows.ids * table.dim * dtype.itemsize
         _check_rows_bytes(item, size, name)
-        at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+        ids_bytes = row_ids.bytes_by(item.rows)
+        at += ids_bytes + padding(ids_bytes)
     elif which == "ids":
         size = item.rows.ids * table_of(array, item.rows.leading, name).shape[1] * dtype.itemsize
         _check_rows_bytes(item, size, name)
-        at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+        ids_bytes = row_ids.bytes_by(item.rows)
+        at += ids_bytes + padding(ids_bytes)
     elif which == "in_use" and held.spec.HasField("table"):
         array = np.array([len(shard.array)], "<u8")
         dtype, size = array.dtype, array.nbytes

@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.ps.row_ids import RowIds, shown
 from pscluster.ps.server import table_policy
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.shard import Array, Shard
@@ -28,6 +29,7 @@ from pscluster.ps.tables import Ids, Rows, initial_rows
 from pscluster.v1 import ps_pb2, state_pb2
 
 _NONE: Ids = np.empty(0, np.int64)
+_NO_IDS: RowIds = _NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class RowChanges:
     """What an update does to the rows of a shard before it changes values."""
 
     places: Ids  # of the update's ids before; -1: no row
-    made: Ids  # ids, ascending
-    evicted: Ids  # ids
+    made: RowIds  # ids, ascending, as the rows have them
+    evicted: RowIds
     now: int  # by the clock by which rows age
 
     def record(self, item: int) -> state_pb2.TableChange:
@@ -60,10 +62,11 @@ def has_policy(table: ps_pb2.TableSpec) -> bool:
 
 def record_bytes(table: ps_pb2.TableSpec, ids: int) -> int:
     """Return the most bytes that a record of the log has for an update of this many ids."""
-    return 64 + 16 * ids + 8 * table_policy.window_for_expiry(ids) if has_policy(table) else 0
+    size = table.id_bytes or 8
+    return 64 + size * (2 * ids + table_policy.window_for_expiry(ids)) if has_policy(table) else 0
 
 
-def check_room(held: HeldVariable, shard: Shard, ids: Ids, optimizer: HeldOptimizer | None = None) -> None:
+def check_room(held: HeldVariable, shard: Shard, ids: RowIds, optimizer: HeldOptimizer | None = None) -> None:
     """Raise InvalidUpdateError if there is no room for the rows that these ids lack, which the optimizer updates.
 
     What room a table with policies has is known only to `decide`.
@@ -75,7 +78,7 @@ def check_room(held: HeldVariable, shard: Shard, ids: Ids, optimizer: HeldOptimi
 
 
 def decide(
-    held: HeldVariable, shard: Shard, ids: Ids, optimizer: HeldOptimizer | None, *, gradient: bool
+    held: HeldVariable, shard: Shard, ids: RowIds, optimizer: HeldOptimizer | None, *, gradient: bool
 ) -> RowChanges:
     """Decide what an update of these ids does to the rows; count those that are not admitted as seen.
 
@@ -84,7 +87,7 @@ def decide(
     table, step = held.spec.table, shard.updates + 1
     rows = rows_of(shard, table.dim)
     places = rows.find(ids)
-    new = np.unique(ids[places < 0])
+    new = np.unique(ids[places < 0]).astype(rows.id_dtype, copy=False)
     now = table_policy.in_seconds(time.time()) if _in_seconds(table) else table_policy.in_steps(step)
     if gradient and len(new) and table.HasField("admission"):
         shard.sightings = shard.sightings or Sightings()
@@ -107,17 +110,18 @@ def decide(
     return RowChanges(places, new, rows.ids_at(going), now)
 
 
-def recorded(held: HeldVariable, shard: Shard, ids: Ids, change: state_pb2.TableChange | None) -> RowChanges:
+def recorded(held: HeldVariable, shard: Shard, ids: RowIds, change: state_pb2.TableChange | None) -> RowChanges:
     """Return what an update has done to the rows, as a log says; where it says nothing, it made those it lacked."""
-    places = rows_of(shard, held.spec.table.dim).find(ids)
+    rows = rows_of(shard, held.spec.table.dim)
+    places = rows.find(ids)
     if change is None:
-        return RowChanges(places, np.unique(ids[places < 0]), _NONE, 0)
-    made, evicted = np.frombuffer(change.made, np.int64), np.frombuffer(change.evicted, np.int64)
+        return RowChanges(places, np.unique(ids[places < 0]), _NO_IDS, 0)
+    made, evicted = (np.frombuffer(some, rows.id_dtype) for some in (change.made, change.evicted))
     return RowChanges(places, made, evicted, change.now)
 
 
 def carry_out(
-    held: HeldVariable, shard: Shard, ids: Ids, changes: RowChanges, fills: Callable[[int], Mapping[str, float]]
+    held: HeldVariable, shard: Shard, ids: RowIds, changes: RowChanges, fills: Callable[[int], Mapping[str, float]]
 ) -> Placed:
     """Drop and make rows; return the places of these ids' rows.
 
@@ -267,9 +271,9 @@ def _slots_to_come(shard: Shard, optimizer: HeldOptimizer) -> Mapping[str, objec
     return optimizer.rule.slots if known is None else {}
 
 
-def _full(held: HeldVariable, rows: TableRows, limit: int, missing: Ids, mend: str) -> InvalidUpdateError:
+def _full(held: HeldVariable, rows: TableRows, limit: int, missing: RowIds, mend: str) -> InvalidUpdateError:
     return InvalidUpdateError(
         f"table {held.spec.name!r} is full: a shard has {rows.count:,} rows and room for "
-        f"{max(limit - rows.count, 0):,} more, and an update has {len(missing):,} new ids, such as {missing[-1]}: "
-        f"{mend}"
+        f"{max(limit - rows.count, 0):,} more, and an update has {len(missing):,} new ids, such as "
+        f"{shown(missing[-1])}: {mend}"
     )

@@ -23,7 +23,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.tables import Hashes, Ids, Rows, mixed
+from pscluster.ps.row_ids import Hashes, RowIds, mixed, numbers_of
+from pscluster.ps.tables import Ids, Rows
 from pscluster.v1 import ps_pb2
 
 Uses = npt.NDArray[np.uint64]
@@ -56,9 +57,9 @@ class Sightings:
         self._counts = np.zeros((_HASHES, _CELLS), np.uint8)
         self._added = 0
 
-    def add(self, ids: Ids) -> npt.NDArray[np.int64]:
+    def add(self, ids: RowIds) -> npt.NDArray[np.int64]:
         """See these ids once more, each of which is given once; return how often they have been seen, 255 at most."""
-        hashes = mixed(ids.view(np.uint64))
+        hashes = mixed(numbers_of(ids))
         first, second = hashes & np.uint64(0xFFFF_FFFF), (hashes >> np.uint64(32)) | np.uint64(1)
         cells = [((first + np.uint64(k) * second) % np.uint64(_CELLS)).view(np.int64) for k in range(_HASHES)]
         least = np.min([row[at] for row, at in zip(self._counts, cells, strict=True)], axis=0)
@@ -72,11 +73,11 @@ class Sightings:
         return counts
 
 
-def admitted(policy: ps_pb2.TableAdmission, ids: Ids, seen: Sightings, step: int) -> Mask:
+def admitted(policy: ps_pb2.TableAdmission, ids: RowIds, seen: Sightings, step: int) -> Mask:
     """Return which of some ids without a row get one by a gradient, in this step of the shard. Counts them as seen."""
     if policy.seen:
         return seen.add(ids) >= policy.seen
-    keys = mixed(ids.view(np.uint64) ^ _mixed_number(policy.seed)) ^ _mixed_number(step)
+    keys = mixed(numbers_of(ids) ^ _mixed_number(policy.seed)) ^ _mixed_number(step)
     return (mixed(keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < policy.probability
 
 

@@ -3,7 +3,7 @@
 A shard's array holds the rows that are in use, of each its values, then its id and a number that is not 0
 (`TableSpec`). So all that copies, saves, logs or moves a shard carries the ids as well, and nothing else has to be
 kept: `TableRows`, the index from ids to row numbers ("places"), is made anew from the array when it is first needed,
-and dropped when the array gets other rows.
+and dropped when the array gets other rows. Ids are int64 or, whole, strings (`row_ids`).
 
     no row  --(an update of its id: placed at the end, with its initial values)-->  in use
     in use  --(dropped: the last row takes its place)-->  no row
@@ -23,17 +23,23 @@ Pure; `tables` applies it to shards, under their locks.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.tables import Ids, Rows, mixed, tails_of
+from pscluster.ps.row_ids import RowIds, are_strings, hashes, mixed
+from pscluster.ps.tables import Ids, Rows, tails_of
 
 _MIN_SLOTS = 1 << 10
 _FULL = 0.6
 """The share of its slots that an index uses at most: with more, searches become long."""
+
+_KEY = secrets.randbits(64)
+"""Of the hashes that an index has of strings. Users' names may have been chosen by others, who do not know it."""
 
 _AT_ONCE = 1 << 20
 """Rows that are entered at once when an index is made."""
@@ -59,15 +65,19 @@ class TableRows:
         opaque = np.dtype((np.void, dim * space.itemsize))  # rows are moved as plain bytes
         self._items = np.ndarray(len(space), opaque, space, 0, space.strides[:1])
 
-    def ids(self) -> Ids:
+    def ids(self) -> RowIds:
         """Return the ids of all rows, in the order of their places."""
         return self._ids[: self.count].copy()
 
-    def ids_at(self, places: Ids) -> Ids:
+    @property
+    def id_dtype(self) -> np.dtype[Any]:
+        return self._ids.dtype
+
+    def ids_at(self, places: Ids) -> RowIds:
         """Return the ids of these rows."""
         return self._ids[places]
 
-    def find(self, ids: Ids) -> Ids:
+    def find(self, ids: RowIds) -> Ids:
         """Return the places of these ids' rows, and -1 for those that have none."""
         if self._dropped:
             return self._search(ids)[1]
@@ -88,7 +98,7 @@ class TableRows:
             open_, at, wanted, step = open_[on], at[on], wanted[on], step + 1
         return places
 
-    def _search(self, ids: Ids) -> tuple[Ids, Ids]:
+    def _search(self, ids: RowIds) -> tuple[Ids, Ids]:
         """Return the slots that the search for ids ends at, and the places, as `find` does, past slots of no row."""
         slots, mask = self._slots, len(self._slots) - 1
         at = self._first_slots(ids)
@@ -104,7 +114,7 @@ class TableRows:
             step += 1
         return at, places
 
-    def missing(self, ids: Ids) -> Ids:
+    def missing(self, ids: RowIds) -> RowIds:
         """Return those ids that have no row, each once, ascending."""
         return np.unique(ids[self.find(ids) < 0])
 
@@ -136,7 +146,7 @@ class TableRows:
     def set_uses(self, places: Ids, uses: npt.NDArray[np.uint64]) -> None:
         self._in_use[places] = uses
 
-    def append(self, ids: Ids, values: Rows, use: int = 1) -> None:
+    def append(self, ids: RowIds, values: Rows, use: int = 1) -> None:
         """Make rows for ids that have none, each once. The array must have got them."""
         self._reserve(self.count + len(ids))
         places = slice(self.count, self.count + len(ids))
@@ -170,7 +180,7 @@ class TableRows:
             stop = min(start + _AT_ONCE, self.count)
             self._enter(self._ids[start:stop].copy(), np.arange(start, stop))
 
-    def _enter(self, ids: Ids, places: Ids) -> None:
+    def _enter(self, ids: RowIds, places: Ids) -> None:
         """Enter rows that the index does not have."""
         slots, mask = self._slots, len(self._slots) - 1
         at, step = self._first_slots(ids), 1
@@ -182,5 +192,6 @@ class TableRows:
             at, entries = (at[lost] + step) & mask, entries[lost]
             step += 1
 
-    def _first_slots(self, ids: Ids) -> Ids:
-        return (mixed(ids.view(np.uint64)) & np.uint64(len(self._slots) - 1)).view(np.int64)
+    def _first_slots(self, ids: RowIds) -> Ids:
+        numbers = hashes(ids, _KEY) if are_strings(ids) else mixed(ids.view(np.uint64))
+        return (numbers & np.uint64(len(self._slots) - 1)).view(np.int64)

@@ -13,6 +13,7 @@ import numpy as np
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.ps.optim import kernels
 from pscluster.ps.optim.rules import UpdateRule
+from pscluster.ps.row_ids import USE_COLUMNS, RowIds, can_hold
 from pscluster.ps.server import table_policy
 from pscluster.ps.server.reserved_rows import reservation_of, reserved, resized
 from pscluster.ps.server.shard import Array, Shard
@@ -52,7 +53,7 @@ def space_of(shard: Shard) -> Rows:
     return cast(Rows, shard.array if space is None else space)
 
 
-def read_rows(shard: Shard, ids: Ids, initial: InitialRows) -> tuple[Rows, int]:
+def read_rows(shard: Shard, ids: RowIds, initial: InitialRows) -> tuple[Rows, int]:
     """Return the rows of these ids, and how many of them the shard has; the others have their initial values."""
     rows = rows_of(shard, initial.dim)
     places = rows.find(ids)
@@ -124,6 +125,14 @@ def restore_rows(
 
 
 def _saved_rows(spec: ps_pb2.VariableSpec, array: Array) -> Rows:
-    if array.ndim != 2 or array.dtype != np.float32 or array.shape[1] != spec.shape[1]:
+    """Return saved rows as wide as the table's: ids that are strings may have had less room."""
+    dim, width = spec.table.dim, spec.shape[1]
+    if array.ndim != 2 or array.dtype != np.float32 or not can_hold(width, array.shape[1], dim):
         raise CheckpointMisfitError(f"{array.dtype}{list(array.shape)} are no rows of table {spec.name!r}")
-    return cast(Rows, array)
+    saved = cast(Rows, array)
+    if saved.shape[1] == width:
+        return saved
+    rows = np.zeros((len(saved), width), np.float32)
+    rows[:, : saved.shape[1] - USE_COLUMNS] = saved[:, :-USE_COLUMNS]
+    rows[:, -USE_COLUMNS:] = saved[:, -USE_COLUMNS:]
+    return rows

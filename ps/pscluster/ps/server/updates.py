@@ -21,8 +21,10 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.security.access import check_coordinator
 from pscluster.core.transport.frames import padding
+from pscluster.ps import row_ids
 from pscluster.ps.optim.joint import MAX_ELEMENTS, Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, compute_dtype, deduplicate, new_slots
+from pscluster.ps.row_ids import RowIds
 from pscluster.ps.server import encoded, table_changes, tables
 from pscluster.ps.server.dedup import Origin
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
@@ -156,7 +158,9 @@ def changes_of(
             _check_table_item(request, item, held.spec, optimizer)
         if which == "ids":
             expected = item.rows.ids * _row_bytes(item, held, shard)
-            at += item.rows.ids * 8 + padding(item.rows.ids * 8)
+            row_ids.check_kind(item.rows, held.spec)
+            ids_bytes = row_ids.bytes_by(item.rows)
+            at += ids_bytes + padding(ids_bytes)
             if item.scalar:
                 raise ProtocolError("an update of rows by number has a single value")
         elif which == "all":
@@ -407,7 +411,7 @@ def _apply_once(
 class _Rows(NamedTuple):
     """The row numbers of an item, or ids of a table, which are checked; None if it has none."""
 
-    ids: Ids | None
+    ids: RowIds | None
     join: bool  # whether these are strictly ascending, if there are any
 
 
@@ -415,21 +419,23 @@ def _checked_rows(change: Change, payload: Payload) -> _Rows:
     """Return an item's row numbers as `checked_ids`."""
     if not change.joins or change.item.rows.WhichOneof("kind") != "ids":
         return _Rows(checked_ids(change, payload), True)
-    ids = payload.ids(change.ids_at, change.item.rows.ids)
+    ids = payload.ids(change.ids_at, change.item.rows)
     if not (join := bool((ids[1:] > ids[:-1]).all())) or (len(ids) and not 0 <= ids[0] <= ids[-1] < len(change.table)):
         check_ids(change.table, ids, change.held.spec.name)
     return _Rows(ids, join)
 
 
-def checked_ids(change: Change, payload: Payload) -> Ids | None:
+def checked_ids(change: Change, payload: Payload) -> RowIds | None:
     """Return the row numbers of an item, or ids of a table; None if it has none.
 
     InvalidUpdateError if there are no such rows, or no room in a table for new ones.
     """
     if change.item.rows.WhichOneof("kind") != "ids":
         return None
-    ids = payload.ids(change.ids_at, change.item.rows.ids)
+    ids = payload.ids(change.ids_at, change.item.rows)
     if change.held.spec.HasField("table"):
+        if change.item.rows.id_bytes:
+            row_ids.check_strings(ids, change.held.spec.name)
         with change.shard.lock:
             table_changes.check_room(change.held, change.shard, ids, change.optimizer)
         return ids
@@ -443,7 +449,7 @@ def _table(item: ps_pb2.UpdateItem, shard: Shard, name: str) -> Array:
     return table_of(shard.array, leading, name)
 
 
-def _row_changes(change: Change, ids: Ids | None) -> RowChanges | None:
+def _row_changes(change: Change, ids: RowIds | None) -> RowChanges | None:
     """Decide what an item does to the rows of a table; None of a variable. InvalidUpdateError if there is no room."""
     if ids is None or not change.held.spec.HasField("table"):
         return None
@@ -465,7 +471,7 @@ def replay(
     """
     origin, ids = _origin(request), None
     if change.item.rows.WhichOneof("kind") == "ids":
-        ids = payload.ids(change.ids_at, change.item.rows.ids)
+        ids = payload.ids(change.ids_at, change.item.rows)
     with change.shard.lock, np.errstate(all="ignore"):
         change.shard.changes += 1
         row_changes = None
@@ -480,7 +486,7 @@ def replay(
 
 
 def _apply(
-    store: Store, change: Change, ids: Ids | None, payload: Payload, row_changes: RowChanges | None = None
+    store: Store, change: Change, ids: RowIds | None, payload: Payload, row_changes: RowChanges | None = None
 ) -> None:
     """Apply one item, of a table to the rows of these ids, once their rows are made. Needs the shard's lock."""
     if ids is not None and row_changes is not None:

@@ -11,6 +11,7 @@ from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
 from pscluster.core.geometry import Partition
 from pscluster.core.transport.frames import padding
+from pscluster.ps.row_ids import bytes_by
 from pscluster.ps.server import creation, updates
 from pscluster.ps.server.directory import Contents, HeldOptimizer, HeldVariable
 from pscluster.ps.server.losses import UNKNOWN
@@ -184,7 +185,7 @@ def _only(
     reduced.CopyFrom(update)
     del reduced.items[:]
     for index, item in enumerate(update.items):
-        ids = item.rows.ids * 8
+        ids = bytes_by(item.rows)
         size = ids + padding(ids) + item.value_bytes + padding(item.value_bytes)
         if index in wanted:
             reduced.items.append(item)

@@ -162,7 +162,7 @@ def _segments(change: Change, payload: Payload) -> list[memoryview]:
     dtype = change.shard.array.dtype
     segments = []
     if change.item.rows.WhichOneof("kind") == "ids":
-        segments.append(view(payload.ids(change.ids_at, change.item.rows.ids)))
+        segments.append(view(payload.ids(change.ids_at, change.item.rows)))
     values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
     return [*segments, view(values)]
 
@@ -231,7 +231,7 @@ def _join(result: Combined, changes: Sequence[Change], payloads: Sequence[Payloa
     ids, rows = [], []
     with np.errstate(all="ignore"):
         for change, payload, share in zip(changes, payloads, _shares(changes), strict=True):
-            ids.append(payload.ids(change.ids_at, change.item.rows.ids))
+            ids.append(payload.ids(change.ids_at, change.item.rows))
             values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
             if share is not None:
                 values = values.astype(compute_dtype(dtype)) * compute_dtype(dtype).type(share)
