@@ -982,18 +982,23 @@ def _round_examples() -> list[bytes]:
     return [rounds.encode(dict(enumerate(statuses[at : at + 2]))) for at in range(3)]
 
 
-def _delta_examples() -> list[bytes]:
-    """Deltas of a variable and of a table by id, in both formats."""
-    ids = np.array([1, 4, 9])
-    examples = []
-    for shape, any_ids in (((12, 2), False), ((0, 3), True), ((12,), False)):
-        rows = np.arange(math.prod((3, *shape[1:])), dtype=np.float32).reshape(3, *shape[1:])
-        header = Header("t", rows.dtype, shape, any_ids, TableVersion(1, 32 * "a"), TableVersion(2, 32 * "b"))
+def _once(ids: Any) -> Any:
+    return iter([ids])
 
-        def take(some: Any, rows: Any = rows) -> Any:
+
+def _delta_examples() -> list[bytes]:
+    """Deltas of a variable and of tables by id, in both formats."""
+    examples = []
+    for shape, any_ids, id_bytes in (((12, 2), False, 0), ((0, 3), True, 0), ((12,), False, 0), ((0, 3), True, 16)):
+        rows = np.arange(math.prod((3, *shape[1:])), dtype=np.float32).reshape(3, *shape[1:])
+        versions = TableVersion(1, 32 * "a"), TableVersion(2, 32 * "b")
+        header = Header("t", rows.dtype, shape, any_ids, *versions, id_bytes)
+        ids: Any = np.array([b"a", b"th\xc3\xa9", b"x" * 16] if id_bytes else [1, 4, 9], header.id_dtype)
+
+        def take(some: Any, rows: Any = rows, ids: Any = ids) -> Any:
             return rows[np.searchsorted(ids, some)]
 
-        changes = Changes(header, 3, lambda: iter([ids]), take)
+        changes = Changes(header, 3, functools.partial(_once, ids), take)
         for write in (delta_safetensors.write, delta_parquet.write):
             file = io.BytesIO()
             write(file, changes)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.ps.strings import colliding, text_of
+from xxhash import xxh3_128
 
 from pscluster.coordinator import (
     CheckpointManager,
@@ -24,13 +26,15 @@ from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseErr
 
 DIM = 4
 IDS = np.concatenate([np.arange(-300, 700), [(1 << 63) - 1, -(1 << 63)]])
+WORDS = np.array([text_of(number) for number in range(-5, 700)])
 Rows = npt.NDArray[np.float32]
+Made = tuple[Path, list[Rows], list[Rows]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rows]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A directory of four checkpoints, the first without rows, and what lookups gave in each of them."""
-    directory, values = tmp_path_factory.mktemp("checkpoints"), list[Any]()
+    directory, values, of_words = tmp_path_factory.mktemp("checkpoints"), list[Any](), list[Any]()
     with (
         LocalCluster(2, 1, durability="none", log_level="ERROR") as cluster,
         ParameterServerStrategy(cluster) as strategy,
@@ -46,17 +50,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rows]]:
                 num_shards=3,
             )
             EmbeddingTable(DIM, initializer=initializers.RandomNormal(seed=2), name="other seed")
+            words = EmbeddingTable(
+                DIM, ids=str, initializer=initializers.RandomNormal(seed=1), name="words", num_shards=3
+            )
             Variable(np.zeros((5, DIM), np.float32), name="variable")
         for ids in (range(0), range(-50, 50), range(-50, 350), range(250, 650)):
             table.scatter_add(IndexedSlices(np.ones((len(ids), DIM), np.float32), np.array(ids, np.int64)))
+            words.scatter_add(IndexedSlices(np.ones((len(ids), DIM), np.float32), [text_of(each) for each in ids]))
             manager.save().result()
             values.append(table.lookup(IDS))
+            of_words.append(words.lookup(WORDS))
         assert len(table) < 500
-    return directory, values
+    return directory, values, of_words
 
 
-def test_lookups_are_those_of_the_job(made: tuple[Path, list[Rows]]) -> None:
-    directory, values = made
+def test_lookups_are_those_of_the_job(made: Made) -> None:
+    directory, values, _ = made
     for number, expected in enumerate(values, 1):
         served = ServingTable.open(_path(directory, number), "table")
         np.testing.assert_array_equal(served.lookup(IDS), expected)
@@ -68,30 +77,45 @@ def test_lookups_are_those_of_the_job(made: tuple[Path, list[Rows]]) -> None:
             served.lookup(wrong)
 
 
+def test_strings_are_looked_up(made: Made) -> None:
+    """Some have one hash. Numbers are no strings, and a string that is too long is no id."""
+    directory, _, of_words = made
+    for number, expected in enumerate(of_words, 1):
+        served = ServingTable.open(_path(directory, number), "words")
+        np.testing.assert_array_equal(served.lookup(WORDS), expected)
+    assert len(np.unique(served.lookup(list(colliding())))) == DIM  # of the same hash, they began as one
+    np.testing.assert_array_equal(served.lookup(WORDS[::-1].tolist()), expected[::-1])
+    for wrong, said in (([7], r"ids\[0\] is 7, an int"), (["x" * 65], "has 65 bytes")):
+        with pytest.raises(InvalidUpdateError, match=f"table 'words': .*{said}"):
+            served.lookup(wrong)
+
+
 @pytest.mark.parametrize("ending", ["delta", "parquet"])
-def test_deltas_lead_from_one_to_the_next(made: tuple[Path, list[Rows]], tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("name", ["table", "words"])
+def test_deltas_lead_from_one_to_the_next(made: Made, tmp_path: Path, name: str, ending: str) -> None:
     """Rows that were dropped in between have their initial values again."""
-    directory, values = made
-    served = ServingTable.open(_path(directory, 1), "table")
+    directory, *of_tables = made
+    ids, values = (IDS, of_tables[0]) if name == "table" else (WORDS, of_tables[1])
+    served = ServingTable.open(_path(directory, 1), name)
     deltas = [
-        export_delta(_path(directory, number), "table", since=number - 1, out=tmp_path / f"{number}.{ending}")
+        export_delta(_path(directory, number), name, since=number - 1, out=tmp_path / f"{number}.{ending}")
         for number in (2, 3, 4)
     ]
     with pytest.raises(StaleError, match="follow the deltas in order"):
         served.follow(deltas[1].path)
     for delta, expected in zip(deltas, values[1:], strict=True):
         served.follow(delta.path)
-        np.testing.assert_array_equal(served.lookup(IDS), expected)
-    whole = export_delta(_path(directory, 4), "table", since=1, out=tmp_path / f"whole.{ending}")
+        np.testing.assert_array_equal(served.lookup(ids), expected)
+    whole = export_delta(_path(directory, 4), name, since=1, out=tmp_path / f"whole.{ending}")
     assert whole.changed < sum(delta.changed for delta in deltas)
-    again = ServingTable.open(_path(directory, 1), "table")
+    again = ServingTable.open(_path(directory, 1), name)
     again.follow(whole.path)
-    np.testing.assert_array_equal(again.lookup(IDS), values[-1])
+    np.testing.assert_array_equal(again.lookup(ids), values[-1])
     assert again.refresh() is False
 
 
-def test_what_does_not_fit_is_refused(made: tuple[Path, list[Rows]], tmp_path: Path) -> None:
-    directory, _ = made
+def test_what_does_not_fit_is_refused(made: Made, tmp_path: Path) -> None:
+    directory, *_ = made
     newest = _path(directory, 4)
     other, variable = (ServingTable.open(newest, name) for name in ("other seed", "variable"))
     table = ServingTable.open(newest, "table")
@@ -101,6 +125,29 @@ def test_what_does_not_fit_is_refused(made: tuple[Path, list[Rows]], tmp_path: P
     delta = export_delta(newest, "table", since=3, out=tmp_path / "delta")
     with pytest.raises(CheckpointError, match="is of table 'table'"):
         variable.follow(delta.path)
+
+
+def test_deltas_of_strings_are_checked(made: Made, tmp_path: Path) -> None:
+    """Other ids than the table's, and what is no text, though the checksum is right: nothing changes."""
+    directory, _, of_words = made
+    served = ServingTable.open(_path(directory, 3), "words")
+    export_delta(_path(directory, 4), "words", since=3, out=tmp_path / "delta")
+    whole = (tmp_path / "delta").read_bytes()
+    at = 8 + int.from_bytes(whole[:8], "little")
+    first = whole[at : at + 64].rstrip(b"\0")
+    for before, after, said in (
+        (first, b"\xff" + first[1:], "is not UTF-8"),
+        (first, b"\0" + first[1:], "has a NUL"),
+        (b'\\"id_bytes\\": 64', b'\\"id_bytes\\": 63', "ids of 63 bytes"),
+        (b'\\"id_bytes\\": 64', b'\\"id_bytes\\": 32', "no delta that can be read"),
+        (b'\\"any_ids\\": true', b'\\"any_ids\\": null', "ids of 64 bytes"),
+    ):
+        assert before in whole
+        data = whole.replace(before, after, 1)[:-16]
+        (tmp_path / "wrong").write_bytes(data + xxh3_128(data).digest())
+        with pytest.raises(CheckpointError, match=said):
+            served.follow(tmp_path / "wrong")
+    np.testing.assert_array_equal(served.lookup(WORDS), of_words[2])
 
 
 def _path(directory: Path, number: int) -> Path:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, MisuseError
+from pscluster.ps.row_ids import RowIds, are_strings, has_ids
 from pscluster.ps.storage.tensor_files import Array
-from pscluster.ps.tables import TAIL, Ids, InitialRows, table_ids, tails_of
+from pscluster.ps.tables import Ids, InitialRows, table_ids, tails_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class MappedById:
     name: str
     version: TableVersion
     initial: InitialRows
-    ids: Ids  # [n], rising
+    ids: RowIds  # [n], rising
     places: Ids  # [n], of their rows in all shards, laid end to end
     shards: list[npt.NDArray[np.float32]]  # [rows, dim + TAIL] each
     starts: Ids  # where each shard begins
@@ -31,12 +32,12 @@ class MappedById:
     def of(path: str, name: str, version: TableVersion, initial: InitialRows, shards: list[Array]) -> MappedById:
         """Sort the ids of these shards. CheckpointError if they are no rows of such a table."""
         mapped: list[npt.NDArray[np.float32]] = []
-        ids: list[Ids] = []
+        ids: list[RowIds] = []
         for shard in shards:
-            if shard.ndim != 2 or shard.dtype != np.float32 or shard.shape[1] != initial.dim + TAIL:
+            if shard.ndim != 2 or shard.dtype != np.float32 or not has_ids(shard.shape[1], initial.dim):
                 raise CheckpointError(f"{shard.dtype}{list(shard.shape)} are no rows of {name!r} in {path}")
             mapped.append(shard)
-            ids.append(tails_of(mapped[-1], initial.dim)[0] if len(shard) else np.empty(0, np.int64))
+            ids.append(tails_of(mapped[-1], initial.dim)[0])
         all_ids = np.concatenate(ids)
         places = np.argsort(all_ids, kind="stable")
         starts = np.cumsum([0, *map(len, shards)])[:-1]
@@ -51,11 +52,16 @@ class MappedById:
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(np.float32)
 
-    def checked(self, ids: npt.ArrayLike) -> Ids:
-        """Return ids as int64. InvalidUpdateError if they are not integers, or do not fit."""
-        return table_ids(ids, self.name)
+    @property
+    def id_bytes(self) -> int:
+        """The most bytes of an id that is a string; 0: ids are int64."""
+        return self.ids.itemsize if are_strings(self.ids) else 0
 
-    def take(self, ids: Ids) -> Array:
+    def checked(self, ids: npt.ArrayLike) -> RowIds:
+        """Return ids as the table has them. InvalidUpdateError if they are of another kind, or do not fit."""
+        return table_ids(ids, self.name, self.id_bytes)
+
+    def take(self, ids: RowIds) -> Array:
         """Return the rows with these ids, [n, dim]."""
         if not len(self.ids):
             return self.initial.of(ids)
@@ -74,8 +80,12 @@ class MappedById:
 
     def check_like(self, other: object) -> None:
         """Raise MisuseError if the other is no such table, or its ids without a row have other values."""
+        path = getattr(other, "path", "the other")
+        if isinstance(other, MappedById) and self.ids.dtype != other.ids.dtype:
+            raise MisuseError(
+                f"{self.name!r} has ids of another kind or length in {self.path} than in {path}: open it anew"
+            )
         if not isinstance(other, MappedById) or self.initial != other.initial:
-            path = getattr(other, "path", "the other")
             raise MisuseError(
                 f"{self.name!r} is an EmbeddingTable of rows of {self.initial.dim} values in {self.path}, but one with "
                 f"other rows or initial values, or a variable, in {path}"

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from pscluster.coordinator.checkpoints.index import dtype_of
-from pscluster.coordinator.serving.mapped import Ids
 from pscluster.coordinator.serving.versions import TableVersion
-from pscluster.core.errors import CheckpointError
+from pscluster.core.errors import CheckpointError, InvalidUpdateError
+from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, check_strings, shown
 from pscluster.ps.storage.tensor_files import Array
 
 KEY = "pscluster-delta"
@@ -43,6 +43,11 @@ class Header:
     any_ids: bool  # whether it has rows by any id, not by 0..rows-1
     since: TableVersion
     version: TableVersion
+    id_bytes: int = 0  # the most bytes of an id that is a string; 0: they are int64
+
+    @property
+    def id_dtype(self) -> np.dtype[Any]:
+        return np.dtype(f"S{self.id_bytes}" if self.id_bytes else np.int64)
 
     def text(self) -> str:
         """Return it as JSON."""
@@ -53,6 +58,7 @@ class Header:
                 "dtype": self.dtype.name,
                 "shape": self.shape,
                 "any_ids": self.any_ids,
+                **({"id_bytes": self.id_bytes} if self.id_bytes else {}),
                 "since": asdict(self.since),
                 "to": asdict(self.version),
             }
@@ -76,7 +82,10 @@ class Header:
             shape = tuple(about["shape"])
             if not all(isinstance(length, int) and length >= 0 for length in shape) or not shape:
                 raise ValueError(f"a table of shape {shape}")
-            return Header(str(about["table"]), dtype_of(about["dtype"]), shape, about.get("any_ids") is True, since, to)
+            any_ids, id_bytes = about.get("any_ids") is True, about.get("id_bytes", 0)
+            if id_bytes and not (any_ids and id_bytes in range(LEAST_ID_BYTES, MOST_ID_BYTES + 1, 8)):
+                raise ValueError(f"ids of {id_bytes!r} bytes")
+            return Header(str(about["table"]), dtype_of(about["dtype"]), shape, any_ids, since, to, id_bytes or 0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, CheckpointError) as error:
             raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
 
@@ -87,8 +96,8 @@ class Changes:
 
     header: Header
     count: int
-    ids: Callable[[], Iterator[Ids]]  # rising, not all at once
-    take: Callable[[Ids], Array]  # their rows
+    ids: Callable[[], Iterator[RowIds]]  # rising, not all at once
+    take: Callable[[RowIds], Array]  # their rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +106,23 @@ class LoadedDelta:
 
     delta: Delta
     header: Header
-    ids: Ids  # [n], rising
+    ids: RowIds  # [n], rising
     rows: Array  # [n, ...]
 
     @staticmethod
-    def of(path: str | Path, header: Header, ids: Ids, rows: Array) -> LoadedDelta:
+    def of(path: str | Path, header: Header, ids: RowIds, rows: Array) -> LoadedDelta:
         """Check the ids. CheckpointError, which names the file and the place, if they are none of the table's."""
+        if header.id_bytes:
+            try:
+                check_strings(ids, header.table)
+            except InvalidUpdateError as error:
+                raise CheckpointError(f"{path} is no delta that can be read: {error}") from None
         falls = np.flatnonzero(ids[1:] <= ids[:-1])
         if len(falls):
             at = int(falls[0]) + 1
             raise CheckpointError(
-                f"{path} is no delta that can be read: id {ids[at]} (position {at:,}) comes after {ids[at - 1]}"
+                f"{path} is no delta that can be read: id {shown(ids[at])} (position {at:,}) comes after "
+                f"{shown(ids[at - 1])}"
             )
         if not header.any_ids and len(ids) and not (ids[0] >= 0 and ids[-1] < header.shape[0]):
             at = 0 if ids[0] < 0 else int(np.searchsorted(ids, header.shape[0]))

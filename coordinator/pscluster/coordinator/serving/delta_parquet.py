@@ -2,7 +2,7 @@
 
 key-value metadata  in "pscluster-delta" the header, as JSON; in "pscluster-delta-checksum" XXH3 (128 bits) of its text,
                     of all ids, and then of all rows
-id                  int64, rising
+id                  int64, rising, or a string
 row                 the row with this id as it is in the later checkpoint: a list of its values, all of one length;
                     of a variable with one axis the value alone
 
@@ -22,9 +22,9 @@ import numpy as np
 from xxhash import xxh3_128
 
 from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
-from pscluster.coordinator.serving.mapped import Ids
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.core.transport.frames import view
+from pscluster.ps.row_ids import RowIds, string_ids, texts_of
 from pscluster.ps.storage.tensor_files import Array
 
 MAGIC = b"PAR1"
@@ -69,7 +69,10 @@ def write(file: BinaryIO, changes: Changes) -> None:
     schema = _schema(header).with_metadata({KEY: header.text(), _CHECKSUM_KEY: digest.hexdigest()})
     with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True) as writer:
         for ids in _groups(changes):
-            columns = [pa.array(ids), _column(pa, schema, changes.take(ids))]
+            columns = [
+                pa.array(texts_of(ids).tolist(), pa.string()) if header.id_bytes else pa.array(ids),
+                _column(pa, schema, changes.take(ids)),
+            ]
             writer.write_table(pa.table(columns, schema=schema))
 
 
@@ -78,12 +81,17 @@ def _schema(header: Header) -> Any:
     value = pa.from_numpy_dtype(header.dtype)
     if len(header.shape) > 1:
         value = pa.list_(pa.field("element", value, nullable=False), math.prod(header.shape[1:]))
-    return pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("row", value, nullable=False)])
+    return pa.schema(
+        [
+            pa.field("id", pa.string() if header.id_bytes else pa.int64(), nullable=False),
+            pa.field("row", value, nullable=False),
+        ]
+    )
 
 
-def _groups(changes: Changes) -> Iterator[Ids]:
+def _groups(changes: Changes) -> Iterator[RowIds]:
     """Yield the ids of each row group: changed rows are few in some pieces, and a group has a few MiB."""
-    header, held = changes.header, list[Ids]()
+    header, held = changes.header, list[RowIds]()
     enough = max(_GROUP_BYTES // (math.prod(header.shape[1:]) * header.dtype.itemsize), 1)
     for some in changes.ids():
         held.append(some)
@@ -127,7 +135,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             f"{path} is no delta that can be read: its columns are {columns[0]:.500}, not {columns[1]}; {MEND}"
         )
     count = file.metadata.num_rows
-    ids, rows = list[Ids](), list[Array]()
+    ids, rows = list[RowIds](), list[Array]()
     for group in range(file.num_row_groups):
         try:
             table = file.read_row_group(group)
@@ -139,7 +147,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
             ) from None
         ids.append(found[0])
         rows.append(found[1])
-    all_ids = np.concatenate(ids) if ids else np.empty(0, np.int64)
+    all_ids = np.concatenate(ids) if ids else np.empty(0, header.id_dtype)
     all_rows: Array = np.concatenate(rows) if rows else np.empty((0, *header.shape[1:]), header.dtype)
     digest = xxh3_128(text)
     digest.update(all_ids.tobytes())
@@ -149,13 +157,15 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
     return LoadedDelta.of(path, header, all_ids, all_rows)
 
 
-def _arrays(table: Any, header: Header) -> tuple[Ids, Array]:
+def _arrays(table: Any, header: Header) -> tuple[RowIds, Array]:
     """Return the ids and rows of a row group. ValueError if there are nulls, or not as many of one as of the other."""
     columns = [table.column(name).combine_chunks() for name in ("id", "row")]
     values = columns[1].flatten() if len(header.shape) > 1 else columns[1]
     if any(column.null_count for column in (*columns, values)):
         raise ValueError("it has nulls")
     ids, flat = (column.to_numpy(zero_copy_only=False) for column in (columns[0], values))
+    if header.id_bytes:
+        ids = string_ids(ids, header.table, header.id_bytes).astype(header.id_dtype)
     return ids, flat.reshape(len(ids), *header.shape[1:])
 
 

@@ -1,7 +1,7 @@
 """Deltas as safetensors files.
 
 __metadata__    "format": "np", and in "pscluster-delta" the header, as JSON
-ids             [n], int64, rising
+ids             [n], int64, rising; strings as [n, bytes], their UTF-8, filled up with NULs
 rows            [n, ...], the rows with these ids as they are in the later checkpoint
 checksum        [16], bytes: XXH3 (128 bits) of all bytes of the file before it
 """
@@ -18,7 +18,9 @@ from xxhash import xxh3_128
 
 from pscluster.coordinator.serving.delta_files import KEY, MEND, Changes, Header, LoadedDelta
 from pscluster.core.errors import CheckpointError
+from pscluster.ps.row_ids import RowIds
 from pscluster.ps.storage.tensor_files import stream, tensor_to_write
+from pscluster.v1 import ps_pb2
 
 _MAX_HEADER_BYTES = 1 << 20
 _CHECKSUM_BYTES = 16
@@ -33,7 +35,7 @@ def write(file: BinaryIO, changes: Changes) -> None:
         file.write(data)
 
     tensors = [
-        tensor_to_write("ids", np.dtype(np.int64), (changes.count,)),
+        _ids_to_write(header, changes.count),
         tensor_to_write("rows", header.dtype, (changes.count, *header.shape[1:])),
         tensor_to_write("checksum", np.dtype(np.uint8), (_CHECKSUM_BYTES,)),
     ]
@@ -43,6 +45,12 @@ def write(file: BinaryIO, changes: Changes) -> None:
         (digest.digest() for _ in range(1)),  # when all else has been put
     )
     stream(put, tensors, pieces, {KEY: header.text()})
+
+
+def _ids_to_write(header: Header, count: int) -> ps_pb2.SavedTensor:
+    if header.id_bytes:
+        return tensor_to_write("ids", np.dtype(np.uint8), (count, header.id_bytes))
+    return tensor_to_write("ids", np.dtype(np.int64), (count,))
 
 
 def read(path: str | Path, data: bytes) -> LoadedDelta:
@@ -65,7 +73,7 @@ def read(path: str | Path, data: bytes) -> LoadedDelta:
         raise CheckpointError(f"{path} is damaged: it is not what was written; {MEND}")
     header = Header.of(path, text)
     try:  # it is what some program has written
-        ids = np.ndarray(ids_end // 8, np.int64, data, begin)
+        ids: RowIds = np.ndarray(ids_end // header.id_dtype.itemsize, header.id_dtype, data, begin)
         stored = memoryview(data)[begin + ids_end : begin + rows_end]
         if len(ids) * math.prod(header.shape[1:]) * header.dtype.itemsize != len(stored):
             raise ValueError(f"{len(stored):,} bytes of rows for {len(ids):,} ids")

@@ -70,7 +70,8 @@ def export_delta(
     earlier = map_table(since, table, verify=verify)
     later.check_like(earlier)
     any_ids = isinstance(later, MappedById)
-    header = Header(later.name, later.dtype, later.shape, any_ids, earlier.version, later.version)
+    id_bytes = later.id_bytes if isinstance(later, MappedById) else 0
+    header = Header(later.name, later.dtype, later.shape, any_ids, earlier.version, later.version, id_bytes)
     if parquet:
         delta_parquet.check(out, header)
     changes = _changes(earlier, later, header)

@@ -18,11 +18,13 @@ import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import read_index
+from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.delta_files import Delta
 from pscluster.coordinator.serving.deltas import read_delta
-from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
+from pscluster.coordinator.serving.mapped import Mapped, map_table
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, StaleError
+from pscluster.ps.row_ids import RowIds
 from pscluster.ps.storage.tensor_files import Array
 
 
@@ -30,14 +32,15 @@ from pscluster.ps.storage.tensor_files import Array
 class _State:
     base: Mapped
     version: TableVersion
-    ids: Ids  # [n], rising: of the rows that differ from the base
+    ids: RowIds  # [n], rising: of the rows that differ from the base
     rows: Array  # [n, ...]
 
     @staticmethod
     def of(base: Mapped) -> _State:
-        return _State(base, base.version, np.empty(0, np.int64), np.empty((0, *base.shape[1:]), base.dtype))
+        ids = base.ids[:0] if isinstance(base, MappedById) else np.empty(0, np.int64)
+        return _State(base, base.version, ids, np.empty((0, *base.shape[1:]), base.dtype))
 
-    def take(self, ids: Ids) -> Array:
+    def take(self, ids: RowIds) -> Array:
         """Return the rows with these ids, [n]."""
         found = self.base.take(ids)
         if len(self.ids):
@@ -48,7 +51,7 @@ class _State:
                 found[changed] = self.rows[at[changed]]
         return found
 
-    def changed(self, version: TableVersion, ids: Ids, rows: Array) -> _State:
+    def changed(self, version: TableVersion, ids: RowIds, rows: Array) -> _State:
         """Return the state with these rows in place of those that were."""
         kept = ~np.isin(self.ids, ids)
         all_ids = np.concatenate((self.ids[kept], ids))
@@ -115,14 +118,14 @@ class ServingTable:
         """Return copies of rows, in the order of the ids.
 
         Args:
-            ids: integers in 0..rows-1, or any int64 of an `EmbeddingTable`, of any shape; they may repeat.
+            ids: integers in 0..rows-1, or any ids of the kind of an `EmbeddingTable`, of any shape; they may repeat.
 
         Returns:
             An array of the shape of `ids`, followed by that of a row. Ids without one in an `EmbeddingTable` have
             their initial values, as in the job.
 
         Raises:
-            InvalidUpdateError: also a ValueError; they are not integers, or one, which is named, is out of range.
+            InvalidUpdateError: also a ValueError; they are of another kind, or one, which is named, is out of range.
         """
         state = self._state
         checked = state.base.checked(ids)
@@ -146,6 +149,8 @@ class ServingTable:
                     f"{path} is of table {found[0]!r}, {found[1]}{list(found[2])}, not of {expected[0]!r}, "
                     f"{expected[1]}{list(expected[2])}"
                 )
+            if header.id_dtype != state.ids.dtype:
+                raise CheckpointError(f"{path} has ids of another kind or length than {base.name!r}")
             if delta.since.digest != state.version.digest:
                 raise StaleError(
                     f"{path} leads from version {delta.since} of {base.name!r} to {delta.version}, but {state.version} "
