@@ -18,7 +18,7 @@ from pscluster.coordinator import (
     SynchronousStrategy,
     Variable,
 )
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import FunctionError, MisuseError
 from pscluster.spmd import DVariable, Layout, optimizers
 
 W = np.random.default_rng(1).normal(size=(7, 4))
@@ -62,6 +62,33 @@ def test_checkpoints_go_into_other_layouts(cluster: LocalCluster, tmp_path: Path
             again, steps_again = trained(specs, dims, True, job)
             np.testing.assert_array_equal(again, values)
             assert steps_again == steps == 4
+
+
+def test_a_checkpoint_while_a_function_has_failed(cluster: LocalCluster, tmp_path: Path) -> None:
+    """It raises the function's own error, which `join` still does; after that it has what was asked for before."""
+
+    def fails() -> None:
+        raise KeyError("this one")
+
+    with ParameterServerStrategy(cluster) as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        mesh = spmd.create_mesh({"x": 2}, coordinator=coordinator)
+        v = DVariable(W, Layout.replicated(mesh, 2), "v")
+        manager = CheckpointManager(str(tmp_path), strategy=strategy)
+        v.assign_add(v * 0)
+        spmd.barrier(mesh)
+        coordinator.schedule(fails).wait()
+        v.assign_add(v)
+        with pytest.raises(FunctionError, match="this one") as caught:
+            manager.save()
+        assert isinstance(caught.value, KeyError)
+        with pytest.raises(KeyError, match="this one"):
+            coordinator.join()
+        manager.save().result()
+        v.assign(v * 0)
+        spmd.barrier(mesh)
+        manager.restore_or_initialize()
+        assert np.array_equal(v.full(), 2 * W)
 
 
 def test_rows_that_are_hashed_are_no_blocks() -> None:

@@ -54,6 +54,9 @@ class _Client:
             raise MisuseError("the function that has created this mesh has ended, and so have its arrays")
         return replica
 
+    def check(self) -> None:
+        """Do nothing: a replica's programs are not scheduled."""
+
     def start(self, program: Sendable) -> Ended:
         """Run a program here. Raises its error at once: it ends the gang."""
         parsed = parse(program.text)

@@ -77,6 +77,9 @@ class InProcess:
                 return Ended([], error)
         return Ended([fetched])
 
+    def check(self) -> None:
+        """Do nothing: programs can always be started."""
+
     def __len__(self) -> int:
         """Return how many arrays there are."""
         return len(self._store)
@@ -171,6 +174,10 @@ class Workers:
     def is_of(self, coordinator: ClusterCoordinator) -> bool:
         """Return whether they are workers of this coordinator."""
         return self._coordinator() is coordinator
+
+    def check(self) -> None:
+        """Raise the error of a scheduled function, if that has not been raised."""
+        self.coordinator.check_no_error()
 
     def start(self, program: Sendable) -> Running:
         """Schedule a program. Raises CancelledError while the error of a scheduled function has not been raised."""

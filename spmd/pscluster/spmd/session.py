@@ -83,6 +83,9 @@ class Executor(Protocol):
     def start(self, program: Sendable) -> Running:
         """Run a program after all that were started before."""
 
+    def check(self) -> None:
+        """Raise the error of something else because of which no program can be started now, if there is one."""
+
 
 class Session:
     """Records and sends the operations of one mesh: see the module's docstring. Thread-safe."""
@@ -313,13 +316,16 @@ class Session:
     def settle(self, timeout: float) -> None:
         """Send what is recorded if variables have been updated, and wait until everything has ended.
 
-        Raises no error of what was computed: the next fetch does. WaitTimeoutError after `timeout` seconds.
+        Raises no error of what was computed: the next fetch does. But the error of a scheduled function, if that has
+        not been raised: until then nothing can be sent, and what is recorded stays so. WaitTimeoutError after `timeout`
+        seconds.
         """
         if not self._has_updated:
             return
         with self._sending:
             self._reap()
             if self._unraised is None and len(self._recording):
+                self.executor.check()
                 self._send()
         self._end(self._sent(), timeout)
 

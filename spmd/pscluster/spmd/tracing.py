@@ -39,6 +39,9 @@ class Step:
 class _NoExecutor:
     """Has no devices."""
 
+    def check(self) -> None:
+        """Do nothing: nothing is started."""
+
     def start(self, program: Sendable) -> Running:
         raise AssertionError(f"a traced program was started: {program.text:.80}")
 

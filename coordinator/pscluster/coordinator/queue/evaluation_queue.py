@@ -167,7 +167,7 @@ class EvaluationQueue(DataQueue):
         function = self._functions.anew(evaluate_shard).renamed(snapshot.rename)
         values: list[RemoteValue] = []
         try:
-            self._dispatcher.atomically(lambda: self._dispatcher.waits.check_no_error(function.name))
+            self._dispatcher.atomically(lambda: self._dispatcher.waits.check_may_run(function.name))
             snapshot.make(self._dispatcher, BARRIER_SECONDS if timeout is None else timeout)
             for shard in dataset.shards(shards):
                 result, call = self._calls.make(function, (shard,), None)

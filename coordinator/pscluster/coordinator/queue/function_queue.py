@@ -316,6 +316,10 @@ class FunctionQueue(StaysHere):
         """Return which error `schedule`, `join` or `done` will raise, and what that waits for; "" if there is none."""
         return self._dispatcher.status.pending()
 
+    def check_no_error(self) -> None:
+        """Raise the error that `schedule`, `join` or `done` will raise, which they still do; for internal use."""
+        self._dispatcher.waits.check_no_error()
+
     def explain(self) -> str:
         """Explain in a few lines what is waiting for what, and since when, for a job that seems to hang.
 

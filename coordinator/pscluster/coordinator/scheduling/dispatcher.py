@@ -135,7 +135,7 @@ class Dispatcher:
         while True:
             if scheduler.error is not None:
                 if isolated:
-                    self.waits.check_no_error(isolated)
+                    self.waits.check_may_run(isolated)
                 self.waits.raise_error(deadline, "schedule")
             if self._no_workers is not None:
                 raise self._no_workers.with_traceback(None)

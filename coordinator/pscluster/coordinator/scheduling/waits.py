@@ -88,10 +88,16 @@ class Waits:
                 waiting = [value for value in values if value.status is not RemoteValueStatus.READY]
                 if not waiting:
                     return
-                self.check_no_error(waiting[0]._function)  # cancelling those that run may take long
+                self.check_may_run(waiting[0]._function)  # cancelling those that run may take long
                 self.wait(deadline, lambda: f"not evaluated after {timeout:g} s")
 
-    def check_no_error(self, name: str) -> None:
+    def check_no_error(self) -> None:
+        """Raise the error of a function, if there is one, which stays pending."""
+        with self._state.lock:
+            if (error := self._scheduler.error) is not None:
+                raise error.with_traceback(None)
+
+    def check_may_run(self, name: str) -> None:
         """Raise CancelledError for an isolated function if there is an error, which stays pending. Under the lock."""
         if (error := self._scheduler.error) is not None:
             if self._scheduler.final:  # scheduling it again is no use
