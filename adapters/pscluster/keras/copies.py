@@ -18,6 +18,7 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
+from pscluster.keras.own_steps import AppliedGradients, has_own
 from pscluster.keras.tables import Table, embeddings_of
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.variable import Variable
@@ -36,7 +37,7 @@ class Weight(NamedTuple):
 class StepOutcome(NamedTuple):
     """What a training step computed: NumPy arrays, in the order of the model's variables."""
 
-    loss: float
+    loss: float | None  # None: a step of the model's own has not returned it
     logs: dict[str, Any]
     gradients: list[Any]  # of trainable variables that are no tables; None: the loss does not depend on it
     of_tables: list[IndexedSlices | None]  # None: no row was looked up
@@ -62,6 +63,8 @@ class Copy(ABC):
         layers = embeddings_of(model) if tables else {}
         self.tables = [Table(layers[id(trainable[index])]) for index in tables]
         self.trainable = [variable for index, variable in enumerate(trainable) if index not in tables]
+        self._has_own_step = has_own(model, "train_step")
+        self._applied: AppliedGradients | None = None
         self._built = False
         self._additive = False
 
@@ -112,11 +115,21 @@ class Copy(ABC):
         """Make the variables of the metrics, by computing them once."""
         if self._built:
             return
-        self.model.compute_loss(x, y, y_pred, weights)
-        self.model.compute_metrics(x, y, y_pred, weights)
+        # With steps of its own a model may have no loss of Keras'.
+        if not self._has_own_step or self.model._compile_loss is not None:
+            self.model.compute_loss(x, y, y_pred, weights)
+        if not self._has_own_step or self.model._compile_metrics is not None:
+            self.model.compute_metrics(x, y, y_pred, weights)
         self.model.reset_metrics()
         self.initial_metrics = [to_numpy(variable) for variable in self.model.metrics_variables]
         self._built = True
+
+    @property
+    def applied(self) -> AppliedGradients:
+        """What the model's own `train_step` applies. From now on its optimizer changes nothing."""
+        if self._applied is None:
+            self._applied = AppliedGradients(self.model, self.trainable)
+        return self._applied
 
     def _prepared(self, values: Sequence[Array], batch: Any) -> tuple[Any, Any, Any, int]:
         import keras

@@ -11,6 +11,7 @@ import numpy as np
 
 from pscluster.core.errors import MisuseError
 from pscluster.keras.copies import Array, Copy, StepOutcome
+from pscluster.keras.own_steps import data_of
 from pscluster.keras.tables import LookUp, Rows, fetch
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.variable import Variable
@@ -42,7 +43,7 @@ class JaxCopy(Copy):
             (trainable, rows), places, others, self._states, self.initial_metrics, x, y, weights
         )
         return StepOutcome(
-            float(loss),
+            None if loss is None else float(loss),
             {name: np.asarray(value) for name, value in logs.items()},
             [np.asarray(gradient) for gradient in gradients],
             [
@@ -175,10 +176,13 @@ class JaxCopy(Copy):
         import jax
 
         before = self._in_order(non_trainable, states)
-        of_step = jax.value_and_grad(partial(self._with_rows, training=True), has_aux=True)
-        (_, aux), gradients = of_step(values, places, before, metrics, x, y, weights)
-        loss, y_pred, after, metrics = aux
-        logs, _ = self._metrics_after(metrics, x, y, y_pred, weights)
+        if self._has_own_step:
+            loss, logs, gradients, after = self._own_step(values[0], before, metrics, x, y, weights)
+        else:
+            of_step = jax.value_and_grad(partial(self._with_rows, training=True), has_aux=True)
+            (_, aux), gradients = of_step(values, places, before, metrics, x, y, weights)
+            loss, y_pred, after, metrics = aux
+            logs, _ = self._metrics_after(metrics, x, y, y_pred, weights)
         self._changed, changes, states = [], [], []
         for (index, _), old, new in zip(self._others, before, after, strict=True):
             if index is None:
@@ -187,6 +191,18 @@ class JaxCopy(Copy):
                 self._changed.append(index)
                 changes.append(new - old)
         return loss, logs, gradients, changes, states
+
+    def _own_step(
+        self, trainable: Any, others: Any, metrics: Any, x: Any, y: Any, weights: Any
+    ) -> tuple[Any, dict[str, Any], Any, Any]:
+        """Call the model's own step. Return loss, logs, the gradients that it applies, and non-trainable values."""
+        applied, before = self.applied, list(trainable)
+        applied.begin()
+        state = (list(before), list(others), self._optimizer(), list(metrics))
+        logs, (after, others, *_) = self.model.train_step(state, data_of(x, y, weights))
+        now = zip(self.trainable, before, after, strict=True)
+        applied.check_unchanged(variable for variable, old, new in now if new is not old)
+        return logs.get("loss"), logs, (applied.end(), []), others
 
     def _tested(
         self, values: Any, places: Any, non_trainable: Any, states: Any, metrics: Any, x: Any, y: Any, weights: Any

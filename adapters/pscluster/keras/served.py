@@ -27,6 +27,7 @@ from pscluster.keras.copies import Copy, StepOutcome, Weight, to_numpy
 from pscluster.keras.making import check_backend, class_of, copy_of, make_model
 from pscluster.keras.metrics import ModelMetrics
 from pscluster.keras.optimizers import mapped
+from pscluster.keras.own_steps import has_own
 from pscluster.keras.tables import chosen
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
@@ -60,6 +61,7 @@ class ServedModel:
     id: int
     backend: str
     policy: str  # of data types
+    own_test_step: str  # the class that has one; "" if none has
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Take a training step, on a worker: read the weights, compute, push gradients. Return the loss and metrics.
@@ -72,7 +74,8 @@ class ServedModel:
         Raises:
             InvalidUpdateError: a gradient has NaN or infinity, unless the optimizer has another policy for that. It is
                 named, and nothing was applied.
-            MisuseError: `model_fn` makes another model here than where it was served.
+            MisuseError: `model_fn` makes another model here than where it was served; or a `train_step` of the model's
+                own changes weights otherwise than by its optimizer.
             PSUnavailableError: a server is unreachable.
         """
         names, variables, tables = self._read_in_steps()
@@ -95,7 +98,7 @@ class ServedModel:
             add=[(change / change.dtype.type(replicas), variable) for change, variable in changes],
         )
         numbers = {name: float(value) for name, value in outcome.logs.items() if not np.ndim(value) and name != "loss"}
-        return {"loss": outcome.loss, **numbers}
+        return numbers if outcome.loss is None else {"loss": outcome.loss, **numbers}
 
     def _read_in_steps(self) -> tuple[list[str], list[Variable], list[Variable]]:
         """Return the names of the variables that steps read whole, these, and the tables."""
@@ -115,8 +118,9 @@ class ServedModel:
             if rows is not None and optimizer.preprocessing.nonfinite == "apply":
                 found.append((f"the gradient of {name}", rows.values))
         if bad := [what for what, value in found if value is not None and not is_finite(value)]:
+            loss = "" if outcome.loss is None else f" (the loss is {outcome.loss:g})"
             raise InvalidUpdateError(
-                f"NaN or infinity in {', '.join(bad[:3])} (the loss is {outcome.loss:g}): nothing was applied; lower "
+                f"NaN or infinity in {', '.join(bad[:3])}{loss}: nothing was applied; lower "
                 "the learning rate, clip (global_clipnorm=), or look at the data"
             )
 
@@ -134,7 +138,12 @@ class ServedModel:
         return partial_of(f"{self.name}.train_on_batch", train_on_batch, self)
 
     def evaluation_step(self) -> Callable[[Any], Any]:
-        """Return the step of `evaluate`."""
+        """Return the step of `evaluate`. MisuseError if the model has a `test_step` of its own."""
+        if self.own_test_step:
+            raise MisuseError(
+                f"{self.own_test_step} has a test_step of its own, whose results workers can't add up: override "
+                "compute_loss or compute_metrics, which are called, or evaluate served.to_keras()"
+            )
         return partial_of(f"{self.name}.test_on_batch", test_on_batch, self)
 
     def evaluation_metric(self) -> MetricLike:
@@ -262,9 +271,9 @@ def serve(
     Raises:
         TypeError: `model_fn` is not a function that returns a Keras model, or another argument is of a wrong type.
         ValueError: a pattern of `tables` fits no embedding.
-        MisuseError: the model is not built or compiled, steps of its own (`train_step`) would not be taken, or its
-            optimizer is none that the servers have; the message lists those. Or an embedding that `tables` names has a
-            regularizer, a constraint or a call of its own. Nothing was made.
+        MisuseError: the model is not built or compiled, or its optimizer is none that the servers have; the message
+            lists those. Or an embedding that `tables` names has a regularizer, a constraint or a call of its own.
+            Nothing was made.
         ConfigurationError: Keras' backend is neither JAX nor torch.
     """
     if not callable(model_fn) or hasattr(model_fn, "trainable_variables"):
@@ -285,6 +294,11 @@ def serve(
     copy = class_of(backend)(model)
     weights = copy.describe()
     of_tables = chosen(model, tables)
+    if of_tables and has_own(model, "train_step"):
+        raise MisuseError(
+            f"{type(model).__name__} has a train_step of its own, which would see no gradients of the rows of tables: "
+            "leave out tables=, or override compute_loss in its place"
+        )
     parameters: dict[str, Parameter] = {}
     for weight, variable in zip(weights, copy.weights, strict=True):
         own = path = f"{name}/{weight.path}"
@@ -302,9 +316,10 @@ def serve(
         for variable in variables.values():
             creator.delete_variable(variable)
         raise
+    own_test = type(model).__name__ if has_own(model, "test_step") else ""
     names = list(variables)
     by_table = {names[index]: of_tables[index] or optimizer for index in sorted(of_tables)}
-    return ServedModel(name, optimizer, variables, by_table, handle, weights, fresh_id(), backend, policy)
+    return ServedModel(name, optimizer, variables, by_table, handle, weights, fresh_id(), backend, policy, own_test)
 
 
 def _check_model(model: Any) -> None:
@@ -320,12 +335,6 @@ def _check_model(model: Any) -> None:
             f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call "
             "model.build(input_shape) in model_fn"
         )
-    for method in ("train_step", "test_step"):
-        if getattr(type(model), method) is not getattr(keras.Model, method):
-            raise MisuseError(
-                f"{type(model).__name__} has a {method} of its own, which would not be called: override compute_loss "
-                "or compute_metrics, which are, or schedule a step of your own (docs/jax.md)"
-            )
 
 
 def _numpy_of(variable: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pscluster.keras.copies import Array, Copy, StepOutcome, to_numpy
+from pscluster.keras.own_steps import data_of
 from pscluster.keras.tables import Rows, fetch
 from pscluster.ps.handles.indexing import IndexedSlices
 from pscluster.ps.handles.variable import Variable
@@ -41,21 +42,34 @@ class TorchCopy(Copy):
         versions = [variable.value._version for variable in self.non_trainable]
         model.reset_metrics()
         model.zero_grad()
-        with self._looking_up(tables) as leaves:
-            y_pred = self._call(x, training=True)
-            loss = model.compute_loss(x, y, y_pred, weights)
-        scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-        scaled.backward()
-        gradients = [variable.value.grad for variable in self.trainable]
-        self._warn_of_missing(gradients)
-        logs = {name: to_numpy(value) for name, value in model.compute_metrics(x, y, y_pred, weights).items()}
+        if self._has_own_step:
+            loss, logs, gradients, of_tables = *self._own_step(x, y, weights), []
+        else:
+            with self._looking_up(tables) as leaves:
+                y_pred = self._call(x, training=True)
+                loss = model.compute_loss(x, y, y_pred, weights)
+            scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+            scaled.backward()
+            gradients = [variable.value.grad for variable in self.trainable]
+            self._warn_of_missing(gradients)
+            logs = {name: to_numpy(value) for name, value in model.compute_metrics(x, y, y_pred, weights).items()}
+            loss, of_tables = float(loss.detach()), [_slices(of_table) for of_table in leaves]
         changes = [
             (index, _array(variable.value) - before[index])
             for index, (variable, version) in enumerate(zip(self.non_trainable, versions, strict=True))
             if variable.value._version != version
         ]
         arrays = [None if gradient is None else _array(gradient) for gradient in gradients]
-        return StepOutcome(float(loss.detach()), logs, arrays, [_slices(of_table) for of_table in leaves], changes)
+        return StepOutcome(loss, logs, arrays, of_tables, changes)
+
+    def _own_step(self, x: Any, y: Any, weights: Any) -> tuple[float | None, dict[str, Any], list[Any]]:
+        """Call the model's own step. Return the loss and logs that it returns, and the gradients that it applies."""
+        applied, before = self.applied, [variable.value._version for variable in self.trainable]
+        applied.begin()
+        logs = {name: to_numpy(value) for name, value in self.model.train_step(data_of(x, y, weights)).items()}
+        now = zip(self.trainable, before, strict=True)
+        applied.check_unchanged(variable for variable, version in now if variable.value._version != version)
+        return (float(logs["loss"]) if "loss" in logs else None), logs, applied.end()
 
     def _evaluate(
         self,

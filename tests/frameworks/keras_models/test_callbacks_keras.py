@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
 
 import keras
 import numpy as np
 import pytest
 
 import pscluster.keras
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, callbacks, optimizers
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, callbacks, optimizers
 from pscluster.core.errors import MisuseError
 from pscluster.keras.callbacks import driven
 
@@ -25,23 +19,8 @@ from pscluster.keras.callbacks import driven
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 BACKEND = keras.config.backend()
-ENVIRONMENT = {
-    "KERAS_BACKEND": BACKEND,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-    "OMP_NUM_THREADS": "1",
-}
 X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ParameterServerStrategy]:
-    with (
-        LocalCluster(1, 1, log_level="ERROR", env=ENVIRONMENT) as cluster,
-        ParameterServerStrategy(cluster) as strategy,
-    ):
-        yield strategy
 
 
 def classifier() -> Any:
@@ -166,10 +145,3 @@ def test_a_callback_that_cannot_work_is_refused(
     with pytest.raises(error, match=message):
         coordinator.fit(served, data, callbacks=[make(str(tmp_path))], verbose=0)
     assert served.optimizer.iterations == 0
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="this is it")
-def test_callbacks_work_on_torch() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "work_in or best", __file__]
-    done = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
-
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras_models.conftest import ENVIRONMENT
 
 import pscluster.keras
 from pscluster.coordinator import (
@@ -34,29 +31,11 @@ from pscluster.keras.making import check_backend
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 BACKEND = keras.config.backend()
-ENVIRONMENT = {
-    "KERAS_BACKEND": BACKEND,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-    "OMP_NUM_THREADS": "1",
-}
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(320, 8)).astype(np.float32)
 Y = (X[:, 0] + X[:, 1] > 0).astype(np.int32)
 BATCHES = [(X[at : at + 32], Y[at : at + 32]) for at in range(0, len(X), 32)]
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(2, 2, log_level="ERROR", env=ENVIRONMENT) as cluster:  # of which a test kills a worker
-        yield cluster
-
-
-@pytest.fixture
-def strategy(cluster: LocalCluster) -> Iterator[ParameterServerStrategy]:
-    with ParameterServerStrategy(cluster) as strategy:
-        yield strategy
 
 
 def classifier(optimizer: Any, *layers: Any, **options: Any) -> Any:
@@ -267,24 +246,12 @@ def test_steps_count_once_though_a_worker_dies(strategy: ParameterServerStrategy
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
-class Own(keras.Model):
-    def train_step(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-
 class Rate(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> Any:
         return 0.1
 
     def get_config(self) -> dict[str, Any]:
         return {}
-
-
-def own_steps() -> Any:
-    inputs = keras.Input((8,))
-    model = Own(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse")
-    return model
 
 
 def not_built() -> Any:
@@ -306,7 +273,6 @@ def excluding() -> Any:
         (keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]), TypeError, "give a function that makes and"),
         (lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]), MisuseError, "is not compiled"),
         (not_built, MisuseError, "no trainable weights yet: begin it with keras.Input"),
-        (own_steps, MisuseError, "Own has a train_step of its own"),
         (
             lambda: classifier("nadam"),
             MisuseError,
@@ -411,11 +377,3 @@ def test_the_backend_must_be_the_scripts() -> None:
     other = "torch" if BACKEND == "jax" else "jax"
     with pytest.raises(ConfigurationError, match=f"backend is '{BACKEND}' here, and must be {other}: set"):
         check_backend(other)
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="this is it")
-def test_what_depends_on_the_backend_also_holds_on_torch() -> None:
-    names = "one_process or drop or saves or nested or named or sum"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", names, __file__]
-    done = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
 
 import keras
 import numpy as np
 import pytest
 
 import pscluster.keras
-from pscluster.coordinator import ClusterCoordinator, LocalCluster, ParameterServerStrategy, optimizers
+from pscluster.coordinator import ClusterCoordinator, ParameterServerStrategy, optimizers
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 
 # Keras' own conversions of its variables.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 BACKEND = keras.config.backend()
-ENVIRONMENT = {
-    "KERAS_BACKEND": BACKEND,
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-    "OMP_NUM_THREADS": "1",
-}
 RNG = np.random.default_rng(0)
 USERS, WORDS = 1000, 60
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ParameterServerStrategy]:
-    with (
-        LocalCluster(2, 1, log_level="ERROR", env=ENVIRONMENT) as cluster,
-        ParameterServerStrategy(cluster) as strategy,
-    ):
-        yield strategy
 
 
 def batch(size: int = 32) -> Any:
@@ -216,10 +195,3 @@ def test_what_can_be_no_table_is_named(
     with strategy.scope(), pytest.raises(error, match=message):
         pscluster.keras.serve(model_fn, tables=tables, name="e")
     assert len(strategy.variables) == before
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="this is it")
-def test_all_of_it_holds_on_torch() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not named", __file__]
-    done = subprocess.run(command, env=os.environ | {"KERAS_BACKEND": "torch"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
