@@ -60,6 +60,7 @@ from pscluster.ps.handles.variable import ShardedVariable, Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.losses import compute_average_loss, scale_regularization_loss
+from pscluster.worker.per_worker_variable import PerWorkerVariable
 from pscluster.worker.strategy import ReduceOp
 
 __version__ = VERSION
@@ -90,6 +91,7 @@ __all__ = [
     "PerWorker",
     "PerWorkerDataset",
     "PerWorkerIterator",
+    "PerWorkerVariable",
     "Plan",
     "ProgressLine",
     "ReduceOp",

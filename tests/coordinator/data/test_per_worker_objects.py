@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import gc
 import os
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Everywhere
 from tests.waiting import TIMEOUT, until
@@ -20,6 +23,7 @@ from pscluster.coordinator import (
     LocalCluster,
     ParameterServerStrategy,
     PerWorker,
+    PerWorkerVariable,
     Variable,
     errors,
     experimental_get_current_worker_index,
@@ -147,6 +151,65 @@ def test_bad_uses(coordinator: ClusterCoordinator) -> None:
         coordinator.join(TIMEOUT)
 
 
+def test_variables_of_each_worker(coordinator: ClusterCoordinator, everywhere: Everywhere) -> None:
+    """Each worker has its own value, also in arithmetic, from the initial one; all are read in the script."""
+    count = coordinator.per_worker_variable(0, name="count")
+    sums = coordinator.per_worker_variable([0.5, 1.0])
+
+    def step(variable: PerWorkerVariable) -> tuple[int, list[float], str]:
+        worker = experimental_get_current_worker_index()
+        variable.assign_add(1)
+        sums.assign(np.add(sums, [worker, 0.0])).assign_sub(0.5)
+        return int(variable), sums.numpy().tolist(), variable.device
+
+    expected = [(1, [float(worker), 0.5], f"/job:worker/task:{worker}") for worker in range(NUM_WORKERS)]
+    assert everywhere(coordinator, step, count) == expected
+    assert [value.tolist() for value in sums.read_all(TIMEOUT)] == [own for _, own, _ in expected]
+    assert [(value.dtype, value.shape) for value in count.read_all(TIMEOUT)] == [(count.dtype, ())] * NUM_WORKERS
+    assert (sums.dtype.name, sums.shape, repr(count)) == ("float32", (2,), "<PerWorkerVariable 'count': int64 ()>")
+
+    def add(times: int) -> None:
+        for _ in range(times):
+            count.assign_add(1)
+
+    with_threads = functools.partial(_in_threads, add)
+    coordinator.schedule(with_threads, args=(4, 500)).fetch(TIMEOUT)
+    assert sum(count.read_all(TIMEOUT)) == NUM_WORKERS + 2000
+
+
+def _in_threads(function: Callable[..., Any], threads: int, *args: Any) -> None:
+    running = [threading.Thread(target=contextvars.copy_context().run, args=(function, *args)) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+
+
+def test_wrong_uses_of_a_worker_s_variable(coordinator: ClusterCoordinator) -> None:
+    """Each says what is wrong, and leaves the value as it is."""
+    v = coordinator.per_worker_variable(np.zeros(2), name="v")
+    for use_here in (v.read_value, lambda: v.assign(1), lambda: v + 1):
+        with pytest.raises(errors.MisuseError, match="'v' has a value on each worker, and none here: use it in"):
+            use_here()
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: v.assign([1.0, 2.0, 3.0]), r"'v' has shape \(2,\), but the value has shape \(3,\)"),
+        (lambda: v.assign_add(1j), "'v' is float64, but the value is complex128"),
+        (lambda: v.read_all(), "read_all of per-worker variable 'v' was called on a worker"),
+    ]
+    for step, message in wrong:
+        with pytest.raises((errors.InvalidUpdateError, errors.MisuseError), match=message):
+            coordinator.schedule(step).fetch(TIMEOUT)
+        with pytest.raises((errors.InvalidUpdateError, errors.MisuseError)):
+            coordinator.join(TIMEOUT)
+    assert [value.tolist() for value in v.read_all(TIMEOUT)] == [[0, 0]] * NUM_WORKERS
+    with pytest.raises(TypeError, match=r"takes an array or a number, not .*: for values .* use per_worker\(fn\)"):
+        coordinator.per_worker_variable(Model)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidUpdateError, match=r"'u' is int8, which holds -128\.\.127"):
+        coordinator.per_worker_variable(300, dtype=np.int8, name="u")
+    with pytest.raises(errors.MisuseError, match="'u' can't have elements of type <U1"):
+        coordinator.per_worker_variable("a", name="u")
+
+
 def test_made_anew_after_a_death() -> None:
     """A worker that was killed makes its own again, at the next use; every function ends."""
     with (
@@ -155,8 +218,10 @@ def test_made_anew_after_a_death() -> None:
     ):
         coordinator = ClusterCoordinator(strategy)
         model = coordinator.per_worker(Model)
+        count = coordinator.per_worker_variable(10)
 
         def step() -> tuple[int, int]:
+            count.assign_add(1)
             return os.getpid(), model.get().use()
 
         first, uses = coordinator.schedule(step).fetch(TIMEOUT)
@@ -166,3 +231,4 @@ def test_made_anew_after_a_death() -> None:
         again = coordinator.fetch(values, TIMEOUT)
         assert [uses for _, uses in again] == [1, 2, 3]
         assert {pid for pid, _ in again} == {cluster.pids["worker", 0]} != {first}
+        assert count.read_all(TIMEOUT) == [13]

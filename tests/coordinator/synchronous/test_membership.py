@@ -64,6 +64,23 @@ def test_each_worker_is_several_replicas(strategy: SynchronousStrategy) -> None:
     assert of_replicas == tuple((at, at // DEVICES, 10.0, [0, 1, 2, 3]) for at in range(4))
 
 
+def test_they_share_what_is_their_worker_s(strategy: SynchronousStrategy) -> None:
+    """Objects and variables of each worker are there in its steps, one for all of its replicas."""
+    coordinator = ClusterCoordinator(strategy)
+    jitted = coordinator.per_worker(object)
+    seen = coordinator.per_worker_variable(np.zeros(DEVICES), name="seen")
+
+    def step() -> int:
+        seen.assign_add(np.eye(DEVICES)[rank() % DEVICES])
+        return id(jitted.get())
+
+    for _ in range(3):
+        objects = strategy.local_results(strategy.run(step))
+    assert objects[0] == objects[1]
+    assert objects[2] == objects[3]
+    assert [value.tolist() for value in seen.read_all(TIMEOUT)] == [[3, 3]] * 2
+
+
 def test_they_run_at_the_same_time(strategy: SynchronousStrategy, tmp_path: Path) -> None:
     def meet(folder: str) -> bool:
         (Path(folder) / str(rank())).touch()

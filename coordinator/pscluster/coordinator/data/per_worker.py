@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
@@ -94,8 +94,10 @@ class PerWorker(Handle, Generic[T]):
 
     handle_kind = "object"
 
-    def __init__(self, resource_id: int, name: str) -> None:
+    def __init__(self, resource_id: int, name: str, on_all_workers: Callable[..., list[Any]]) -> None:
+        """Take what calls a function on each worker, and returns what it returned, by worker."""
         self._id, self._name = resource_id, name
+        self.on_all_workers = on_all_workers
 
     @property
     def handle_key(self) -> str:

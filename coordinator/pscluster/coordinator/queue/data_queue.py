@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy.typing as npt
+
 from pscluster.coordinator.data.dataset import RETRIES, DistributedDataset, OnError, distribute
 from pscluster.coordinator.data.dataset_progress import DatasetProgress
 from pscluster.coordinator.data.per_worker import PerWorker, PerWorkerDataset
@@ -14,10 +16,12 @@ from pscluster.coordinator.scheduling.dispatcher import Dispatcher
 from pscluster.coordinator.scheduling.remote_value import RemoteValue
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.coordinator.strategy import ParameterServerStrategy
+from pscluster.coordinator.variables.initial_values import array_for
 from pscluster.core.checks import type_of
 from pscluster.core.functions.definitions import FunctionHandle, partial_of
 from pscluster.worker.data.per_replica import made_in_sync
 from pscluster.worker.data.per_worker import given
+from pscluster.worker.per_worker_variable import OwnValue, PerWorkerVariable
 
 T = TypeVar("T")
 
@@ -96,7 +100,37 @@ class DataQueue(GangQueue):
             raise TypeError(f"per_worker takes a function that makes the object, not {type_of(fn)}")
         function = self._functions.get(fn)
         check_no_part(function)
-        return self._resources.worker_object(function)
+        return self._resources.worker_object(function, self._on_all_workers)
+
+    def per_worker_variable(
+        self, initial_value: npt.ArrayLike, *, dtype: npt.DTypeLike | None = None, name: str = "PerWorkerVariable"
+    ) -> PerWorkerVariable:
+        """Make a variable with a value of its own on each worker, which functions there read and assign.
+
+            count = coordinator.per_worker_variable(0, name="batches")
+            def step(batch): count.assign_add(1)               # on a worker
+            count.read_all()                                   # the value of each worker, by its index
+
+        Args:
+            initial_value: an array or a number, sent to each worker.
+            dtype: of the elements; default: as in `Variable`.
+            name: for people; it need not be unique.
+
+        Raises:
+            TypeError: `initial_value` is a function: for values that workers make themselves see `per_worker`.
+            MisuseError: it is no array of numbers.
+            InvalidUpdateError: it does not fit the dtype without loss.
+        """
+        if callable(initial_value):
+            raise TypeError(
+                f"per_worker_variable takes an array or a number, not {type_of(initial_value)}: for values that "
+                "workers make themselves use per_worker(fn)"
+            )
+        value = array_for(initial_value, dtype, name)
+        function = self._functions.anew(partial_of(name, OwnValue, value), holds_data=True)
+        return PerWorkerVariable(
+            self._resources.worker_object(function, self._on_all_workers), name, value.shape, value.dtype.name
+        )
 
     def distribute_dataset(
         self,
@@ -162,6 +196,16 @@ class DataQueue(GangQueue):
                 self._dispatcher.waits.withdraw(values)
                 raise
             results: list[Any] = self.fetch(values)
+        return results
+
+    def _on_all_workers(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Return what a function returns on each worker, by its index."""
+        values = self.schedule_together(fn, args)
+        try:
+            results: list[Any] = self.fetch(values, timeout)
+        except BaseException:  # such as Ctrl-C
+            self.cancel(values)
+            raise
         return results
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pscluster.coordinator.data.dataset_progress import DatasetResource
@@ -42,10 +42,10 @@ class WorkerResources:
         """Return a dataset that this function makes on each worker."""
         return PerWorkerDataset(function, self._make_iterator, self._build_dataset, lambda: self.homes)
 
-    def worker_object(self, function: CapturedFunction) -> PerWorker[Any]:
-        """Return an object that this function makes on each worker."""
+    def worker_object(self, function: CapturedFunction, on_all_workers: Callable[..., list[Any]]) -> PerWorker[Any]:
+        """Return an object that this function makes on each worker; for `on_all_workers` see `PerWorker`."""
         resource_id = next(self._ids)
-        item = PerWorker[Any](resource_id, function.name)
+        item = PerWorker[Any](resource_id, function.name, on_all_workers)
         self._handles[item.handle_key] = item
         self._build(item, function, (), id=resource_id, object=True, name=function.name)
         return item

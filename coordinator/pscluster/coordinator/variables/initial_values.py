@@ -58,15 +58,25 @@ def initial_value_of(request: VariableRequest, name: str, policy: SerializationP
         if isinstance(initial, Initializer) or not _callable_without_arguments(initial):
             raise MisuseError(f"variable {name!r}: its initializer needs the shape: give shape=(...)")
         initial = initial()
-    value = as_array(cast(npt.ArrayLike, initial), name, "initial value")
-    dtype = requested_dtype or _dtype_of(value, initial)
-    _check_dtype(dtype, name)
-    value = converted(value, dtype, name, "initial value")
+    value = array_for(cast(npt.ArrayLike, initial), requested_dtype, name)
     try:
         whole = np.broadcast_to(value, value.shape if shape is None else shape)
     except ValueError:
         raise MisuseError(f"variable {name!r}: the initial value has shape {value.shape}, not {shape}") from None
-    return InitialValue(whole.shape, dtype, whole)
+    return InitialValue(whole.shape, value.dtype, whole)
+
+
+def array_for(initial: npt.ArrayLike, dtype: npt.DTypeLike | None, name: str) -> Array:
+    """Return an initial value as an array of this type, or of its own.
+
+    Raises:
+        MisuseError: variables can't have elements of the type.
+        InvalidUpdateError: it is no array, or does not fit the type without loss.
+    """
+    value = as_array(initial, name, "initial value")
+    wanted = _dtype_of(value, initial) if dtype is None else _dtype_named(dtype, name)
+    _check_dtype(wanted, name)
+    return converted(value, wanted, name, "initial value")
 
 
 def _shape_of(requested: Any, name: str) -> tuple[int, ...]:
