@@ -23,7 +23,7 @@ from tests.coordinator.checkpoints.test_checkpoints import ROWS, Model, flip, fl
 from tests.roles.processes import PSCLUSTER, Process, environ, make_cluster, run, tf_config
 from tests.waiting import TIMEOUT, until
 
-from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
+from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable, features
 from pscluster.coordinator.api import Checkpoint, CheckpointManager, SavedVariables, SidecarEvaluator
 from pscluster.coordinator.checkpoints import folder, tools
 from pscluster.coordinator.checkpoints import sidecar as sidecar_module
@@ -778,6 +778,35 @@ def test_the_best_is_copied(job: Job, url: bool) -> None:
     )
     assert [evaluation.number for evaluation in again.run()] == [5, 6]
     assert folder.numbers(best, whole=False) == [5]
+
+
+def test_the_best_with_its_layers(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`fn` has the layers as they were saved; the copy has them, for a process that serves and for the next job."""
+    words = features.StringLookup(name="words")
+    job.manager.close()
+    job.manager = CheckpointManager(job.directory, strategy=job.strategy, features=[words], max_to_keep=None)
+    words.adapt(["a", "b", "b"])
+    job.save()
+    words.adapt(["c"])
+    last = job.save(2)
+    flip(Path(last, "features.safetensors"))
+    job.manager.finish()
+
+    def known(saved: SavedVariables) -> float:
+        return float(saved.features["words"].vocabulary_size())
+
+    best = f"{tmp_path}/best"
+    evaluator = SidecarEvaluator(known, job.directory, every=True, monitor="value", mode="max", best_dir=best)
+    assert [evaluation.values for evaluation in evaluator.run()] == [{"value": 3}, {"value": 2}]
+    (message,) = messages(caplog, "ERROR")
+    assert message.startswith(f"{last} can't be evaluated: ")
+    served = SavedVariables(best)
+    assert served.features["words"](["b", "c"]).tolist() == [1, 0]
+    fresh = features.StringLookup(name="words")
+    with CheckpointManager(best, strategy=job.strategy, features=[fresh]) as manager:
+        manager.restore()
+    assert fresh.get_vocabulary() == ["[UNK]", "b", "a"]
+    assert set(job.count.numpy().reshape(-1).tolist()) == {1}
 
 
 def test_a_copy_that_was_broken_off(job: Job) -> None:

@@ -11,12 +11,14 @@ import numpy.typing as npt
 
 from pscluster.coordinator.checkpoints.folder import where
 from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dtype_of, read_index
+from pscluster.coordinator.checkpoints.saved_layers import layers_of
 from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
 from pscluster.core.row_orders import RANGE
 from pscluster.ps.row_ids import are_strings, has_ids, texts_of
 from pscluster.ps.storage.tensor_files import Array, join, read
 from pscluster.ps.tables import ids_in
+from pscluster.worker.features.layer import Layer
 
 
 class SavedVariables(Mapping[str, Array]):
@@ -35,7 +37,7 @@ class SavedVariables(Mapping[str, Array]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = where(path)
-        self.failure: CheckpointError | None = None  # the last one that reading a variable raised
+        self.failure: CheckpointError | None = None  # the last one that reading from it raised
         self._index = read_index(self.path)
         check_whole(self._index, self.path)
         self.number = self._index.number  # in its directory; 0 for one made by `Checkpoint.write`
@@ -45,6 +47,19 @@ class SavedVariables(Mapping[str, Array]):
     def progress(self) -> dict[str, Any]:
         """Return what `strategy.save_progress` had saved; {} if nothing was."""
         return decoded(PROGRESS, self._index.job_metadata)
+
+    @property
+    def features(self) -> dict[str, Layer]:
+        """Return the preprocessing layers that were saved with it, by name, as they were; read again at each access.
+
+        Raises:
+            CheckpointError: one is damaged, or was removed.
+        """
+        try:
+            return layers_of(self.path, self._index)
+        except CheckpointError as error:
+            self.failure = error
+            raise
 
     def __getitem__(self, name: str) -> Array:
         if name not in self:

@@ -126,4 +126,9 @@ def load(path: str) -> dict[str, Layer]:
         CheckpointError: it is not a checkpoint, or damaged.
     """
     chosen = where(path)
-    return {name: _made(chosen, name, saved) for name, saved in read_index(chosen).layers.items()}
+    return layers_of(chosen, read_index(chosen))
+
+
+def layers_of(path: str, index: Index) -> dict[str, Layer]:
+    """Return the layers of a checkpoint, by name. CheckpointError if one is damaged."""
+    return {name: _made(path, name, saved) for name, saved in index.layers.items()}
