@@ -106,6 +106,11 @@ class ServedParams:
     def assign(self, params: Any) -> None:
         """Replace all values by those of a tree of the same structure, such as one that was loaded from a file.
 
+            served.assign(orbax.checkpoint.StandardCheckpointer().restore(path))
+
+        Args:
+            params: a tree like that of `read()`: arrays of the same shapes. Other leaves are ignored.
+
         Raises:
             InvalidUpdateError: the tree has another structure, or an array another shape. Nothing was assigned.
         """

@@ -103,7 +103,17 @@ class ServedModule(Sent):
 
     @contextmanager
     def evaluation(self, ids: Mapping[str, Any] | None = None) -> Iterator[nn.Module]:
-        """Pull the parameters for the block, which computes without gradients, in evaluation mode; push nothing."""
+        """Pull the parameters for the block, which computes without gradients, in evaluation mode; push nothing.
+
+            with served.evaluation() as module:
+                right = (module(x).argmax(1) == y).float().mean()
+
+        Args:
+            ids: as in `step`.
+
+        Yields:
+            The module, as in `step`.
+        """
         local = self.pool.take(self, self.maker)
         local.begin(self, ids or {})
         modes = [(part, part.training) for part in local.module.modules()]

@@ -236,7 +236,15 @@ class RandomUniform(_Random, name="random_uniform"):
 
 @dataclass(frozen=True)
 class RandomNormal(_Random, name="random_normal"):
-    """Normal with this mean and standard deviation."""
+    """Normal with this mean and standard deviation.
+
+        table = Variable(initializers.RandomNormal(stddev=0.01, seed=1), shape=(1_000_000, 64))
+
+    Args:
+        mean: of the distribution.
+        stddev: its standard deviation, at least 0.
+        seed: with the same one, the same values, however the variable is cut; None: one is drawn here.
+    """
 
     mean: float = 0.0
     stddev: float = field(default=0.05, metadata=checks.checked(partial(checks.real, at_least=0)))
@@ -252,6 +260,9 @@ class TruncatedNormal(RandomNormal, name="truncated_normal"):
     """Normal, but within two standard deviations of the mean.
 
     As in Keras, `stddev` is that of the distribution before truncation, which reduces it to 0.88 of that.
+
+    Args:
+        mean, stddev, seed: as in `RandomNormal`.
     """
 
 
@@ -276,19 +287,43 @@ class _Scaled(_Random):
 
 
 class GlorotUniform(_Scaled, name="glorot_uniform"):
-    """Uniform within sqrt(6 / (fan_in + fan_out)) of 0 (Glorot and Bengio 2010)."""
+    """Uniform within sqrt(6 / (fan_in + fan_out)) of 0 (Glorot and Bengio 2010).
+
+    Of an array of shape (..., inputs, outputs) the fans are Keras': those of the whole, however it is cut.
+
+    Args:
+        seed: as in `RandomNormal`.
+    """
 
 
 class GlorotNormal(_Scaled, name="glorot_normal"):
-    """Truncated normal of standard deviation sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio 2010)."""
+    """Truncated normal of standard deviation sqrt(2 / (fan_in + fan_out)) (Glorot and Bengio 2010).
+
+    Of an array of shape (..., inputs, outputs) the fans are Keras': those of the whole, however it is cut.
+
+    Args:
+        seed: as in `RandomNormal`.
+    """
 
 
 class HeUniform(_Scaled, name="he_uniform"):
-    """Uniform within sqrt(6 / fan_in) of 0 (He et al. 2015)."""
+    """Uniform within sqrt(6 / fan_in) of 0 (He et al. 2015).
+
+    Of an array of shape (..., inputs, outputs) the fans are Keras': those of the whole, however it is cut.
+
+    Args:
+        seed: as in `RandomNormal`.
+    """
 
 
 class HeNormal(_Scaled, name="he_normal"):
-    """Truncated normal of standard deviation sqrt(2 / fan_in) (He et al. 2015)."""
+    """Truncated normal of standard deviation sqrt(2 / fan_in) (He et al. 2015).
+
+    Of an array of shape (..., inputs, outputs) the fans are Keras': those of the whole, however it is cut.
+
+    Args:
+        seed: as in `RandomNormal`.
+    """
 
 
 def _fans(shape: Shape) -> tuple[int, int]:

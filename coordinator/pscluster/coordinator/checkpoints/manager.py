@@ -240,7 +240,12 @@ class CheckpointManager(StaysHere):
     def restore(self, path: str | None = None, *, partial: bool = False, progress: bool = True) -> str:
         """Restore a checkpoint, by default the newest, and return its path. Wait for a pending one first.
 
-        See `Checkpoint.read` for the arguments.
+            manager.restore()                                    # the newest
+            manager.restore("checkpoints/ckpt-000012")
+
+        Args:
+            path: a checkpoint's; None: the newest of this manager's directory.
+            partial, progress: see `Checkpoint.read`.
 
         Raises:
             CheckpointError: there is none; or it is damaged or does not fit, and nothing was changed. The message then

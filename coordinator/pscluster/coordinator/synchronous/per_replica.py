@@ -9,7 +9,13 @@ from pscluster.core.values import map_structure
 
 
 class PerReplica(Sequence[Any]):
-    """One value for each replica, by rank: as an argument, each replica gets its own."""
+    """One value for each replica, by rank: as an argument, each replica gets its own.
+
+        strategy.run(step, args=(PerReplica([first, second]),))          # of two replicas
+
+    Args:
+        values: as many as there are replicas, by rank.
+    """
 
     __slots__ = ("_values",)
 

@@ -219,7 +219,13 @@ class SynchronousStrategy(ParameterServerStrategy):
         return results.gather(value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what each replica has of what `run` returned, by rank. Of anything else, a tuple of it alone."""
+        """Return what each replica has of what `run` returned, by rank. Of anything else, a tuple of it alone.
+
+            losses = strategy.local_results(strategy.run(step))          # of each replica
+
+        Args:
+            value: a `PerReplica`, or a structure of some: then a tuple of structures.
+        """
         return results.local_results(value)
 
     experimental_local_results = local_results

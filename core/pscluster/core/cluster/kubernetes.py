@@ -53,8 +53,14 @@ def is_pod(environ: Mapping[str, str] = os.environ) -> bool:
 class KubernetesClusterResolver(ClusterResolver):
     """Describes the cluster of `pscluster k8s render` from a pod's environment, at each access.
 
-    The cluster has the servers and the coordinator; workers join it. The constructor's arguments take precedence over
-    the task of the environment. A missing or wrong variable raises ConfigurationError.
+    The cluster has the servers and the coordinator; workers join it. A missing or wrong variable raises
+    ConfigurationError.
+
+        strategy = ParameterServerStrategy(KubernetesClusterResolver())
+
+    Args:
+        task_type, task_id, rpc_layer, environment: as in `SimpleClusterResolver`; what is given takes precedence over
+            the pod's environment.
     """
 
     def cluster_spec(self) -> ClusterSpec:

@@ -128,8 +128,18 @@ class TFConfigClusterResolver(ClusterResolver):
 class SimpleClusterResolver(ClusterResolver):
     """Returns what it was given.
 
-    Raises TypeError unless `cluster_spec` is a ClusterSpec, and `master` a string; ConfigurationError for an unknown
-    task type or RPC layer, or a bad index.
+        resolver = SimpleClusterResolver(ClusterSpec({"ps": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222"]}))
+
+    Args:
+        cluster_spec: the addresses of the tasks.
+        master: what `master()` returns without arguments.
+        task_type, task_id: the task that this process is, such as "worker" and 0.
+        environment: for the caller, as in TensorFlow.
+        rpc_layer: what `master()` puts before addresses, as in "grpc://"; None: nothing.
+
+    Raises:
+        TypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
+        ConfigurationError: an unknown task type or RPC layer, or a bad index.
     """
 
     def __init__(
@@ -162,6 +172,12 @@ class UnionResolver(ClusterResolver):
 
     Tasks of a job that several have are listed one after the other, unless one of them numbers its tasks with gaps:
     then all keep their numbers. What is not given here is as the first resolver says.
+
+        resolver = UnionResolver(of_servers, of_workers)
+
+    Args:
+        cluster_resolvers: one or more.
+        task_type, task_id, rpc_layer: as in `SimpleClusterResolver`.
 
     Raises:
         ValueError: there is no resolver.

@@ -303,7 +303,18 @@ class Accuracy(_OfPairs):
 
 
 class SparseCategoricalAccuracy(_OfPairs):
-    """The share of rows whose largest score is the label's. Labels have shape (...,), scores (..., classes)."""
+    """The share of rows whose largest score is the label's. Labels have shape (...,), scores (..., classes).
+
+    Args:
+        name: of the metric, unique in the strategy; default: one of its kind.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.SparseCategoricalAccuracy(name="of classes")
+        >>> m.update_state([1, 0], [[0.2, 0.8], [0.1, 0.9]])
+        >>> m.result()
+        0.5
+    """
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         true, predicted = array_of(y_true), _numbers(y_pred, self.name, "predictions")
@@ -318,7 +329,18 @@ class SparseCategoricalAccuracy(_OfPairs):
 
 
 class MeanSquaredError(_OfPairs):
-    """The mean of the squared differences."""
+    """The mean of the squared differences. Labels and predictions have the same shape.
+
+    Args:
+        name: of the metric, unique in the strategy; default: one of its kind.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.MeanSquaredError(name="mse")
+        >>> m.update_state([1.0, 2.0], [1.0, 4.0])
+        >>> m.result()
+        2.0
+    """
 
     def _of_pairs(self, y_true: npt.ArrayLike, y_pred: npt.ArrayLike) -> Floats:
         true, predicted = _pair(y_true, y_pred, self.name)
@@ -365,14 +387,38 @@ class _AtOneThreshold(_AtThresholds):
 
 
 class Precision(_AtOneThreshold):
-    """The share of positives among examples with a score above the threshold; 0 if there are none."""
+    """The share of positives among examples with a score above the threshold; 0 if there are none.
+
+    Args:
+        name: of the metric, unique in the strategy; default: one of its kind.
+        threshold: of the scores, which have the labels' shape. Labels are 0 and 1, or False and True.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.Precision(name="precision")
+        >>> m.update_state([1, 0, 0], [0.9, 0.7, 0.1])
+        >>> m.result()
+        0.5
+    """
 
     def _result(self, state: State) -> float:
         return _ratio(state["true"][0], state["true"][0] + state["false"][0])
 
 
 class Recall(_AtOneThreshold):
-    """The share of positive examples with a score above the threshold; 0 if there are none."""
+    """The share of positive examples with a score above the threshold; 0 if there are none.
+
+    Args:
+        name: of the metric, unique in the strategy; default: one of its kind.
+        threshold: of the scores, which have the labels' shape. Labels are 0 and 1, or False and True.
+
+    Examples:
+        >>> with strategy.scope():
+        ...     m = metrics.Recall(name="recall")
+        >>> m.update_state([1, 0, 0], [0.9, 0.7, 0.1])
+        >>> m.result()
+        1.0
+    """
 
     def _result(self, state: State) -> float:
         return _ratio(state["true"][0], state["positives"])

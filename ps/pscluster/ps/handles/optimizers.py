@@ -247,7 +247,18 @@ class Optimizer(Handle):
         self._spec = spec
 
     def slot(self, variable: Variable, name: str) -> SlotVariable:
-        """Return a slot beside a variable, such as Adam's "m", which can be read like a variable."""
+        """Return a slot beside a variable, such as Adam's "m", which can be read like a variable.
+
+            moments = adam.slot(kernel, "m").numpy()             # of the variable's shape
+
+        Args:
+            variable: whose slot it is; no `EmbeddingTable`.
+            name: of the slot, as the rule names it; see `rules`.
+
+        Raises:
+            TypeError: it is no variable, or a joined one.
+            MisuseError: the name is no string, or the variable is a table.
+        """
         if not isinstance(variable, Variable) or isinstance(variable, SlotVariable):
             raise TypeError(f"slots belong to variables, not to {checks.type_of(variable)}")
         if isinstance(variable, JoinedVariable):

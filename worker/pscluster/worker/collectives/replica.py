@@ -163,8 +163,16 @@ class ReplicaContext:
     def reduce_scatter(self, op: ReduceOp | str, array: Any, axis: int = 0, *, in_place: bool = False) -> Any:
         """Combine arrays of all replicas, and return this replica's part of the result.
 
-        The parts are those of `numpy.array_split(result, num_replicas, axis)`. If `in_place`, the array may be
-        overwritten, which takes less memory and time, and the result may be a view of it.
+            own = replica_context().reduce_scatter("sum", gradient)      # of (10, 3): (5, 3) on each of 2 replicas
+
+        Args:
+            op: as in `all_reduce`.
+            array: of the same shape on all replicas.
+            axis: along which the result is divided, as by `numpy.array_split(result, num_replicas, axis)`.
+            in_place: the array may be overwritten, which takes less memory and time; the result may be a view of it.
+
+        Raises:
+            MisuseError: another replica calls something else, or the array has no such axis.
         """
         op = _op(op)
         whole = _prepared(op, _array(array, "reduce_scatter"))
@@ -183,7 +191,14 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Return the arrays of all replicas, joined along an axis by replica; numbers become an array of them.
 
-        Arrays may differ in size along the axis, and may be nested.
+            losses = replica_context().all_gather(loss)                  # of shape (num_replicas,)
+
+        Args:
+            value: an array or a number, or nested ones. Arrays may differ in size along the axis only.
+            axis: along which they are joined.
+
+        Raises:
+            MisuseError: another replica calls something else, or an array has no such axis.
         """
         leaves = _Leaves(value, lambda array: np.atleast_1d(array))
         axes = [_axis(axis, leaf, "all_gather") for leaf in leaves.arrays]
@@ -206,7 +221,13 @@ class ReplicaContext:
     def all_to_all(self, arrays: Sequence[Any]) -> list[Any]:
         """Send the n-th array to the n-th replica, and return what each replica has sent to this one.
 
-        Shapes may differ; the element type may not.
+            from_each = replica_context().all_to_all(np.array_split(rows, num_replicas))
+
+        Args:
+            arrays: one for each replica, by rank. Shapes may differ; the element type may not.
+
+        Raises:
+            MisuseError: there are not as many arrays as replicas, or they have several types.
         """
         outgoing = [np.ascontiguousarray(_array(array, "all_to_all")) for array in arrays]
         size = self._links.size
@@ -225,7 +246,17 @@ class ReplicaContext:
             return incoming
 
     def broadcast(self, structure: Any, source: int = 0) -> Any:
-        """Return the nested arrays of one replica on all of them. The others pass arrays of the same kinds."""
+        """Return the nested arrays of one replica on all of them.
+
+            weights = replica_context().broadcast(weights)               # those of replica 0
+
+        Args:
+            structure: arrays or numbers, as in `all_reduce`; on all replicas of the same types and shapes.
+            source: the replica whose arrays are returned.
+
+        Raises:
+            MisuseError: there is no such replica, or another one calls something else.
+        """
         if not 0 <= source < self._links.size:
             raise MisuseError(f"broadcast from replica {source}: there are {self._links.size}, counted from 0")
         leaves = _Leaves(structure, lambda array: array)

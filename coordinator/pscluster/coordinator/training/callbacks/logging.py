@@ -26,6 +26,7 @@ class CSVLogger(Callback):
 
     Args:
         filename: the file's. Its columns are those of the first epoch.
+        separator: of the columns.
         append: to an existing file; a training that is resumed always appends.
     """
 

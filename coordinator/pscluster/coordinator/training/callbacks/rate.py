@@ -83,7 +83,19 @@ class ReduceLROnPlateau(Callback):
 
 
 class LearningRateScheduler(Callback):
-    """Sets the learning rate, a number, to what `schedule(epoch, rate)` returns at each epoch's begin."""
+    """Sets the learning rate, a number, to what `schedule(epoch, rate)` returns at each epoch's begin.
+
+        halved = LearningRateScheduler(optimizer, lambda epoch, rate: rate / 2)
+        coordinator.fit(step, data, epochs=9, callbacks=[halved])
+
+    Args:
+        optimizer: whose rate is set, on the servers.
+        schedule: a function of the epoch, from 0, and of the rate until now; returns the rate.
+
+    Raises:
+        TypeError: `schedule` is no function.
+        MisuseError: the optimizer's rate is a schedule.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: Callable[[int, float], float]) -> None:
         _rate_of(optimizer)
