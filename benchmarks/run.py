@@ -385,7 +385,7 @@ class Bench:
         self.quick = quick
         self.report = Report()
         self._isolated = isolated
-        self._peers = peers
+        self.peers = peers
 
     def _side(self, name: str, ps: int, workers: int, ours: Sequence[str], python: Path | None) -> Side | None:
         """A side that can be started here."""
@@ -394,7 +394,7 @@ class Bench:
             arguments += [f"--ps={ps}", f"--workers={workers}"]
             return Side(name, script, *arguments, python=python, isolated=self._isolated)
         script, module = PEERS_SCRIPTS[name]
-        if module not in self._peers:
+        if module not in self.peers:
             return None
         script, *arguments = script.split()
         if name in (GLOO, TORCHREC):
@@ -501,7 +501,7 @@ class Bench:
         asked: list[tuple[str, str, Path | None, dict[str, Any]]] = []
         asked += [(label, script, python, arguments) for label, arguments in cases.items()]
         for label, (of_peer, arguments) in (beside or {}).items():
-            if label in self._peers:
+            if label in self.peers:
                 asked.append((label, of_peer, PEERS, arguments))
         for label, of_case, python, arguments in asked:
             try:
@@ -720,6 +720,22 @@ def costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
             {"": {"rows": 1 << 19, "rounds": 3 if quick else 15}},
             functools.partial(_examples_beside, 0.7),
         )
+    if wanted("cost-decode"):
+
+        def decoded(answers: dict[str, dict[str, Any]]) -> tuple[str, bool]:
+            (measured,) = answers.values()
+            shown, reached = _examples_beside(0.9, {"": measured["compared"]})
+            return f"{shown}; a decode alone {measured['alone']:.2f} ms", reached
+
+        if "torch" in bench.peers:
+            bench.cost(
+                "map with 4 processes that decode images, batches of 64, one worker",
+                "0.9 x of torch's DataLoader with 4",
+                "decoding",
+                {"": {"count": 2048, "rounds": 3 if quick else 9}},
+                decoded,
+                "decode_costs.py",
+            )
     if wanted("cost-packing"):
 
         def packed(answers: dict[str, dict[str, float]]) -> tuple[str, bool]:
@@ -999,6 +1015,7 @@ COSTS = (
     "cost-starts",
     "cost-data",
     "cost-parquet",
+    "cost-decode",
     "cost-packing",
     "cost-telemetry",
     "cost-security",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ Columns = dict[str, npt.NDArray[Any]]
 
 def need_arrow(module: str = "pyarrow") -> Any:
     """Return pyarrow, or a module of it. MisuseError, with the mend, if it is not installed."""
+    if (imported := sys.modules.get(module)) is not None:  # for each column of each block
+        return imported
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -20,6 +20,7 @@ from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import resolve, split_off_bulk
 from pscluster.core.functions.loading import UnresolvedReference
 from pscluster.core.functions.policy import SerializationPolicy, choose
+from pscluster.core.role.process import tune_allocator
 from pscluster.v1 import definition_pb2
 from pscluster.worker.data.processes.messages import Connection, Kind
 from pscluster.worker.data.processes.slots import Slot
@@ -111,6 +112,7 @@ def main() -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C in a terminal also reaches the worker, which ends this process
+    tune_allocator()
     _end_with_worker()
     descriptors = [int(argument) for argument in sys.argv[1:]]
     del sys.argv[1:]
