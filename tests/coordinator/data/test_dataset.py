@@ -508,6 +508,8 @@ def test_what_is_refused(coordinator: ClusterCoordinator, data: DistributedDatas
     ]:
         with pytest.raises(TypeError, match=said):
             distribute(source)
+    with pytest.raises(TypeError, match=r"shuffle\(blocks=2\): the source is not read in blocks, and all of it is"):
+        data.shuffle(blocks=2)
     with pytest.raises(TypeError, match="map takes a function"):
         data.map(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers is -1; it must be a whole number, at least 0 and at most 256"):

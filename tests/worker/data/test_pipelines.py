@@ -369,3 +369,38 @@ def test_what_fails_leaves_the_rest_readable() -> None:
     assert [type(element) for element in yielded] == [np.ndarray, DatasetError, np.ndarray]
     assert "numbers 2, 3 of the source, can't be read: RuntimeError: not this one" in str(yielded[1])
     assert yielded[1].examples == 2
+
+
+@pytest.mark.parametrize("kind", ["arrays", "lists", "streams"])
+def test_blocks_that_are_shuffled_together(kind: str) -> None:
+    """Every example comes once, whatever a part has; its neighbours are of several blocks, others in each epoch."""
+    make: dict[str, Any] = {
+        "arrays": lambda number: {"n": np.arange(10 * number, 10 * number + 10)},
+        "lists": lambda number: [{"n": n} for n in range(10 * number, 10 * number + 10)],
+        "streams": lambda number: ({"n": n} for n in range(10 * number, 10 * number + 10)),
+    }
+
+    def read(number: int) -> Any:
+        if number == 5 and broken:
+            raise OSError("gone")
+        return make[kind](number)
+
+    broken = False
+    pipeline = Pipeline(Files(list(range(12)), read), "data", seed=1, split=20, window=3, batch=4)
+    parts = [[batch["n"].tolist() for batch in elements(pipeline, 0, first, first + 3)] for first in range(0, 12, 3)]
+    assert parts == [
+        [batch["n"].tolist() for batch in elements(pipeline, 0, first, first + 3)] for first in (0, 3, 6, 9)
+    ]
+    assert sorted(n for part in parts for batch in part for n in batch) == list(range(120))
+    for part in parts:
+        assert [len(batch) for batch in part] == [4] * 7 + [2]
+        assert len({n // 10 for batch in part[:2] for n in batch}) == 3
+    others = [batch["n"].tolist() for batch in elements(pipeline, 1, 0, 3)]
+    assert others not in parts
+    whole = [batch["n"].tolist() for batch in elements(pipeline)]
+    assert whole == [batch for part in parts for batch in part]
+    broken = True
+    found = list(pipeline.elements(0, 0, 12))
+    (error,) = [element for element in found if isinstance(element, DatasetError)]
+    assert "file 5, number 5 of the source, in epoch 0, can't be read: OSError: gone" in str(error)
+    assert sum(len(element["n"]) for element in found if not isinstance(element, DatasetError)) == 110

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from pscluster.coordinator.data.dataset_progress import (
     ChooseStop,
     DatasetProgress,
@@ -110,7 +112,7 @@ class EpochShape:
     items_per_element: int  # the last element may have fewer
     epochs: int | None  # in one pass; None: without end
     elements_per_part: int
-    noun: str  # "example", and an element is one batch; else of what items are: "file", "block"
+    noun: str  # "example", and an element is one batch; else what an element is: "file", "block", "window" of several
 
     @property
     def elements(self) -> int:
@@ -163,7 +165,9 @@ class DistributedDataset(StaysHere):
             self._progress, pipeline, self._ordinals, on_error=self.on_error, retries=self.retries, **options
         )
 
-    def shuffle(self, *buffer_size: object, seed: int = 0, split: int | None = None) -> DistributedDataset:
+    def shuffle(
+        self, *buffer_size: object, seed: int = 0, split: int | None = None, blocks: int = 1
+    ) -> DistributedDataset:
         """Return it in a different order every epoch, determined by the seed.
 
         Args:
@@ -172,6 +176,13 @@ class DistributedDataset(StaysHere):
             split: how many consecutive examples of the source are shuffled with each other, before the splits
                 themselves are shuffled; default 1,024. With the whole length all examples are shuffled together, at 8
                 bytes an example on each worker.
+            blocks: of what is read in blocks or files: how many of them, neighbours in the order of the epoch, a
+                function takes and reads together, to shuffle their examples with each other; a worker then holds that
+                many. Of what is read as a stream, such as tars, one example of each comes in turn before splits are
+                shuffled.
+
+        Raises:
+            TypeError: a buffer size is given; or `blocks`, and the source is not read in blocks.
         """
         if buffer_size:
             raise TypeError(
@@ -180,7 +191,13 @@ class DistributedDataset(StaysHere):
             )
         seed = checks.whole("seed", seed, at_least=0)
         split = self._pipeline.split if split is None else checks.whole("split", split, at_least=1)
-        return self._with(seed=seed, split=split)
+        blocks = checks.whole("blocks", blocks, at_least=1)
+        if blocks > 1 and not isinstance(self._pipeline.source, Blocks):
+            raise TypeError(
+                f"shuffle(blocks={blocks}): the source is not read in blocks, and all of it is shuffled; split= says "
+                "how many neighbours are shuffled with each other"
+            )
+        return self._with(seed=seed, split=split, window=min(blocks, self._pipeline.length))
 
     def map(self, fn: Callable[[Any], Any], *, workers: int = 0, timeout: float = 60.0) -> DistributedDataset:
         """Apply `fn` to each element, on the workers: to each example before `batch`, to each batch after it.
@@ -288,7 +305,7 @@ class DistributedDataset(StaysHere):
         return int((sizes - sizes % batch).sum() if self._pipeline.drop_remainder else sizes.sum())
 
     def __len__(self) -> int:
-        """Return how many elements (batches) an epoch has."""
+        """Return how many elements (batches) an epoch has; of a dataset of blocks shuffled together the first one."""
         if (sizes := self._block_sizes("len()")) is None:
             return self.shape.elements
         batch = self._pipeline.batch or 1
@@ -299,6 +316,7 @@ class DistributedDataset(StaysHere):
         pipeline = self._pipeline
         source = pipeline.source
         noun = source.noun if isinstance(source, Blocks) else "example"
+        noun = "window" if pipeline.window > 1 else noun
         return EpochShape(pipeline.visited_length, pipeline.element, self._epochs, self._elements, noun)
 
     def save_position(self) -> None:
@@ -306,13 +324,18 @@ class DistributedDataset(StaysHere):
         self._progress.save()
 
     def _block_sizes(self, purpose: str) -> Numbers | None:
-        """Return the examples of each block; None if it is not read in blocks. TypeError if they are not known."""
+        """Return the examples of each block, or of each window of the first epoch; None if it is not read in blocks.
+
+        TypeError if they are not known.
+        """
         source = self._pipeline.source
         if not isinstance(source, Blocks):
             return None
         if (sizes := source.sizes) is None:
             where = "known only to their reader" if isinstance(source, Files) else "known only when they are read"
             raise TypeError(f"{purpose}: how many examples are in the files is {where}")
+        if (window := self._pipeline.window) > 1:  # other epochs may put others together
+            sizes = np.add.reduceat(sizes[self._pipeline.block_order(0)], np.arange(0, len(sizes), window))
         return sizes
 
     def local(self, epoch: int = 0) -> Iterator[Any]:

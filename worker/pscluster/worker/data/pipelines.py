@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,6 +98,24 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
+def _in_turn(streams: Sequence[Iterator[Any]]) -> Iterator[Any]:
+    """Yield the items of several iterators, one of each in turn. Raise what one has raised after the others' end."""
+    left, why = deque(streams), None
+    while left:
+        stream = left.popleft()
+        try:
+            item = next(stream)
+        except StopIteration:
+            continue
+        except Exception as error:
+            why = why or error
+            continue
+        yield item
+        left.append(stream)
+    if why is not None:
+        raise why
+
+
 def _random(*seeds: int) -> np.random.Generator:
     return np.random.default_rng(seeds)
 
@@ -109,6 +128,7 @@ class Pipeline(Sent):
     name: str
     seed: int | None = None
     split: int = SPLIT
+    window: int = 1  # blocks that are shuffled together
     example_functions: tuple[Callable[[Any], Any] | ProcessMap, ...] = ()  # for each example, before batching
     batch: int | None = None
     drop_remainder: bool = False
@@ -130,7 +150,7 @@ class Pipeline(Sent):
     @property
     def element(self) -> int:
         """The number of positions that one element takes."""
-        return 1 if isinstance(self.source, Blocks) else self.batch or 1
+        return self.window if isinstance(self.source, Blocks) else self.batch or 1
 
     def count(self, start: int, stop: int) -> int | None:
         """Return the number of elements at these positions; None if that is known only when they are read."""
@@ -166,8 +186,8 @@ class Pipeline(Sent):
     def _elements(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         step = self.element
         if isinstance(self.source, Blocks):
-            for position in range(start, stop):
-                yield from self._of_block(self.source, epoch, position)
+            for first in range(start, stop, step):
+                yield from self._of_window(self.source, epoch, range(first, min(first + step, stop)))
             return
         stride = step
         if isinstance(self.source, Arrays):  # read several small batches at once: seeking takes longer than reading
@@ -208,22 +228,42 @@ class Pipeline(Sent):
         subject = f"the examples at {start:,} to {stop - 1:,} of epoch {epoch}, numbers {some} of the source,"
         return self._failed(subject, stop - start, error)
 
-    def _of_block(self, source: Blocks, epoch: int, position: int) -> Iterator[Any]:
-        """Yield the elements of the block at this position."""
-        ((numbers, _, _),) = self._order.pieces(epoch, position, position + 1)
-        index = int(numbers[0])
-        subject = f"{source.name_of(index)}, in epoch {epoch},"
-        try:
-            block = source.load(index)
-            size = 0 if isinstance(block, Iterator) else size_of(block)
-        except Exception as error:
-            yield self._failed(subject, 1, error)
-            return
-        if isinstance(block, Iterator):
-            yield from self._of_stream(block, subject, epoch, index)
-            return
+    def block_order(self, epoch: int) -> Numbers:
+        """Return the numbers of the blocks in the order of an epoch."""
+        return next(self._order.pieces(epoch, 0, self.length))[0]
+
+    def _of_window(self, source: Blocks, epoch: int, positions: range) -> Iterator[Any]:
+        """Yield the elements of the blocks at these positions, which are shuffled together."""
+        indices = [
+            int(piece[0][0]) for position in positions for piece in self._order.pieces(epoch, position, position + 1)
+        ]
+        blocks, streams = [], []
+        for index in indices:
+            try:
+                block = source.load(index)
+                if isinstance(block, Iterator):
+                    streams.append(block)
+                elif size_of(block):
+                    blocks.append(block)
+            except Exception as error:
+                yield self._failed(f"{source.name_of(index)}, in epoch {epoch},", 1, error)
+        others = f" and {len(indices) - 1} that are read with it" if len(indices) > 1 else ""
+        subject = f"{source.name_of(indices[0])}{others}, in epoch {epoch},"
+        if streams:
+            yield from self._of_stream(_in_turn(streams), subject, epoch, indices[0])
+        if blocks:
+            try:
+                together = joined(blocks)
+            except Exception as error:  # they don't fit together
+                yield self._failed(subject, len(blocks), error)
+                return
+            del blocks
+            yield from self._of_block(together, subject, epoch, indices[0], by_batch=isinstance(source, Files))
+
+    def _of_block(self, block: Any, subject: str, epoch: int, index: int, *, by_batch: bool) -> Iterator[Any]:
+        """Yield the elements of examples. `by_batch`: there may be many, and other leaves than arrays."""
+        size = size_of(block)
         order = np.arange(size) if self.seed is None else _random(self.seed, epoch, index + 1).permutation(size)
-        by_batch = isinstance(source, Files)  # which may be large, and have other leaves than arrays
         if not by_batch:  # copied, in the epoch's order: the source may keep it, or map it from a file
             block = take(block, order) if self.seed is not None else map_leaves(_copied, block)
         step = self.batch or 1
