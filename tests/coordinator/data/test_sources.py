@@ -111,6 +111,16 @@ def test_fit_and_evaluate(coordinator: ClusterCoordinator, strategy: ParameterSe
     assert set(counts.numpy().tolist()) == {2}
     total = coordinator.evaluate(lambda batch: (batch["n"],), data, {"total": metrics.Sum()})
     assert total["total"] == ROWS * (ROWS - 1) / 2
+    told = []
+    for part in data:
+        told.append(data.progress)
+        coordinator.schedule(count, args=(part,)).fetch(TIMEOUT)
+    size = sum(path.stat().st_size for path in folder.glob("*.csv"))
+    assert told[0].bytes == 0
+    assert {progress.all_bytes for progress in told} == {size}
+    assert [progress.share for progress in told] == sorted({progress.share for progress in told})
+    assert told[-1].seconds_left is not None
+    assert told[-1].examples is None
 
 
 def test_errors_reach_the_script(coordinator: ClusterCoordinator, folder: Path) -> None:

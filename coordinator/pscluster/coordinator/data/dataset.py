@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from pscluster.coordinator.data.dataset_progress import (
     EpochRange,
     Position,
 )
+from pscluster.coordinator.data.epoch_progress import EpochProgress, EpochSizes, seconds_left
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, PsClusterError
@@ -32,7 +34,7 @@ from pscluster.ps.handles.variable import Variable
 from pscluster.v1 import worker_pb2
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.processes.process_map import ProcessMap
-from pscluster.worker.data.sources import Blocks, Files, Numbers, source_of
+from pscluster.worker.data.sources import Arrays, Blocks, Files, Numbers, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,8 @@ class DistributedDataset(StaysHere):
         self._resource: DatasetResource | None = None
         self.skipped = 0
         self._seconds = self._waited = 0.0
+        self._sizes = -1, EpochSizes(None, None)  # of an epoch
+        self._begun: dict[int, tuple[float, float]] = {}  # when a pass came to an epoch, and its share visited then
 
     # Transformations
 
@@ -291,6 +295,37 @@ class DistributedDataset(StaysHere):
         return self._enter().visited
 
     @property
+    def progress(self) -> EpochProgress:
+        """How far the current epoch is, in examples and bytes as far as they are known, and the seconds left.
+
+        `str()` of it is a line, such as "4,096 of 50,000 examples, 12.0 MiB of 147.1 MiB, 1:05 left".
+        """
+        epoch, visited = self._enter().visited_ranges()
+        source, length = self._pipeline.source, self._pipeline.visited_length
+        if isinstance(source, Blocks):
+            with self._lock:
+                known, sizes = self._sizes
+                if known != epoch:
+                    order = self._pipeline.block_order(epoch)
+                    of_blocks = (None if of is None else of[order] for of in (source.sizes, source.nbytes))
+                    self._sizes = epoch, (sizes := EpochSizes(*of_blocks))
+            found = sizes.progress(visited, length)
+        else:
+            done = sum(stop - start for start, stop in visited)
+            each = source.example_bytes if isinstance(source, Arrays) else None
+            nbytes, all_bytes = (None, None) if each is None else (done * each, length * each)
+            found = EpochProgress(done, length, nbytes, all_bytes, done / length)
+        if (begun := self._begun.get(epoch)) is None:
+            return found
+        left = seconds_left(found.share, time.monotonic() - begun[0], begun[1])
+        return dataclasses.replace(found, seconds_left=left)
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether it is read in blocks of files."""
+        return isinstance(self._pipeline.source, Blocks)
+
+    @property
     def waiting(self) -> float:
         """The share of their time that functions waited for data, from 0 to 1."""
         with self._lock:
@@ -385,7 +420,12 @@ class DistributedDataset(StaysHere):
 
     def _parts(self, position: Position, term: int, choose_stop: ChooseStop) -> Iterator[DataPart]:
         resource = self._send()
+        self._begun = {}
         while (assigned := position.take(term, choose_stop)) is not None:
+            if (epoch := assigned.epoch) not in self._begun:
+                share = self.progress.share if position.epoch == epoch else 0.0
+                last = {epoch - 1: self._begun[epoch - 1]} if epoch - 1 in self._begun else {}
+                self._begun = last | {epoch: (time.monotonic(), share)}
             yield DataPart(self, resource, assigned, position)
 
     def _send(self) -> DatasetResource:

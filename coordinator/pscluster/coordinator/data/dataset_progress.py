@@ -93,6 +93,11 @@ class Position:
         with self._lock:
             return self._coverage.visited(self._coverage.epoch)
 
+    def visited_ranges(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the epoch that is not visited completely, and the ranges of its items that were."""
+        with self._lock:
+            return self._coverage.epoch, self._coverage.visited_ranges()
+
     def begin_pass(self) -> tuple[int, int]:
         """Free abandoned ranges; return the term, and the first epoch that is not fully assigned.
 

@@ -40,6 +40,10 @@ class EpochCoverage:
     def visited(self, epoch: int) -> int:
         return self.used if epoch < self.epoch else sum(stop - start for start, stop in self._visited[epoch])
 
+    def visited_ranges(self) -> list[tuple[int, int]]:
+        """Return the ranges of items of the current epoch that were visited."""
+        return list(self._visited[self.epoch])
+
     @property
     def unassigned_epoch(self) -> int:
         return next(epoch for epoch in itertools.count(self.epoch) if not self._assigned[epoch].covers(0, self.used))

@@ -29,6 +29,11 @@ def choose_console() -> Console:
     return Console(stderr=True) if sys.stderr.isatty() else Console()
 
 
+def progress_of_files(data: DistributedDataset) -> str:
+    """Return how far the epoch of a dataset of files is, in words; "" if it has just begun, or is of something else."""
+    return str(progress) if data.is_of_files and (progress := data.progress).share else ""
+
+
 class ProgressLine:
     """Shows the progress of a loop: steps, loss, steps or examples per second, workers up, time spent waiting for data.
 
@@ -36,7 +41,8 @@ class ProgressLine:
         total: steps in all; None: unknown.
         console: where to show it; default: see `choose_console`.
         label: a name for the loop, such as "epoch 1/3".
-        data: the dataset that the loop reads: the share of time spent waiting for it is shown.
+        data: the dataset that the loop reads: the share of time spent waiting for it is shown, and of one of files how
+            many examples and bytes of the epoch are done, and how long the rest takes.
         done: steps done before.
         tells: also show the progress on the live page.
     """
@@ -128,6 +134,8 @@ class ProgressLine:
         done, unit = (self._examples, "examples") if self._examples else (self._done - self._before, f"{self._unit}s")
         words = [f"{plain(name)} {value:.4f}" for name, value in shown.items()]
         words += [f"{done / max(seconds, 1e-9):,.0f} {unit}/s", f"{self._coordinator.workers_up} workers up"]
+        if self._data is not None and (progress := progress_of_files(self._data)):
+            words.append(progress)
         if self._data is not None:
             words.append(f"{self._data.waiting:.0%} of the time waiting for data")
         return "  ".join(words)

@@ -27,7 +27,7 @@ from pscluster.coordinator.data.dataset import DistributedDataset
 from pscluster.coordinator.data.per_worker import PerWorkerDataset
 from pscluster.coordinator.job.context import HOPELESS
 from pscluster.coordinator.observability.events import Training
-from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console
+from pscluster.coordinator.observability.progress_line import ProgressLine, choose_console, progress_of_files
 from pscluster.coordinator.queue.evaluation_queue import EvaluationQueue
 from pscluster.coordinator.scheduling.remote_value import RemoteValue, RemoteValueStatus
 from pscluster.coordinator.training.callbacks import Callback, CallbackList, Execution, Logs
@@ -338,6 +338,8 @@ class Fit:
         self._training.steps = self._batches
         shown = dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if len(rows) else {}
         label = f"epoch {self._state.epoch + 1}/{self._epochs}"
+        if self._feed.data is not None and (progress := progress_of_files(self._feed.data)):
+            label += f", {progress}"
         training = Training(label, self._batches, self._training.params.get("steps"), "step", shown)
         self._coordinator.context.event_log.trained(training, steps=steps, examples=work.examples)
         if self._line is not None:

@@ -210,6 +210,11 @@ class Blocks(Sent):
         return None
 
     @property
+    def nbytes(self) -> Numbers | None:
+        """About how many bytes of a file each block takes; None: unknown."""
+        return None
+
+    @property
     def neighbours(self) -> Numbers | None:
         """For each block a number; those with the same one stay together in shuffled epochs. None: all differ."""
         return None

@@ -72,6 +72,12 @@ class LineBlocks(Blocks):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def nbytes(self) -> Numbers:
+        """The bytes of each block."""
+        places = map(self._place, range(len(self)))
+        return np.array([stop - start for _, start, stop in places], np.int64)
+
     def name_of(self, index: int) -> str:
         """Name the bytes of a block."""
         file, start, stop = self._place(index)

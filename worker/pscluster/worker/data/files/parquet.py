@@ -96,6 +96,14 @@ class ParquetBlocks(Blocks):
         return None if self.filters is not None else self.table[:, 6] - self.table[:, 5]
 
     @property
+    def nbytes(self) -> Numbers:
+        """The bytes of the files, shared out among their blocks by rows."""
+        file, rows = self.table[:, 0], self.table[:, 6] - self.table[:, 5]
+        sizes = np.array([each.size for each in self.files], np.float64)
+        of_files = np.maximum(np.bincount(file, rows, len(self.files)), 1)
+        return (sizes[file] * rows / of_files[file]).astype(np.int64)
+
+    @property
     def neighbours(self) -> Numbers | None:
         """Number the row groups, so that the blocks of one stay together."""
         return np.unique(self.table[:, :2], axis=0, return_inverse=True)[1].reshape(-1)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
+
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
-from pscluster.worker.data.sources import Blocks
+from pscluster.worker.data.sources import Blocks, Numbers
 
 KEY = "__key__"
 
@@ -47,6 +49,11 @@ class TarFiles(Blocks):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    @property
+    def nbytes(self) -> Numbers:
+        """The sizes of the files."""
+        return np.array([file.size for file in self.files], np.int64)
 
     def name_of(self, index: int) -> str:
         """Name a tar."""
