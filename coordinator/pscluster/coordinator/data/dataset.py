@@ -26,6 +26,7 @@ from pscluster.coordinator.data.dataset_progress import (
     Position,
 )
 from pscluster.coordinator.data.epoch_progress import EpochProgress, EpochSizes, seconds_left
+from pscluster.coordinator.data.file_lists import FileList
 from pscluster.core import checks
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError, PsClusterError
@@ -442,7 +443,9 @@ class DistributedDataset(StaysHere):
                 pipeline, nth = self._pipeline, next(self._ordinals)
                 if nth > 1:
                     self._pipeline = pipeline = dataclasses.replace(pipeline, name=f"{pipeline.name}.{nth}")
-                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.visited_length)
+                listed = pipeline.source.listed if isinstance(pipeline.source, Blocks) else None
+                files = FileList(listed) if listed else None
+                self._position = self._progress.enter(self, self.name, pipeline.length, pipeline.visited_length, files)
             return self._position
 
     def took(self, seconds: float, waited: float, skipped: Sequence[worker_pb2.Skipped]) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pscluster.coordinator.data.epoch_coverage import EpochCoverage
+from pscluster.coordinator.data.file_lists import FileList
 from pscluster.coordinator.job.progress import POSITIONS, load, save
 from pscluster.coordinator.scheduling.waiting import result_of
 from pscluster.core.errors import MisuseError
@@ -169,7 +170,8 @@ class Position:
 
     def at(self, state: Mapping[str, Any] | None) -> EpochCoverage:
         """Return the coverage of a saved state, or the beginning. CheckpointMisfitError if it is another dataset's."""
-        return EpochCoverage(self._coverage.length, self._coverage.used, state)
+        now = self._coverage
+        return EpochCoverage(now.length, now.used, state, now.files)
 
     def restore(self, coverage: EpochCoverage) -> None:
         """Continue from this coverage, in a new term."""
@@ -221,9 +223,9 @@ class DatasetProgress:
         """Return a name for a dataset without one: its number in the order of the script."""
         return f"data-{next(self._numbers)}"
 
-    def enter(self, owner: object, name: str, length: int, used: int) -> Position:
+    def enter(self, owner: object, name: str, length: int, used: int, files: FileList | None) -> Position:
         """Return the position of a dataset that is iterated over for the first time. MisuseError if its name is in use,
-        CheckpointMisfitError if what was saved under it is of a dataset of another length."""
+        CheckpointMisfitError if what was saved under it is of a dataset of another length, or of other files."""
         # Not under the lock: it queries a server.
         saved = load(self._client, POSITIONS) if self._unclaimed is None else None
         with self._lock:
@@ -235,7 +237,7 @@ class DatasetProgress:
                     f"another dataset named {name!r} is in use, with a position of its own: give this one another name"
                 )
             state = self._unclaimed.get(name) if position is None else position.state()[0]
-            coverage = EpochCoverage(length, used, state)
+            coverage = EpochCoverage(length, used, state, files)
             if position is None:
                 position = self._positions[name] = Position()
             position.begin(coverage, owner)

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pscluster.coordinator.data.file_lists import FileList
 from pscluster.core.errors import CheckpointMisfitError
 from pscluster.core.intervals import IntervalSet
 
@@ -24,13 +25,17 @@ from pscluster.core.intervals import IntervalSet
 class EpochCoverage:
     """The coverage of one dataset's epochs. Its owner serializes the calls.
 
-    Of an epoch's `length` items, the first `used` are visited; the others are an incomplete last batch.
+    Of an epoch's `length` items, the first `used` are visited; the others are an incomplete last batch. `files` are
+    saved with it, if it has some, and must be the same when it is loaded.
     """
 
-    def __init__(self, length: int, used: int, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, length: int, used: int, state: Mapping[str, Any] | None = None, files: FileList | None = None
+    ) -> None:
         assert used > 0, "an empty epoch would never be assigned, and be over at once"
         self.length = length
         self.used = used
+        self.files = files
         self.epoch = 0  # all epochs before it have been visited completely
         self._visited: defaultdict[int, IntervalSet] = defaultdict(IntervalSet)
         self._assigned: defaultdict[int, IntervalSet] = defaultdict(IntervalSet)  # visited items included
@@ -81,7 +86,8 @@ class EpochCoverage:
 
     def state(self) -> dict[str, Any]:
         visited = {str(epoch): list(map(list, intervals)) for epoch, intervals in sorted(self._visited.items())}
-        return {"length": self.length, "epoch": self.epoch, "visited": visited}
+        state = {"length": self.length, "epoch": self.epoch, "visited": visited}
+        return state if self.files is None else {**state, "files": self.files.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. CheckpointMisfitError, with nothing changed, if it is not this dataset's."""
@@ -92,6 +98,8 @@ class EpochCoverage:
                 raise ValueError("these are not intervals")
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointMisfitError(f"the saved data is not a position of a dataset: {error!r:.200}") from None
+        if self.files is not None and "files" in state:
+            self.files.check(state["files"])
         if length != self.length:
             raise CheckpointMisfitError(
                 f"the saved position is of a dataset with {length} examples, and this one has "

@@ -215,6 +215,11 @@ class Blocks(Sent):
         return None
 
     @property
+    def listed(self) -> list[tuple[str, int, int]] | None:
+        """The files: their names, sizes, and numbers of blocks; None: what it reads has no names."""
+        return None
+
+    @property
     def neighbours(self) -> Numbers | None:
         """For each block a number; those with the same one stay together in shuffled epochs. None: all differ."""
         return None
@@ -244,6 +249,14 @@ class Files(Blocks):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def listed(self) -> list[tuple[str, int, int]] | None:
+        """The paths, with the sizes of those that are files here, else 0."""
+        if not all(isinstance(path, str | os.PathLike) for path in self.paths):
+            return None
+        names = [os.fsdecode(path) for path in self.paths]
+        return [(name, os.path.getsize(name) if os.path.isfile(name) else 0, 1) for name in names]
 
     def name_of(self, index: int) -> str:
         return f"the file {self.paths[index]!r}, number {index} of the source"

@@ -78,6 +78,12 @@ class LineBlocks(Blocks):
         places = map(self._place, range(len(self)))
         return np.array([stop - start for _, start, stop in places], np.int64)
 
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """The files, with their sizes and numbers of blocks."""
+        counts = np.diff(self._starts).tolist()
+        return [(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
+
     def name_of(self, index: int) -> str:
         """Name the bytes of a block."""
         file, start, stop = self._place(index)

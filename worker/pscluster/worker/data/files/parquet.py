@@ -108,6 +108,12 @@ class ParquetBlocks(Blocks):
         """Number the row groups, so that the blocks of one stay together."""
         return np.unique(self.table[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
 
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """The files, with their sizes and numbers of blocks."""
+        counts = np.bincount(self.table[:, 0], minlength=len(self.files)).tolist()
+        return [(file.path, file.size, count) for file, count in zip(self.files, counts, strict=True)]
+
     def name_of(self, index: int) -> str:
         """Name the rows of a block."""
         file, _, _, _, before, start, stop = self.table[index].tolist()

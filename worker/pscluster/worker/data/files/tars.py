@@ -55,6 +55,11 @@ class TarFiles(Blocks):
         """The sizes of the files."""
         return np.array([file.size for file in self.files], np.int64)
 
+    @property
+    def listed(self) -> list[tuple[str, int, int]]:
+        """The files, with their sizes and numbers of blocks."""
+        return [(file.path, file.size, 1) for file in self.files]
+
     def name_of(self, index: int) -> str:
         """Name a tar."""
         return f"the file {self.files[index].path!r}"
