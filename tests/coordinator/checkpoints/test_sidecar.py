@@ -793,7 +793,9 @@ def test_the_best_with_its_layers(job: Job, tmp_path: Path, caplog: pytest.LogCa
     job.manager.finish()
 
     def known(saved: SavedVariables) -> float:
-        return float(saved.features["words"].vocabulary_size())
+        words = saved.features["words"]
+        assert isinstance(words, features.StringLookup)
+        return float(words.vocabulary_size())
 
     best = f"{tmp_path}/best"
     evaluator = SidecarEvaluator(known, job.directory, every=True, monitor="value", mode="max", best_dir=best)
