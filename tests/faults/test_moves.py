@@ -411,7 +411,7 @@ def test_a_table_with_skewed_ids_is_planned_and_balanced(partitioner: Callable[[
         np.testing.assert_allclose(np.array(plan.before) / sum(plan.before), before / before.sum(), atol=0.1)
         assert plan.moves
         assert plan.peak <= 1.3
-        moved = strategy.apply(plan)
+        moved = strategy.apply(plan).moves
         assert [(each.shard, each.source, each.target) for each in moved] == [
             (f"t/part_{move.shard}", move.source, move.target) for move in plan.moves
         ]

@@ -9,12 +9,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pscluster.coordinator.checkpoints.manager import CheckpointManager, RestoredFrom
 from pscluster.coordinator.job import progress
 from pscluster.coordinator.job.attach import attach, describe_job
 from pscluster.coordinator.local.local_cluster import LocalCluster
+from pscluster.coordinator.moves.applying import Applied, apply_plan
 from pscluster.coordinator.moves.mover import Moved, ShardMover
 from pscluster.coordinator.moves.plan import Plan
 from pscluster.coordinator.moves.servers import add_server, remove_server
@@ -318,7 +320,7 @@ class ParameterServerStrategy(Strategy):
             PsClusterError: a shard could not be moved. What was moved before stays where it is.
         """
         with self.context.moving:
-            return self.apply(self.plan(by))
+            return list(self.apply(replace(self.plan(by), cuts=())).moves)
 
     def plan(self, by: Literal["bytes", "load"] = "load") -> Plan:
         """Return what would give all parameter servers about the same; changes nothing. `print` shows it.
@@ -328,8 +330,8 @@ class ParameterServerStrategy(Strategy):
                 "bytes" of values held, without slots.
 
         Returns:
-            The shards to move, for `apply`; the variables to cut otherwise in the script, since moves do not help; and
-            the load of each server before and after the moves.
+            For `apply`, the shards to move, and the variables to cut otherwise, since moves do not help; and the load
+            of each server before and after the moves.
 
         Raises:
             ValueError: `by` is neither.
@@ -338,20 +340,29 @@ class ParameterServerStrategy(Strategy):
             raise ValueError(f"by is {by!r}; it must be 'bytes' or 'load'")
         return ShardMover(self.context).plan(by)
 
-    def apply(self, plan: Plan) -> list[Moved]:
-        """Make the moves of a plan, one after the other, while training runs; see `move_shard`.
+    def apply(self, plan: Plan) -> Applied:
+        """Make the moves of a plan, and then its cuts, one after the other, while the job lives.
+
+        Training goes on while a shard moves; see `move_shard`. While a variable is cut otherwise no function runs: its
+        values and slots are copied, a block at a time. Functions and handles go on with its new shards.
+        docs/guarantees.md says what holds.
 
         Returns:
-            What was moved.
+            What was moved and cut; and which variables were not cut, and why: an `EmbeddingTable`, a variable with
+            `wire_dtype` or `push_top_k`, one that was joined with others, and in a `SynchronousStrategy` any.
 
         Raises:
-            MisuseError: the plan no longer fits: a variable was deleted, a shard is elsewhere by now, or a server was
-                removed; the message names it. Nothing was moved.
-            PsClusterError: a shard could not be moved. What was moved before stays where it is.
+            MisuseError: the plan no longer fits: a variable was deleted or cut otherwise, a shard is elsewhere by now,
+                or a server was removed; the message names it. Nothing has changed.
+            WaitTimeoutError: functions, or reads and updates of other threads of the script, did not end within a
+                minute, so that a variable was not cut.
+            PsClusterError: a shard could not be moved, or a variable not be cut otherwise, and is as before. What was
+                done before stays.
+            PSUnavailableError: a parameter server is lost.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"apply takes a plan, as strategy.plan() returns it, not {type_of(plan)}")
-        return ShardMover(self.context, hold=self.is_synchronous).apply(plan)
+        return apply_plan(self.context, plan, synchronous=self.is_synchronous)
 
     def add_server(self, address: str | None = None, *, timeout: float = 60.0) -> int:
         """Take another parameter server for the job, while training runs; return its index.

@@ -115,7 +115,7 @@ class TableEviction(_message.Message):
     def __init__(self, kind: _Optional[_Union[TableEviction.Kind, str]] = ..., age: _Optional[int] = ..., norm: _Optional[float] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "table", "wire_dtype", "push_top_k", "row_order")
+    __slots__ = ("id", "name", "dtype", "shape", "splits", "owners", "trainable", "evaluation", "asynchronous", "placement", "table", "wire_dtype", "push_top_k", "row_order", "origin")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class VariableSpec(_message.Message):
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     PUSH_TOP_K_FIELD_NUMBER: _ClassVar[int]
     ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
     id: int
     name: str
     dtype: str
@@ -144,7 +145,8 @@ class VariableSpec(_message.Message):
     wire_dtype: WireDtype
     push_top_k: float
     row_order: RowOrder
-    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., push_top_k: _Optional[float] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ...) -> None: ...
+    origin: int
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., splits: _Optional[_Iterable[_Union[AxisSplit, _Mapping]]] = ..., owners: _Optional[_Iterable[int]] = ..., trainable: bool = ..., evaluation: _Optional[int] = ..., asynchronous: bool = ..., placement: _Optional[int] = ..., table: _Optional[_Union[TableSpec, _Mapping]] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., push_top_k: _Optional[float] = ..., row_order: _Optional[_Union[RowOrder, _Mapping]] = ..., origin: _Optional[int] = ...) -> None: ...
 
 class HeldShard(_message.Message):
     __slots__ = ("variable", "shard", "server")
@@ -896,7 +898,7 @@ class ShardState(_message.Message):
     def __init__(self, arrays: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., steps: _Optional[_Mapping[int, int]] = ..., keys: _Optional[_Iterable[_Union[SavedKeys, _Mapping]]] = ..., closed: _Optional[_Iterable[int]] = ..., finished_starts: _Optional[_Iterable[int]] = ..., finished_stops: _Optional[_Iterable[int]] = ..., clients: _Optional[_Iterable[_Union[SavedClient, _Mapping]]] = ..., term: _Optional[int] = ..., traffic: _Optional[float] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers")
+    __slots__ = ("job", "id", "action", "variable", "shard", "pages", "arrays", "state", "spec", "saved", "round", "num_servers", "start", "named")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[MoveRequest.Action]
@@ -912,6 +914,13 @@ class MoveRequest(_message.Message):
         PLACE: _ClassVar[MoveRequest.Action]
         SERVE: _ClassVar[MoveRequest.Action]
         RESIZE: _ClassVar[MoveRequest.Action]
+        MAKE: _ClassVar[MoveRequest.Action]
+        CAPTURE: _ClassVar[MoveRequest.Action]
+        FILL: _ClassVar[MoveRequest.Action]
+        SETTLE: _ClassVar[MoveRequest.Action]
+        SEAL: _ClassVar[MoveRequest.Action]
+        ADOPT: _ClassVar[MoveRequest.Action]
+        ABANDON: _ClassVar[MoveRequest.Action]
     ACTION_UNSPECIFIED: MoveRequest.Action
     TRACK: MoveRequest.Action
     CHANGED: MoveRequest.Action
@@ -925,6 +934,13 @@ class MoveRequest(_message.Message):
     PLACE: MoveRequest.Action
     SERVE: MoveRequest.Action
     RESIZE: MoveRequest.Action
+    MAKE: MoveRequest.Action
+    CAPTURE: MoveRequest.Action
+    FILL: MoveRequest.Action
+    SETTLE: MoveRequest.Action
+    SEAL: MoveRequest.Action
+    ADOPT: MoveRequest.Action
+    ABANDON: MoveRequest.Action
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -937,6 +953,8 @@ class MoveRequest(_message.Message):
     SAVED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     job: int
     id: int
     action: MoveRequest.Action
@@ -949,14 +967,18 @@ class MoveRequest(_message.Message):
     saved: bool
     round: int
     num_servers: int
-    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ...) -> None: ...
+    start: int
+    named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
+    def __init__(self, job: _Optional[int] = ..., id: _Optional[int] = ..., action: _Optional[_Union[MoveRequest.Action, str]] = ..., variable: _Optional[int] = ..., shard: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[ShardState, _Mapping]] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., saved: bool = ..., round: _Optional[int] = ..., num_servers: _Optional[int] = ..., start: _Optional[int] = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...
 
 class MoveReply(_message.Message):
-    __slots__ = ("state", "changed", "committed")
+    __slots__ = ("state", "changed", "committed", "named")
     STATE_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     state: ShardState
     changed: bytes
     committed: bool
-    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ...) -> None: ...
+    named: _containers.RepeatedCompositeFieldContainer[NamedUpdates]
+    def __init__(self, state: _Optional[_Union[ShardState, _Mapping]] = ..., changed: _Optional[bytes] = ..., committed: bool = ..., named: _Optional[_Iterable[_Union[NamedUpdates, _Mapping]]] = ...) -> None: ...

@@ -1,5 +1,6 @@
 from pscluster.v1 import definition_pb2 as _definition_pb2
 from pscluster.v1 import node_pb2 as _node_pb2
+from pscluster.v1 import ps_pb2 as _ps_pb2
 from pscluster.v1 import value_pb2 as _value_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -161,14 +162,16 @@ class GangMember(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., tls_name: _Optional[str] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("incarnation", "position", "steps")
+    __slots__ = ("incarnation", "position", "steps", "recut")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    RECUT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     position: int
     steps: _containers.RepeatedCompositeFieldContainer[Step]
-    def __init__(self, incarnation: _Optional[int] = ..., position: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ...) -> None: ...
+    recut: _containers.RepeatedCompositeFieldContainer[_ps_pb2.VariableSpec]
+    def __init__(self, incarnation: _Optional[int] = ..., position: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[Step, _Mapping]]] = ..., recut: _Optional[_Iterable[_Union[_ps_pb2.VariableSpec, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("module", "qualname", "message", "arguments", "traceback")

@@ -25,7 +25,7 @@ from pscluster.ps.client.copies import Copies
 from pscluster.ps.client.overlap import OverlapQueue
 from pscluster.ps.handles.registry import handle_of
 from pscluster.ps.handles.variable import Variable
-from pscluster.v1 import definition_pb2, worker_pb2
+from pscluster.v1 import definition_pb2, ps_pb2, worker_pb2
 from pscluster.worker.collectives.membership import Membership
 from pscluster.worker.collectives.ways import Ways
 from pscluster.worker.data.per_replica import OfReplicas
@@ -138,6 +138,10 @@ class Job:
             if count > self._placements:
                 self.joint_copies.clear()
                 self._placements = count
+
+    def know_cuts(self, specs: Sequence[ps_pb2.VariableSpec]) -> None:
+        """Have the functions that come from now on use variables as they are cut by now."""
+        self._client.placements.learn(specs)
 
     def move_server(self, peer: PeerAddress) -> None:
         """Dial a server there from now on, also for what waits for it."""

@@ -15,7 +15,7 @@ from pscluster.coordinator.job.live_job import LiveJob, continue_job, default_jo
 from pscluster.coordinator.job.registration import SERVICE, Registration, addresses_of
 from pscluster.coordinator.job.settings import process_options
 from pscluster.coordinator.local.supervised import SupervisedCluster
-from pscluster.coordinator.moves.settle import settle_moves
+from pscluster.coordinator.moves.settle import settle_cuts, settle_moves
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling import loop
 from pscluster.coordinator.scheduling.server_link import ServerAttachment
@@ -142,6 +142,7 @@ def attach(context: JobContext, telemetry: CoordinatorTelemetry, timeout: float 
         loop.run(_attach(context, must_hold))
         if context.resumed:
             client.updater.settle_recorded(client.metadata())
+            settle_cuts(context)
             settle_moves(context)
             context.variables.go_on_with(_find_live(client))
             context.partly_applied.add(

@@ -14,7 +14,7 @@ import numpy as np
 from pscluster.coordinator.job.context import HasJob, JobContext
 from pscluster.coordinator.moves.balance import PlacedShard, PlannedMove
 from pscluster.coordinator.moves.decision import ENDS, Move, Rounds, Step
-from pscluster.coordinator.moves.plan import Measure, Plan, make_plan, measured, misfit
+from pscluster.coordinator.moves.plan import Measure, Plan, VariableUse, make_plan, measured, misfit
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
@@ -144,21 +144,23 @@ class ShardMover:
 
     def plan(self, by: Measure) -> Plan:
         """Return what would balance all servers; see `ParameterServerStrategy.plan`."""
-        client, num_servers = self._context.client, self._context.client.num_servers
-        known, uses = measured(client.statuses(MAX_COUNT, shards=True), by)
+        shards, uses = self.loads(by)
+        return make_plan(shards, uses, self._context.client.num_servers, by)
+
+    def check(self, plan: Plan) -> None:
+        """Raise MisuseError if a plan no longer fits."""
+        places = {(shard.variable, shard.shard): shard.server for shard in self.shards()}
+        if (why := misfit(plan, places, self._context.client.num_servers)) is not None:
+            raise MisuseError(f"the plan no longer fits: {why}; nothing was moved: make a new one")
+
+    def loads(self, by: Measure) -> tuple[list[PlacedShard], dict[str, VariableUse]]:
+        """Return all shards, with the load of each, and how variables are used."""
+        known, uses = measured(self._context.client.statuses(MAX_COUNT, shards=True), by)
         loads = {(shard.variable, shard.shard): shard.load for shard in known}
         shards = self.shards()
         if by == "load":
             shards = [replace(shard, load=loads.get((shard.variable, shard.shard), 0.0)) for shard in shards]
-        return make_plan(shards, uses, num_servers, by)
-
-    def apply(self, plan: Plan) -> list[Moved]:
-        """Make the moves of a plan, one after the other, if all of them fit; see `ParameterServerStrategy.apply`."""
-        with self._context.moving:
-            places = {(shard.variable, shard.shard): shard.server for shard in self.shards()}
-            if (why := misfit(plan, places, self._context.client.num_servers)) is not None:
-                raise MisuseError(f"the plan no longer fits: {why}; nothing was moved: make a new one")
-            return [moved for move in plan.moves if (moved := self.carry_out(move)) is not None]
+        return shards, uses
 
     def shards(self) -> list[PlacedShard]:
         """Return all shards of the job by bytes, also of variables that the script has not made again yet."""

@@ -1,7 +1,7 @@
 """What is to change so that the servers have equal loads: shards that move, and variables to cut otherwise. Pure.
 
 Moves are what `balance` finds. They can't divide a shard: where a server still has more than `TOLERANCE` times the
-mean, the variable of its heaviest shard is to be cut otherwise, which takes a change of the script.
+mean, the variable of its heaviest shard is to be cut otherwise (`recut`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Plan:
             for move in self.moves
         ]
         if self.cuts:
-            lines.append("cuts, to be made in the script:")
+            lines.append("cuts:")
             lines += [f"  {cut}" for cut in self.cuts]
         return "\n".join(lines)
 
@@ -153,6 +153,12 @@ def misfit(plan: Plan, places: Mapping[tuple[str, int], int], num_servers: int) 
             return f"shard {move.shard} of {move.variable!r} is on ps {server} by now, not on ps {move.source}"
         if not 0 <= move.target < num_servers:
             return f"ps {move.target}, to which shard {move.shard} of {move.variable!r} was to move, was removed"
+    for cut in plan.cuts:
+        shards = sum(variable == cut.variable for variable, _ in places)
+        if not shards:
+            return f"variable {cut.variable!r} was deleted"
+        if shards != cut.num_shards:
+            return f"variable {cut.variable!r} has {shards} shards by now, not {cut.num_shards}"
     return None
 
 

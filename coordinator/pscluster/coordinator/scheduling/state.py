@@ -29,7 +29,7 @@ from pscluster.core.errors import FunctionError
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.transport import Transport
 from pscluster.core.values.arrays import Buffer
-from pscluster.v1 import node_pb2, value_pb2, worker_pb2
+from pscluster.v1 import node_pb2, ps_pb2, value_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,9 @@ class DispatchState:
         self.scheduler: Scheduler[Call] = Scheduler(len(peers), self.max_attempts, max_queued)
         self.term = self.attach.term  # of functions' updates; it changes only while no function runs
         self.placements = 0  # how many shards have moved; where replicas step together, likewise
+        self.recuts: list[
+            ps_pb2.VariableSpec
+        ] = []  # variables that were cut otherwise; it grows while no function runs
         self.closed = False
         self.no_worker_since = self.failed_at = time.monotonic()
         self.cancelled_by_error = 0

@@ -24,7 +24,7 @@ from pscluster.core.transport.frames import Assembler, Buffer, cut, pack, pieces
 from pscluster.core.transport.methods import Stub
 from pscluster.core.transport.retry import FEW_ATTEMPTS
 from pscluster.core.transport.transport import Transport
-from pscluster.v1 import node_pb2, worker_pb2
+from pscluster.v1 import node_pb2, ps_pb2, worker_pb2
 from pscluster.worker.service import SERVICE as WORKER_SERVICE
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class WorkerConnection:
         self._closed = False
         self._following: asyncio.Task[None] | None = None
         self.incarnation = self.boot_id = 0
+        self.recuts: Sequence[ps_pb2.VariableSpec] = ()  # variables that were cut otherwise, so far
+        self._recuts_told = 0  # how many of them the worker has been sent
         self.servers: tuple[int, ...] = ()  # what those hold that the worker knows: see AttachEvent
 
     async def attach(self, request: node_pb2.AttachRequest) -> None:
@@ -182,7 +184,8 @@ class WorkerConnection:
     def send(self, position: int, steps: Iterable[worker_pb2.Step]) -> None:
         """Send functions. If they do not arrive the stream ends."""
         assert self._stream is not None
-        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps)
+        new, self._recuts_told = self.recuts[self._recuts_told :], len(self.recuts)
+        request = worker_pb2.StepsRequest(incarnation=self.incarnation, position=position, steps=steps, recut=new)
         reach("coordinator.send.before")
         self._stream.send(request.SerializeToString())
         reach("coordinator.send.after")

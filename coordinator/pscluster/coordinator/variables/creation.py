@@ -15,6 +15,7 @@ from pscluster.coordinator.variables.encodings import check_shards, encoding_of
 from pscluster.coordinator.variables.initial_values import initial_value_of
 from pscluster.coordinator.variables.partitioners import partition_for
 from pscluster.coordinator.variables.placement import ShardPlacer
+from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
 from pscluster.core.functions.policy import SerializationPolicy
@@ -93,6 +94,17 @@ class VariableCreator:
         with self._lock:
             self._placer.move(nbytes, source, target)
 
+    def cut_otherwise(self, old: ps_pb2.VariableSpec, new: ps_pb2.VariableSpec) -> None:
+        """Note that a variable has other shards, elsewhere: its handles go on with them."""
+        dtype = dtype_named(new.dtype)
+        with self._lock:
+            if new.name in self._variables:
+                self._placer.release(partition_of(old), dtype, list(old.owners))
+                self._placer.adopt(partition_of(new), dtype, list(new.owners))
+            elif new.name in self._live.variables:
+                self._live.variables[new.name] = new
+        self._client.placements.learn([new])
+
     @property
     def num_servers(self) -> int:
         return self._client.num_servers
@@ -105,7 +117,7 @@ class VariableCreator:
         """Return the handle that a function returned. ProtocolError if it is unknown here."""
         if kind == Variable.handle_kind:
             number, name = parse_variable_key(key)
-            if (known := self._variables.get(name)) is not None and number in (0, known.id):
+            if (known := self._variables.get(name)) is not None and number in (0, known.id, known.origin):
                 return known
         handle = handle_of(kind, key, lambda: self._client, self.resolve_handle)
         if handle is None:
@@ -203,8 +215,9 @@ class VariableCreator:
 
     def delete_variable(self, variable: Variable) -> None:
         """Delete a variable with its slots from its servers. Its name is free again, and its handles are stale."""
-        self._variables.pop(variable.name, None)
-        self._delete(variable)
+        with self.placing:  # not while it is being cut otherwise
+            self._variables.pop(variable.name, None)
+            self._delete(variable)
         with self._lock:
             self._reserved.pop(("variable", variable.name), None)
 

@@ -27,6 +27,7 @@ from pscluster.core.transport.channels import PeerAddress, wait_for_peers
 from pscluster.core.transport.frames import CHUNK_BYTES, padded, view
 from pscluster.core.transport.retry import FEW_ATTEMPTS, until
 from pscluster.ps.client.connections import Server, Way
+from pscluster.ps.client.cuts import Gate
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
 from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.reads import Reader
@@ -79,6 +80,8 @@ class PsClient:
         self.incarnation = incarnation
         self._identity = identity
         self.exchanges = Exchanges(peers, identity, self.metrics, retry_seconds, request_timeout)
+        self.gate = Gate()
+        """What uses the cuts of variables passes it; see `cuts`."""
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)

@@ -9,17 +9,20 @@ shard; items for other servers that were applied the first time are recognized t
         --refused: it has moved-> learn --a later placement is known--> ask
                                         --none------------------------> wait a moment, and ask, for `seconds`
 
-Of two specs of a variable the later placement counts, from whichever server it comes.
+Of two specs of a variable the later placement counts, from whichever server it comes. A variable may also be cut
+otherwise, and then has other shards: see `cuts`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pscluster.core.errors import ShardMovedError
+from pscluster.ps.client.cuts import Cut, SharedCut, origin_of
 from pscluster.v1 import ps_pb2
 
 T = TypeVar("T")
@@ -41,8 +44,14 @@ class Placements:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # by variable: placement, owners
+        self._cuts: weakref.WeakValueDictionary[int, SharedCut] = weakref.WeakValueDictionary()  # by origin
         self.changes = 0
         """How often something was learned. What was planned before may ask the wrong servers."""
+
+    def cut_of(self, spec: ps_pb2.VariableSpec) -> SharedCut:
+        """Return the cut that all handles of a variable share; see `cuts`."""
+        with self._lock:
+            return self._cuts.setdefault(origin_of(spec), SharedCut(Cut.of(spec)))
 
     def owners(self, variable: int, made: tuple[int, ...]) -> tuple[int, ...]:
         """Return the servers of a variable's shards; `made` are those of a handle."""
@@ -61,6 +70,10 @@ class Placements:
             for spec in specs:
                 if spec.placement > self._known.get(spec.id, (0, ()))[0]:
                     self._known[spec.id] = spec.placement, tuple(spec.owners)
+                    news = True
+                cut = self._cuts.get(origin_of(spec))
+                if cut is not None and spec.id > cut.now.id:
+                    cut.change(Cut.of(spec))
                     news = True
             self.changes += news
         return news

@@ -39,6 +39,13 @@ class BlockUpdate:
 
 def read_blocks(wanted: Sequence[tuple[Variable, Block]]) -> list[Array]:
     """Read blocks of variables of one strategy: one request per server, all servers at once."""
+    if not wanted:
+        return []
+    with wanted[0][0].client.gate:
+        return _read_blocks(wanted)
+
+
+def _read_blocks(wanted: Sequence[tuple[Variable, Block]]) -> list[Array]:
     results: list[Array] = []
     reads: list[ShardRead] = []
     for variable, block in wanted:

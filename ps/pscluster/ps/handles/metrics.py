@@ -149,10 +149,11 @@ class Metric(Handle):
     # A state on the servers
 
     def _update(self, kind: ps_pb2.UpdateKind, state: State) -> None:
-        updates: list[ShardUpdate] = []
-        for name, variable in zip(self.initial(), self._on_servers(), strict=True):
-            updates += variable.shard_updates(kind, state[name])
-        self._variables[0].client.update(updates)
+        variables, updates = self._on_servers(), list[ShardUpdate]()
+        with variables[0].client.gate:
+            for name, variable in zip(self.initial(), variables, strict=True):
+                updates += variable.shard_updates(kind, state[name])
+            variables[0].client.update(updates)
 
     def _on_servers(self) -> list[Variable]:
         if not self._variables:

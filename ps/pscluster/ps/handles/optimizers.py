@@ -310,8 +310,9 @@ class Optimizer(Handle):
             >>> v.numpy()
             array([-0.5,  0. ,  0.5])
         """
-        if updates := self.updates_of(grads_and_vars, examples=examples):
-            self._client.update(updates)
+        with self._client.gate:
+            if updates := self.updates_of(grads_and_vars, examples=examples):
+                self._client.update(updates)
 
     def updates_of(
         self, grads_and_vars: Iterable[tuple[Gradient | None, Variable]], *, examples: float | None = None

@@ -76,16 +76,18 @@ def apply_all(
         add: amounts to add to variables.
         assign: new values of variables.
     """
-    updates: list[ShardUpdate] = []
-    for optimizer, pairs in gradients:
-        updates += optimizer.updates_of(pairs, examples=examples)
-    variables = [variable for _, pairs in gradients for _, variable in pairs]
-    for kind, values in ((ps_pb2.ADD, add), (ps_pb2.ASSIGN, assign)):
-        for value, variable in values:
+    others = [(kind, *pair) for kind, pairs in ((ps_pb2.ADD, add), (ps_pb2.ASSIGN, assign)) for pair in pairs]
+    variables = [variable for _, pairs in gradients for _, variable in pairs] + [variable for *_, variable in others]
+    if not variables:
+        return
+    with variables[0].client.gate:
+        updates: list[ShardUpdate] = []
+        for optimizer, pairs in gradients:
+            updates += optimizer.updates_of(pairs, examples=examples)
+        for kind, value, variable in others:
             updates += variable.shard_updates(kind, value)
-            variables.append(variable)
-    if updates:
-        variables[0].client.update(updates)
+        if updates:
+            variables[0].client.update(updates)
 
 
 def assign_all(values: Mapping[str, npt.ArrayLike], variables: Mapping[str, Variable]) -> None:

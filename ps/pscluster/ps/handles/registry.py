@@ -40,7 +40,7 @@ def handle_of(kind: str, key: str, client: Callable[[], PsClient], resolve: Call
 def _variable_of(key: str, client: PsClient) -> Variable:
     number, name = parse_variable_key(key)
     spec = client.describe_variable(name)
-    if number not in (0, spec.id):
+    if number not in (0, spec.id, spec.origin):
         raise UnknownVariableError(
             f"variable {name!r} was deleted, and another one has its name now: use that one, and define again the "
             "functions that captured the old one"

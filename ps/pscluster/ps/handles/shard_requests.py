@@ -22,6 +22,7 @@ from pscluster.core.geometry import AxisSlice, Partition, Selection, ShardRows, 
 from pscluster.core.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.cuts import SharedCut
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable
 from pscluster.ps.client.shard_update import Encoding, ShardUpdate
 from pscluster.ps.handles.indexing import Array, Gradient, Ids, IndexedSlices, whole_index
@@ -40,19 +41,28 @@ class ShardRequests:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    partition: Partition
-    id: int
     client: PsClient  # reads and updates it
-    _owners: tuple[int, ...]  # when it was described
+    _cut: SharedCut
     asynchronous: bool = False  # applied at once, also in synchronous steps
     wire_dtype: int = 0  # of reads in functions, and of gradients; 0: its own
     push_top_k: float = 0  # of dense gradients, the share of elements that is pushed; 0: all
     _slot: tuple[int, str] | None  # optimizer and name, if this is a slot
 
     @property
+    def id(self) -> int:
+        """The number under which the servers have it: another one once it is cut otherwise."""
+        return self._cut.now.id
+
+    @property
+    def partition(self) -> Partition:
+        """How it is cut."""
+        return self._cut.now.partition
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """The parameter server of each shard, as far as this process knows: they may have moved."""
-        return self.client.placements.owners(self.id, self._owners)
+        cut = self._cut.now
+        return self.client.placements.owners(cut.id, cut.owners)
 
     def columns(self, shard: int) -> tuple[slice, ...]:
         """Return which part of a row a shard has."""

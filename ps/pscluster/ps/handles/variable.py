@@ -28,6 +28,7 @@ from pscluster.core.row_orders import RANGE
 from pscluster.core.values import describe, map_structure
 from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.client.client import PsClient
+from pscluster.ps.client.cuts import Cut, SharedCut, origin_of
 from pscluster.ps.client.overlap import fetched_rows
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.shard_update import ShardUpdate
@@ -38,7 +39,6 @@ from pscluster.ps.handles.row_requests import distinct_reads, row_updates
 from pscluster.ps.handles.scope import Partitioner, VariableRequest, current_creator
 from pscluster.ps.handles.shard_requests import ALL, ShardRequests
 from pscluster.ps.optim.kernels import compute_dtype
-from pscluster.ps.spec import partition_of
 from pscluster.v1 import ps_pb2
 
 _V = TypeVar("_V", "Variable", "Shard")
@@ -110,7 +110,8 @@ class Shard(Arithmetic):
         if self.variable.partition.order == RANGE:
             self.variable.assign(value, at=self.block.slices or ...)
         else:
-            self.variable.client.update(self.variable.shard_assignment(self.index, value))
+            with self.variable.client.gate:
+                self.variable.client.update(self.variable.shard_assignment(self.index, value))
 
 
 class Variable(ShardRequests, Arithmetic, Handle):
@@ -150,6 +151,10 @@ class Variable(ShardRequests, Arithmetic, Handle):
 
     handle_kind = "variable"
     trainable: bool
+    origin: int
+    """The number that it was created under, by which handles name it: it stays when it is cut otherwise."""
+    joined = False
+    """Whether it is, in this process, a shard of several variables that were joined."""
     _table_type: ClassVar[type[Variable]]  # of tables: `table`, which builds on this module, sets it
 
     def __new__(
@@ -174,7 +179,9 @@ class Variable(ShardRequests, Arithmetic, Handle):
     @staticmethod
     def of(spec: ps_pb2.VariableSpec, client: PsClient) -> Variable:
         """Return the handle of an existing variable."""
-        partition = partition_of(spec)
+        client.placements.learn([spec])
+        cut = client.placements.cut_of(spec)
+        partition = cut.now.partition
         kind = ShardedVariable if partition.num_shards > 1 else Variable
         handle: Variable = object.__new__(Variable._table_type if spec.HasField("table") else kind)
         handle.name = spec.name
@@ -182,24 +189,27 @@ class Variable(ShardRequests, Arithmetic, Handle):
         handle.dtype = dtype_named(spec.dtype)
         handle.trainable = spec.trainable
         handle.asynchronous = spec.asynchronous
-        handle.partition = partition
+        handle._cut, handle.origin = cut, origin_of(spec)
         if spec.wire_dtype or spec.push_top_k:
             handle.wire_dtype, handle.push_top_k = spec.wire_dtype, spec.push_top_k
-        handle._owners = tuple(spec.owners)
-        handle.id = spec.id
         handle.ephemeral = spec.evaluation > 0
         handle.client = client
-        client.placements.learn([spec])
         handle._slot = None
         handle._described(spec)
+        cut.follow(handle)
         return handle
+
+    def cut_changed(self) -> None:
+        """Go on as what its shards make of it; for internal use."""
+        if type(self) in _WHOLE:
+            self.__class__ = ShardedVariable if self.num_shards > 1 else Variable
 
     def _described(self, spec: ps_pb2.VariableSpec) -> None:
         """Take what the spec of a subclass says besides."""
 
     @property
     def handle_key(self) -> str:
-        return variable_key(self.id, self.name)
+        return variable_key(self.origin, self.name)
 
     def key_with(self, prefix: str) -> str:
         """Return the key of its counterpart, whose name has this prefix."""
@@ -284,9 +294,10 @@ class Variable(ShardRequests, Arithmetic, Handle):
         self.assign(value, at=index if isinstance(index, tuple) else (index,))  # `None` is an axis here, not all
 
     def _read_box(self, index: Any) -> Any:
-        selection = self._selection(index)
-        out = np.empty(selection.counts, self.dtype)
-        self.client.read(self._box_reads(selection, out))
+        with self.client.gate:
+            selection = self._selection(index)
+            out = np.empty(selection.counts, self.dtype)
+            self.client.read(self._box_reads(selection, out))
         return out.reshape(selection.result_shape)[()]
 
     def box_reads(self, index: Any, out: Array) -> list[ShardRead]:
@@ -298,7 +309,8 @@ class Variable(ShardRequests, Arithmetic, Handle):
             raise IndexError(f"variable {self.name!r} has shape {self.shape}, but the mask has shape {mask.shape}")
         points = np.nonzero(mask)
         out = np.empty((len(points[0]), *self.shape[mask.ndim :]), self.dtype)
-        self.client.read(self._mask_reads(points, out))
+        with self.client.gate:
+            self.client.read(self._mask_reads(points, out))
         return out
 
     def sparse_read(self, indices: npt.ArrayLike, name: str | None = None) -> Array:
@@ -487,16 +499,19 @@ class Variable(ShardRequests, Arithmetic, Handle):
         self._check_slices(sparse_delta)
         if np.ndim(sparse_delta.indices) < 2:
             return self.scatter_update(sparse_delta, use_locking, name)
-        self.client.update(self._batch_updates(sparse_delta))
+        with self.client.gate:
+            self.client.update(self._batch_updates(sparse_delta))
         return self
 
     def _update(self, kind: ps_pb2.UpdateKind, value: npt.ArrayLike, at: Any) -> Self:
-        self.client.update(self.shard_updates(kind, value, at))
+        with self.client.gate:
+            self.client.update(self.shard_updates(kind, value, at))
         return self
 
     def _scatter(self, kind: ps_pb2.UpdateKind, slices: IndexedSlices, *_unused: object) -> Self:
         """Update rows. `_unused` are TensorFlow's other arguments, which have no effect here."""
-        self.client.update(row_updates(kind, [(gradient_of(slices), self)])[0])
+        with self.client.gate:
+            self.client.update(row_updates(kind, [(gradient_of(slices), self)])[0])
         return self
 
 
@@ -539,8 +554,10 @@ class JoinedVariable(ShardedVariable):
         handle.shape = (stops[-1], *first.shape[1:])
         handle.trainable = all(member.trainable for member in members)
         handle.ephemeral = first.ephemeral
-        handle.partition = Partition(handle.shape, (stops, *((length,) for length in first.shape[1:])))
-        handle.id, handle._members = 0, members  # the servers only know the members
+        partition = Partition(handle.shape, (stops, *((length,) for length in first.shape[1:])))
+        handle._cut, handle.origin, handle._members = SharedCut(Cut(0, partition, ())), 0, members  # unknown to servers
+        for member in members:
+            member.joined = True
         return handle
 
     @staticmethod
@@ -663,6 +680,11 @@ def read_variables(variables: Sequence[Variable | Shard]) -> list[Array]:
     if not variables:
         return []
     client = _one_client([item.variable if isinstance(item, Shard) else item for item in variables])
+    with client.gate:
+        return _read_variables(client, variables)
+
+
+def _read_variables(client: PsClient, variables: Sequence[Variable | Shard]) -> list[Array]:
     known: Sequence[Array | None] = [None] * len(variables)
     if are_whole := set(map(type, variables)) <= _WHOLE:
         whole = cast(Sequence[Variable], variables)
@@ -717,6 +739,13 @@ def rows_and_variables(
 
 def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     """Read rows by id from several variables at once; see `Variable.sparse_read`."""
+    if not lookups:
+        return []
+    with _one_client([variable for variable, _ in lookups]).gate:
+        return _gather_rows(lookups)
+
+
+def _gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array]:
     results: list[Array] = []
     reads: list[ShardRead] = []
     fetched = fetched_rows()
@@ -727,21 +756,24 @@ def gather_rows(lookups: Sequence[tuple[Variable, npt.ArrayLike]]) -> list[Array
         results.append(result.reshape((*ids.shape, *variable.shape[1:])))
         if known is None:
             reads += variable._row_reads(ids.reshape(-1), result)
-    if lookups:
-        _read_rows(
-            _one_client([variable for variable, _ in lookups]), reads, all_known=not reads and fetched is not None
-        )
+    _read_rows(lookups[0][0].client, reads, all_known=not reads and fetched is not None)
     return results
 
 
 def distinct_rows(lookups: Sequence[tuple[Variable, Ids]]) -> list[Array]:
     """Read rows by flat ids, from `row_ids`, of several variables at once, each distinct one once."""
+    if not lookups:
+        return []
+    with _one_client([variable for variable, _ in lookups]).gate:
+        return _distinct_rows(lookups)
+
+
+def _distinct_rows(lookups: Sequence[tuple[Variable, Ids]]) -> list[Array]:
     fetched = fetched_rows()
     known = [None if fetched is None else fetched.take(variable, ids) for variable, ids in lookups]
     reads, rows = distinct_reads([lookup for lookup, there in zip(lookups, known, strict=True) if there is None])
-    if lookups:
-        all_known = fetched is not None and not any(there is None for there in known)
-        _read_rows(_one_client([variable for variable, _ in lookups]), reads, all_known=all_known)
+    all_known = fetched is not None and not any(there is None for there in known)
+    _read_rows(lookups[0][0].client, reads, all_known=all_known)
     read = iter(rows())
     return [next(read) if there is None else there for there in known]
 

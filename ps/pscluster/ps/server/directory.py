@@ -157,9 +157,7 @@ class Directory:
         for id_ in deleted:
             held = self.variables.pop(id_)
             if not evaluation:
-                while len(self._deleted) >= _MAX_DELETED:
-                    del self._deleted[next(iter(self._deleted))]
-                self._deleted[id_] = held.spec.name
+                self._note_deleted(id_, held.spec.name)
         self.pending = {id_: spec for id_, spec in self.pending.items() if not matches(spec)}
         return deleted
 
@@ -186,6 +184,37 @@ class Directory:
         kept = {index: shard for index, shard in here.items() if index in mine}
         self.variables[spec.id] = replace(held, spec=spec, shards=kept)
         return {index: shard for index, shard in here.items() if index not in mine}
+
+    def adopt(self, spec: ps_pb2.VariableSpec) -> list[HeldVariable]:
+        """Enter a variable under its final spec in place of those of its name, which are returned. See `recuts`.
+
+        StaleError if it is not here, ProtocolError if it is another one.
+        """
+        held = self.variables.get(spec.id)
+        if held is None:
+            raise StaleError(
+                f"ps {self._server} lacks the shards of {spec.name!r} as it is cut now: it was restarted with what it "
+                "held before: start a new coordinator, and restore a checkpoint"
+            )
+        final = ps_pb2.VariableSpec()
+        final.CopyFrom(held.spec)
+        final.name, final.evaluation = spec.name, 0
+        if final != spec:
+            raise ProtocolError(f"the cut of {spec.name!r} that is here is another one")
+        if held.spec == spec:
+            return []
+        gone = [other for other in self.variables.values() if other.spec.name == spec.name and other.spec.id != spec.id]
+        for other in gone:
+            del self.variables[other.spec.id]
+            self._note_deleted(other.spec.id, spec.name)
+        metrics = gone[0].metrics if gone else held.metrics
+        self.variables[spec.id] = replace(held, spec=spec, metrics=metrics)
+        return gone
+
+    def _note_deleted(self, variable: int, name: str) -> None:
+        while len(self._deleted) >= _MAX_DELETED:
+            del self._deleted[next(iter(self._deleted))]
+        self._deleted[variable] = name
 
     def put_back(self, held: HeldVariable) -> None:
         """Undo the last `place` of a variable, unless it was deleted."""
@@ -218,7 +247,10 @@ def described(
     if everything:
         variables, optimizers = list(by_name), list(rules)
     elif moved:
-        variables = [*variables, *(held.spec.name for held in held_variables if held.spec.placement)]
+        variables = [
+            *variables,
+            *(held.spec.name for held in held_variables if held.spec.placement or held.spec.origin),
+        ]
     for name in variables:
         if name not in by_name:
             raise UnknownVariableError(f"there is no variable {name!r} in this job")

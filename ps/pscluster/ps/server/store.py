@@ -207,6 +207,22 @@ class Store:
                 self.losses.leave((spec.id, index))
         return bool(gone)
 
+    def adopt(self, spec: ps_pb2.VariableSpec, job: int) -> None:
+        """Have a variable that is here take this spec, and the place of the one that has had its name: see `recuts`."""
+        with self._lock:
+            self.check_job(job)
+            gone = self.directory.adopt(spec)
+            self._forget_prepared()
+        for held in gone:
+            for index, shard in held.shards.items():
+                with shard.lock:
+                    shard.moved, shard.pages = True, None
+                    with self.ledger() as ledger:
+                        ledger.replace(held.spec.id, index, {})
+                    shard.release()
+                with self._lock:
+                    self.losses.leave((held.spec.id, index))
+
     # Contents
 
     def held(self) -> Contents:

@@ -312,7 +312,8 @@ def _check_restore(request: ps_pb2.Request, context: grpc.ServicerContext) -> No
 def _check_move(store: Store, request: ps_pb2.Request, context: grpc.ServicerContext) -> None:
     check_coordinator(context, "moves of shards")
     store.check_job(request.move.job)
-    if request.move.action != ps_pb2.MoveRequest.WRITE or not 0 < request.total_bytes <= MOVE_BYTES:
+    carries = request.move.action in (ps_pb2.MoveRequest.WRITE, ps_pb2.MoveRequest.FILL)
+    if not carries or not 0 < request.total_bytes <= MOVE_BYTES:
         raise ProtocolError(f"{request.total_bytes:,} bytes that are no pages of a shard; the limit is {MOVE_BYTES:,}")
 
 

@@ -1,0 +1,242 @@
+"""Cuts variables of a job otherwise: the shell around `recut`, which says what is done when."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pscluster.coordinator.job.context import HasJob
+from pscluster.coordinator.moves.balance import PlacedShard
+from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
+from pscluster.coordinator.moves.plan import ProposedCut
+from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, pieces, remembered
+from pscluster.coordinator.variables.partitioners import (
+    FixedShardsPartitioner,
+    HashPartitioner,
+    ModuloPartitioner,
+    Partitioner,
+    partition_for,
+)
+from pscluster.core.dtypes import dtype_named
+from pscluster.core.errors import MisuseError, PsClusterError, UnavailableError
+from pscluster.core.fault_points import reach
+from pscluster.core.geometry import Partition
+from pscluster.core.ids import fresh_id
+from pscluster.core.transport.frames import view
+from pscluster.ps.client.recut_steps import RecutSteps
+from pscluster.ps.handles.variable import SlotVariable, Variable
+from pscluster.ps.spec import AVERAGE, MOVE_BYTES, RESERVED, row_order_message
+from pscluster.v1 import ps_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewCut:
+    """A variable that was cut otherwise."""
+
+    variable: str
+    before: int  # the number of shards that it had
+    num_shards: int  # and has now
+    row_order: str  # "modulo" or "hash"; "": its shards are ranges of rows
+    nbytes: int  # that were copied, with slots and averages
+    seconds: float
+    held_seconds: float  # during which no function ran
+
+    def __str__(self) -> str:
+        order = f" by {self.row_order}" if self.row_order else ""
+        return (
+            f"{self.variable}: cut{order} into {self.num_shards} shards instead of {self.before}, {self.nbytes:,} "
+            f"bytes in {self.seconds:.3f} s, functions waited for {self.held_seconds:.3f} s"
+        )
+
+
+@dataclass(slots=True)
+class _Course:
+    """What one of them has by now."""
+
+    old: ps_pb2.VariableSpec
+    final: ps_pb2.VariableSpec  # of the variable once it is cut
+    made: ps_pb2.VariableSpec  # the same, until then
+    partition: Partition  # the new one
+    steps: RecutSteps
+    recut: Recut = field(default_factory=Recut)
+    state: ps_pb2.ShardState = field(default_factory=ps_pb2.ShardState)
+    named: Mapping[int, set[int]] = field(default_factory=dict)
+    copied: int = 0  # bytes
+    failure: PsClusterError | None = None
+
+
+class Recutter:
+    """Cuts variables of one job otherwise, one at a time. Thread-safe."""
+
+    def __init__(self, job: HasJob, *, synchronous: bool = False) -> None:
+        self._context, self._synchronous = job.context, synchronous
+
+    def why_not(self, cut: ProposedCut) -> str:
+        """Return why a cut can't be made while the job lives; "" if it can."""
+        spec = self._context.client.describe_variable(cut.variable)
+        known = next((variable for variable in self._context.variables.all if variable.name == cut.variable), None)
+        if cut.proposed <= cut.num_shards:
+            return "it has no more rows to be cut into more shards"
+        if spec.HasField("table"):
+            return "it is an EmbeddingTable: make it with more shards"
+        if self._synchronous:
+            return "replicas step together, on copies of it: give it another partitioner in the script"
+        if spec.wire_dtype or spec.push_top_k:
+            return (
+                "it has wire_dtype or push_top_k, and workers hold back what was not pushed of each shard: give it "
+                "another partitioner in the script"
+            )
+        if known is not None and known.joined:
+            return "it is one of several variables that were joined as shards of one"
+        return ""
+
+    def cut(self, cut: ProposedCut, loads: Sequence[PlacedShard]) -> NewCut:
+        """Cut a variable as proposed, onto servers by the loads of all shards.
+
+        Raises:
+            WaitTimeoutError: functions or other threads of the script have not ended; nothing has changed.
+            UnavailableError, PsClusterError: it could not be done, and was undone; the message says why.
+            PSUnavailableError: a server is lost, and the job with it.
+        """
+        context, client, begin = self._context, self._context.client, time.monotonic()
+        with context.moving:
+            context.check_restored()
+            client.directory()  # wait for a server that is down here, not while functions are paused
+            for sender in list(context.senders):
+                sender.settle(HOLD_SECONDS)
+            with context.placing, held(context), client.gate.closed(HOLD_SECONDS):
+                paused = time.monotonic()
+                context.check_restored()
+                course = self._course(cut, loads)
+                self._run(course)
+                end = time.monotonic()
+        old, final = course.old, course.final
+        made = NewCut(
+            old.name, len(old.owners), len(final.owners), final.row_order.kind, course.copied, end - begin, end - paused
+        )
+        logger.info("%s", made)
+        context.event_log.record("coordinator", "note", str(made))
+        return made
+
+    def _course(self, cut: ProposedCut, loads: Sequence[PlacedShard]) -> _Course:
+        context, client = self._context, self._context.client
+        old = client.describe_variable(cut.variable)
+        if len(old.owners) != cut.num_shards:
+            raise MisuseError(f"variable {old.name!r} has {len(old.owners)} shards by now, not {cut.num_shards}")
+        partition = partition_for(_partitioner_of(cut, old), tuple(old.shape), dtype_named(old.dtype), old.name)
+        others, load = [0.0] * client.num_servers, 0.0
+        for shard in loads:
+            if shard.variable == old.name:
+                load += shard.load
+            elif shard.server < len(others):
+                others[shard.server] += shard.load
+        number, evaluation = context.variables.numbers(2)
+        final, made = ps_pb2.VariableSpec(), ps_pb2.VariableSpec()
+        final.CopyFrom(old)
+        final.id, final.origin, final.placement = number, old.origin or old.id, 0
+        del final.splits[:], final.owners[:]
+        final.splits.extend(ps_pb2.AxisSplit(ends=ends) for ends in partition.ends)
+        final.owners.extend(owners_of([block.size for block in partition.blocks], load or 1.0, others))
+        final.ClearField("row_order")
+        if (order := row_order_message(partition.order)) is not None:
+            final.row_order.CopyFrom(order)
+        made.CopyFrom(final)
+        made.name, made.evaluation = f"{RESERVED}cut/{number}/{old.name}", evaluation
+        return _Course(old, final, made, partition, RecutSteps(client, fresh_id(), old.id))
+
+    def _run(self, course: _Course) -> None:
+        recut = course.recut
+        while recut.step not in ENDS:
+            try:
+                self._take(course)
+            except PsClusterError as error:
+                refused = not isinstance(error, UnavailableError)
+                course.failure = course.failure or error
+                if not recut.failed(refused=refused):
+                    raise
+                logger.info("%s is not cut otherwise: %s", course.old.name, error)
+            except BaseException:  # Ctrl-C, or no memory
+                if recut.failed(refused=False):
+                    with contextlib.suppress(PsClusterError):
+                        course.steps.abandon(course.made)
+                raise
+            else:
+                recut.succeeded()
+        if recut.step is Step.UNDONE:
+            why = course.failure
+            text = f"variable {course.old.name!r} is cut as before: {why}"
+            raise UnavailableError(text) if isinstance(why, UnavailableError) else PsClusterError(text)
+        self._context.variables.cut_otherwise(course.old, course.final)
+        if (dispatcher := self._context.dispatcher) is not None:
+            for source in set(course.old.owners):
+                for target in set(course.final.owners) - {source}:
+                    dispatcher.servers.shard_moved(source, target)
+            dispatcher.state.recuts.append(course.final)
+
+    def _take(self, course: _Course) -> None:
+        steps = course.steps
+        match course.recut.step:
+            case Step.MAKE:
+                steps.make(course.made)
+            case Step.CAPTURE:
+                captured = [steps.capture(server, shard) for shard, server in enumerate(course.old.owners)]
+                course.state = merged([state for state, _ in captured])
+                course.named = remembered(named for _, named in captured)
+            case Step.COPY:
+                self._copy(course)
+                reach("coordinator.recut.copied")
+            case Step.SEAL:
+                steps.seal()
+                reach("coordinator.recut.sealed")
+            case Step.DECIDE:
+                steps.adopt([0], course.final)
+                reach("coordinator.recut.decided")
+            case Step.ADOPT:
+                if others := range(1, self._context.client.num_servers):
+                    steps.adopt(others, course.final)
+                reach("coordinator.recut.adopted")
+            case Step.ABANDON:
+                steps.abandon(course.made)
+
+    def _copy(self, course: _Course) -> None:
+        """Copy all arrays of all rows into the new shards, block by block, then counts and what is remembered."""
+        old = Variable.of(course.old, self._context.client)
+        sources = {name: _beside(old, name) for name in course.state.arrays}
+        row_elements = math.prod(old.shape[1:])
+        for shard, server in enumerate(course.final.owners):
+            ids = course.partition.row_ids(shard)
+            for name, source in sources.items():
+                most = max(MOVE_BYTES // max(row_elements * source.dtype.itemsize, 1), 1)
+                for first, last in pieces(0, len(ids), most):
+                    values = source.sparse_read(ids[first:last])
+                    data = view(values)
+                    course.steps.fill(server, shard, name, first * row_elements, data, source.dtype.itemsize)
+                    course.copied += len(data)
+            state = ps_pb2.ShardState()
+            state.CopyFrom(course.state)
+            state.traffic *= len(ids) / max(old.shape[0], 1)
+            course.steps.settle(server, shard, state, course.named)
+
+
+def _partitioner_of(cut: ProposedCut, spec: ps_pb2.VariableSpec) -> Partitioner:
+    """Return the partitioner that makes the cut that is proposed."""
+    if spec.row_order.kind == "modulo":
+        return ModuloPartitioner(cut.proposed)
+    if spec.row_order.kind == "hash" or cut.by_rows:
+        return HashPartitioner(cut.proposed, seed=spec.row_order.seed)
+    return FixedShardsPartitioner(cut.proposed)
+
+
+def _beside(variable: Variable, name: str) -> Variable:
+    """Return the handle of an array that is kept for a variable: its values, a slot or an average."""
+    kind, _, rest = name.partition("/")
+    if kind == "value":
+        return variable
+    optimizer, _, slot = rest.partition("/")
+    return SlotVariable.beside(variable, int(optimizer), optimizer, slot if kind == "slot" else AVERAGE)

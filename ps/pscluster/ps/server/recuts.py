@@ -1,0 +1,252 @@
+"""A server's part in cutting a variable otherwise; see `pscluster.coordinator.moves.recut` for the whole.
+
+    (nothing) --make--> MADE --capture, fill, settle--> MADE --seal--> SEALED, and saved
+                        SEALED --adopt--> (the variable), and saved
+                        MADE, SEALED --abandon, or another coordinator--> (nothing)
+
+The new variable has an id of its own. Until it is adopted it has a reserved name and the number of an evaluation, like
+an evaluation's copies: so it is in no checkpoint, and a coordinator that takes over removes it.
+
+MADE is known to this process only: a server that restarts amid it refuses all that comes until another `make`. So a
+variable is sealed only if this process has got all that came, and the old shards here have applied nothing since they
+were captured: they are frozen. What is sealed is saved, and may be adopted by any later process.
+
+Adopting is one step of the directory: the name means the new variable, and the old one is gone. It is repeated until
+it is saved; after that, a request for the old id is refused as one for a variable that was deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError, StaleError, UnavailableError
+from pscluster.core.fault_points import reach
+from pscluster.core.limits import check_name
+from pscluster.ps.request_metrics import ShardTraffic
+from pscluster.ps.server.directory import HeldVariable
+from pscluster.ps.server.shard import Array, Shard
+from pscluster.ps.server.store import Store
+from pscluster.ps.spec import MOVE_BYTES, RESERVED, partition_of
+from pscluster.ps.storage.checkpoint_parts import blank_array
+from pscluster.ps.storage.manager import StateManager
+from pscluster.v1 import ps_pb2
+
+ACTIONS = frozenset(
+    (
+        ps_pb2.MoveRequest.MAKE,
+        ps_pb2.MoveRequest.CAPTURE,
+        ps_pb2.MoveRequest.FILL,
+        ps_pb2.MoveRequest.SETTLE,
+        ps_pb2.MoveRequest.SEAL,
+        ps_pb2.MoveRequest.ADOPT,
+        ps_pb2.MoveRequest.ABANDON,
+    )
+)
+"""Of a MoveRequest, those that are handled here."""
+
+
+class _UnderWay(NamedTuple):
+    """The variable that is being cut otherwise, and the new one."""
+
+    id: int
+    old: int
+    new: int
+
+
+class Recuts:
+    """One server's part in cutting variables otherwise, one at a time. Thread-safe."""
+
+    def __init__(self, manager: StateManager) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()
+        self._under_way: _UnderWay | None = None
+        self._adopting = threading.Lock()  # held while one is entered and saved
+        self._unsaved = False  # whether one that was entered may not be
+
+    def handle(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> ps_pb2.MoveReply:
+        """Take one step; return the reply."""
+        match request.action:
+            case ps_pb2.MoveRequest.MAKE:
+                self._make(store, request)
+            case ps_pb2.MoveRequest.CAPTURE:
+                return self._capture(store, request)
+            case ps_pb2.MoveRequest.FILL:
+                self._fill(store, request, payload)
+            case ps_pb2.MoveRequest.SETTLE:
+                self._settle(store, request)
+            case ps_pb2.MoveRequest.SEAL:
+                self._check_under_way(store, request)
+                self._manager.save()
+                reach("ps.seal.saved")
+            case ps_pb2.MoveRequest.ADOPT:
+                self._adopt(store, request.spec, request.job)
+            case ps_pb2.MoveRequest.ABANDON:
+                self._abandon(store, request)
+            case action:
+                raise ProtocolError(f"action {action} of a new cut")
+        return ps_pb2.MoveReply()
+
+    def forget(self) -> None:
+        """End what was under way for another coordinator, or another job."""
+        with self._lock:
+            self._under_way = None
+
+    def persist(self) -> None:
+        """Save what was entered, if it may not be: the next coordinator can't know."""
+        if self._unsaved:
+            self._manager.save()
+            self._unsaved = False
+
+    def _check_under_way(self, store: Store, request: ps_pb2.MoveRequest) -> _UnderWay:
+        store.check_job(request.job)
+        with self._lock:
+            known = self._under_way
+        if known is None or known.id != request.id:
+            raise StaleError(f"ps {store.index} has nothing of this new cut: it has restarted, or the cut was given up")
+        return known
+
+    def _make(self, store: Store, request: ps_pb2.MoveRequest) -> None:
+        spec, held = request.spec, store.directory.variables.get(request.variable)
+        if held is None or held.spec.evaluation:
+            raise StaleError(f"there is no variable {request.variable} that could be cut otherwise")
+        if not spec.evaluation or not spec.name.startswith(RESERVED) or spec.id in (0, held.spec.id):
+            raise ProtocolError(f"a new cut of {held.spec.name!r} without a number or a reserved name of its own")
+        check_name(spec.name, "a variable's name")
+        if _apart_from_cut(spec, held.spec) != held.spec or held.spec.HasField("table"):
+            raise ProtocolError(f"a new cut of {held.spec.name!r} that makes another variable of it")
+        partition = partition_of(spec)
+
+        def make() -> HeldVariable:
+            owned = [shard for shard, owner in enumerate(spec.owners) if owner == store.index]
+            try:
+                shards = {shard: Shard(np.zeros(partition.block(shard).shape, held.dtype)) for shard in owned}
+            except MemoryError:
+                raise InvalidUpdateError(
+                    f"ps {store.index} has too little memory for shards of {held.spec.name!r}"
+                ) from None
+            return HeldVariable(spec, held.dtype, partition, shards)
+
+        store.check_job(request.job)
+        store.add(spec, request.job, make)
+        with self._lock:
+            self._under_way = _UnderWay(request.id, request.variable, spec.id)
+
+    def _capture(self, store: Store, request: ps_pb2.MoveRequest) -> ps_pb2.MoveReply:
+        known = self._check_under_way(store, request)
+        _, shard = store.directory.find(known.old, request.shard)
+        store.count_reads()
+        reply = ps_pb2.MoveReply()
+        with shard.lock:
+            shard.freeze()
+            state = reply.state
+            state.arrays.extend(shard.arrays())
+            state.updates, state.traffic = shard.updates, shard.traffic.recent()
+            state.steps.update(shard.steps)
+            with store.ledger() as ledger:
+                named = ledger.named(known.old, request.shard)
+                state.term = ledger.term
+        by_updates: dict[frozenset[int], list[int]] = {}
+        for function, nths in named.items():
+            by_updates.setdefault(nths, []).append(function)
+        for nths, keys in by_updates.items():
+            reply.named.add(nth=sorted(nths), keys=keys)
+        reach("ps.capture.after")
+        return reply
+
+    def _new_shard(self, store: Store, request: ps_pb2.MoveRequest) -> tuple[HeldVariable, Shard]:
+        known = self._check_under_way(store, request)
+        return store.directory.find(known.new, request.shard)
+
+    def _fill(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> None:
+        held, shard = self._new_shard(store, request)
+        (name,) = request.arrays or ("",)
+        with shard.lock:
+            array = shard.arrays().get(name)
+            if array is None:
+                array = _blank(store, held, shard.array.shape, name)
+                shard.put({name: array})
+            count, rest = divmod(len(payload), array.itemsize)
+            if rest or request.start + count > array.size or len(payload) > MOVE_BYTES:
+                raise ProtocolError(
+                    f"{len(payload):,} bytes from element {request.start:,} of a shard of {array.size:,} elements"
+                )
+            shard.before_span_changes(request.start, request.start + count)
+            shard.changes += 1
+            array.reshape(-1)[request.start : request.start + count] = np.frombuffer(payload, array.dtype)
+        reach("ps.fill.after")
+
+    def _settle(self, store: Store, request: ps_pb2.MoveRequest) -> None:
+        held, shard = self._new_shard(store, request)
+        state = request.state
+        if not 0 <= state.traffic < math.inf:
+            raise ProtocolError(f"a new cut of {held.spec.name!r} with a traffic of {state.traffic} bytes")
+        if state.term != store.term:
+            raise StaleError("the servers are not in one term: a restore was broken off")
+        with shard.lock, store.ledger() as ledger:
+            shard.updates, shard.steps = state.updates, dict(state.steps)
+            shard.changes += 1
+            shard.traffic = ShardTraffic(state.traffic)
+            named = {key: set(nths) for key, nths in ledger.named(held.spec.id, request.shard).items()}
+            for same in request.named:
+                for key in same.keys:
+                    named.setdefault(key, set()).update(same.nth)
+            ledger.replace(held.spec.id, request.shard, named)
+
+    def _adopt(self, store: Store, spec: ps_pb2.VariableSpec, job: int) -> None:
+        with self._adopting:
+            self._unsaved = True
+            store.adopt(spec, job)
+            self.forget()
+            reach("ps.adopt_cut.before")
+            try:
+                self.persist()
+            except PsClusterError as error:  # it is repeated until it is saved
+                raise UnavailableError(str(error)) from None
+        reach("ps.adopt_cut.saved")
+
+    def _abandon(self, store: Store, request: ps_pb2.MoveRequest) -> None:
+        store.check_job(request.job)
+        with self._lock:
+            if self._under_way is not None and self._under_way.id == request.id:
+                self._under_way = None
+        held = store.directory.variables.get(request.variable)
+        for shard in held.shards.values() if held is not None else ():
+            with shard.lock:
+                shard.release()
+        if request.spec.evaluation:
+            store.delete("", evaluation=request.spec.evaluation)
+            with contextlib.suppress(PsClusterError):  # what is left of it after a restart is dropped some day
+                self._manager.save()
+
+
+def _apart_from_cut(spec: ps_pb2.VariableSpec, old: ps_pb2.VariableSpec) -> ps_pb2.VariableSpec:
+    """Return a spec with the name and the cut of another one."""
+    same = ps_pb2.VariableSpec()
+    same.CopyFrom(spec)
+    same.id, same.name, same.evaluation, same.origin, same.placement = old.id, old.name, 0, old.origin, old.placement
+    del same.splits[:], same.owners[:]
+    same.splits.extend(old.splits)
+    same.owners.extend(old.owners)
+    same.ClearField("row_order")
+    if old.HasField("row_order"):
+        same.row_order.CopyFrom(old.row_order)
+    return same
+
+
+def _blank(store: Store, held: HeldVariable, shape: tuple[int, ...], name: str) -> Array:
+    kind, _, rest = name.partition("/")
+    try:
+        if kind == "average":
+            store.directory.optimizer(int(rest))
+        elif kind != "slot":
+            raise ValueError
+        return blank_array(store, held, shape, name)
+    except (ValueError, PsClusterError):
+        raise ProtocolError(f"a new cut with an array {name[:80]!r}") from None
+    except MemoryError:
+        raise InvalidUpdateError(f"ps {store.index} has too little memory for shards of {held.spec.name!r}") from None

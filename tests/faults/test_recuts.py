@@ -1,0 +1,336 @@
+"""Variables that are cut otherwise while functions use them: nothing is lost, nothing is applied twice.
+
+Gradients are ones, so that each row of an Adagrad table depends on how often it was updated alone: expected values are
+those of plain NumPy. Each fault strikes once amid a cut, which is then done or undone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.faults.armed import Armed, armed_cluster
+from tests.faults.arming.faults import environment
+from tests.waiting import TIMEOUT
+
+from pscluster.coordinator.api import (
+    Checkpoint,
+    ClusterCoordinator,
+    EmbeddingTable,
+    FixedShardsPartitioner,
+    IndexedSlices,
+    ParameterServerStrategy,
+    ShardedVariable,
+    SynchronousStrategy,
+    Variable,
+    optimizers,
+)
+from pscluster.coordinator.moves.plan import Plan, ProposedCut
+from pscluster.core.errors import MisuseError, PsClusterError
+
+ROWS, DIM, BATCH = 4000, 4, 256
+Ids = npt.NDArray[np.int64]
+
+DEATHS = {
+    "ps.capture.after": False,
+    "ps.fill.after": False,
+    "ps.seal.saved": False,
+    "ps.adopt_cut.before": True,
+    "ps.adopt_cut.saved": True,
+}
+"""Points at which a server dies, and whether the cut is done nevertheless."""
+
+CHIEF_DEATHS = (
+    "coordinator.recut.copied",
+    "coordinator.recut.sealed",
+    "coordinator.recut.decided",
+    "coordinator.recut.adopted",
+)
+POINTS_OF_RECUTS = (*DEATHS, *CHIEF_DEATHS)
+
+
+def values_after(counts: Ids) -> npt.NDArray[np.float32]:
+    """The rows of a table that Adagrad has updated so often, by gradients of 1."""
+    total, sums = np.float32(0), [np.float32(0)]
+    for step in range(1, int(counts.max()) + 1):
+        total -= np.float32(1) / np.sqrt(np.float32(step))
+        sums.append(total)
+    return np.repeat(np.array(sums, np.float32)[counts, None], DIM, axis=1)
+
+
+class Job:
+    """Functions that train a table by rows, and count on a variable."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.table = Variable(
+                np.zeros((ROWS, DIM), np.float32), name="table", partitioner=FixedShardsPartitioner(2)
+            )
+            self.count = Variable(np.zeros((64, 2), np.int64), name="count")
+            self.adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+        self.coordinator = ClusterCoordinator(strategy)
+        self.rng = np.random.default_rng(3)
+        chances = np.arange(1, ROWS + 1) ** -1.1
+        self.chances = chances / chances.sum()
+        self.expected, self.done, self.added = np.zeros(ROWS, np.int64), 0, 0
+        table, count, adagrad = self.table, self.count, self.adagrad
+
+        def step(ids: Ids) -> tuple[int, int]:
+            assert np.isfinite(table.gather(ids)).all()
+            adagrad.apply_gradients([(IndexedSlices(np.ones((len(ids), DIM), np.float32), ids), table)])
+            count.assign_add(np.ones(count.shape, np.int64))
+            return table.num_shards, len(table.variables)
+
+        self.step = step
+
+    def schedule(self, count: int) -> list[Any]:
+        functions = []
+        for _ in range(count):
+            ids = np.unique(self.rng.choice(ROWS, BATCH, p=self.chances))
+            self.expected[ids] += 1
+            self.done += 1
+            functions.append(self.coordinator.schedule(self.step, args=(ids,)))
+        return functions
+
+    def plan(self, *cuts: ProposedCut) -> Plan:
+        return replace(self.strategy.plan("bytes"), moves=(), cuts=cuts)
+
+    def cut(self, variable: Variable, shards: int, by_rows: bool = True) -> ProposedCut:
+        return ProposedCut(variable.name, 0, 0.9, variable.num_shards, shards, by_rows)
+
+    def check(self) -> None:
+        """All functions have counted once, on every row, and nothing is left of other cuts."""
+        self.coordinator.join(TIMEOUT)
+        np.testing.assert_allclose(self.table.numpy(), values_after(self.expected), rtol=1e-5)
+        slot = self.adagrad.slot(self.table, "accumulator").numpy()
+        np.testing.assert_array_equal(slot, np.repeat(self.expected[:, None], DIM, axis=1))
+        assert set(self.count.numpy().reshape(-1).tolist()) == {self.done + self.added}
+        assert self.adagrad.iterations == self.done
+        assert self.strategy.lost_updates() == {}
+        held = sum(reply.variables for reply in self.strategy.client.statuses())
+        assert held == sum(variable.num_shards for variable in self.strategy.variables)
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Armed]:
+    """Two servers with logs and two workers; whatever dies is restarted."""
+    with armed_cluster(tmp_path_factory.mktemp("recuts"), 2, 2, durability="log", revive=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def job(armed: Armed) -> Iterator[Job]:
+    with ParameterServerStrategy(armed.cluster, ps_timeout=TIMEOUT) as strategy:
+        yield Job(strategy)
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_is_made_live_while_training(job: Job, tmp_path: Path) -> None:
+    """Skewed ids on ranges of rows: then no server carries more than 1.3 times the mean, and values are exact.
+
+    Functions are scheduled throughout, and another thread of the script updates what is being cut.
+    """
+    strategy, table, count, added = job.strategy, job.table, job.count, 0
+    job.schedule(60)
+    job.coordinator.join(TIMEOUT)
+    plan = strategy.plan()
+    assert plan.peak > 1.3
+    assert [(cut.variable, cut.proposed, cut.by_rows) for cut in plan.cuts] == [("table", 16, True)]
+    Checkpoint(strategy).write(str(tmp_path / "before"))
+    before, slot = table.numpy(), job.adagrad.slot(table, "accumulator")
+    assert type(count) is Variable
+    with ExitStack() as stack:
+        over, more = threading.Event(), threading.Event()
+
+        def add() -> None:
+            nonlocal added
+            while not over.is_set():
+                count.scatter_add(IndexedSlices(np.ones((len(count), 2), np.int64), np.arange(len(count))))
+                added += 1
+                more.set()
+
+        adding = threading.Thread(target=add)
+        adding.start()
+        stack.callback(adding.join)
+        stack.callback(over.set)
+        first = job.schedule(40)
+        applied = strategy.apply(replace(plan, cuts=(*plan.cuts, job.cut(count, 4, by_rows=False))))
+        last = job.schedule(40)
+        more.clear()
+        assert more.wait(TIMEOUT)
+    job.added = added
+    assert [(cut.variable, cut.before, cut.num_shards, cut.row_order) for cut in applied.cuts] == [
+        ("table", 2, 16, "hash"),
+        ("count", 1, 4, ""),
+    ]
+    assert applied.cuts[0].nbytes == 2 * ROWS * DIM * 4, "values, and a slot"
+    assert applied.left == ()
+    assert str(applied).startswith("table: cut by hash into 16 shards instead of 2, 128,000 bytes in ")
+    job.check()
+    assert {function.fetch() for function in first} <= {(2, 2), (16, 16)}
+    assert {function.fetch() for function in last} == {(16, 16)}
+    assert isinstance(count, ShardedVariable)
+    assert [shard.shape for shard in count.variables] == [(16, 2)] * 4
+    np.testing.assert_array_equal(slot.numpy(), np.repeat(job.expected[:, None], DIM, axis=1))
+
+    then = strategy.client.statuses()
+    job.schedule(60)
+    job.coordinator.join(TIMEOUT)
+    moved = [
+        now.bytes_in + now.bytes_out - before.bytes_in - before.bytes_out
+        for now, before in zip(strategy.client.statuses(), then, strict=True)
+    ]
+    assert max(moved) <= 1.3 * np.mean(moved)
+    assert strategy.plan().peak <= 1.3
+    with pytest.raises(MisuseError, match="the plan no longer fits: variable 'table' has 16 shards by now, not 2"):
+        strategy.apply(plan)
+    # Checkpoints are restored from one cut into the other.
+    Checkpoint(strategy).write(str(tmp_path / "after"))
+    Checkpoint(strategy).read(str(tmp_path / "before"))
+    np.testing.assert_array_equal(table.numpy(), before)
+    Checkpoint(strategy).read(str(tmp_path / "after"))
+    job.check()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", DEATHS)
+def test_a_server_dies_amid_a_cut(armed: Armed, job: Job, point: str) -> None:
+    """It is restarted, and has what it should; the cut is done, or can be made again."""
+    armed.arm(f"ps/{point}=kill@1")
+    job.schedule(20)
+    shards = job.table.num_shards
+    plan = job.plan(job.cut(job.table, shards + 2))
+    if not DEATHS[point]:
+        with pytest.raises(PsClusterError, match="variable 'table' is cut as before"):
+            job.strategy.apply(plan)
+        assert job.table.num_shards == shards
+        job.check()
+    job.strategy.apply(plan)
+    armed.until_struck(f"ps/{point}=kill@1", calls=False)
+    assert job.table.num_shards == shards + 2
+    job.schedule(20)
+    job.check()
+
+
+@pytest.mark.timeout(120)
+def test_all_die_after_a_cut(armed: Armed, job: Job) -> None:
+    """Workers take up the cut that there is then, and servers have saved it."""
+    job.schedule(20)
+    armed.cluster.kill("worker", 0, signal.SIGKILL)
+    job.strategy.apply(job.plan(job.cut(job.table, job.table.num_shards + 1)))
+    for index in range(2):
+        armed.cluster.kill("ps", index, signal.SIGKILL)
+    job.schedule(20)
+    job.check()
+    (gone,) = [variable for variable in job.strategy.variables if variable.name == "count"]
+    shard, target = job.table.variables[0], 1 - job.table.owners[0]
+    assert job.strategy.move_shard(shard, target) is not None, "its shards move as any others"
+    job.schedule(20)
+    job.check()
+    assert gone is job.count
+
+
+@pytest.mark.timeout(60)
+def test_what_is_not_cut_while_the_job_lives(armed: Armed, job: Job) -> None:
+    """The report names each variable, and why."""
+    job.strategy.close()
+    with ParameterServerStrategy(armed.cluster, ps_timeout=TIMEOUT) as strategy:
+        with strategy.scope():
+            plain = Variable(np.zeros((8, 2), np.float32), name="plain")
+            encoded = Variable(np.zeros((8, 2), np.float32), name="encoded", wire_dtype="bfloat16")
+            table = EmbeddingTable(4, name="rows", num_shards=2)
+            parts = [Variable(np.zeros((4, 2), np.float32), name=f"part-{index}") for index in range(2)]
+            joined = ShardedVariable(parts)
+        plan = replace(
+            strategy.plan("bytes"),
+            moves=(),
+            cuts=tuple(
+                ProposedCut(each.name, 0, 0.9, each.num_shards, 4, True) for each in (plain, encoded, table, parts[0])
+            ),
+        )
+        applied = strategy.apply(plan)
+        assert [cut.variable for cut in applied.cuts] == ["plain"]
+        reasons = dict(applied.left)
+        assert reasons.keys() == {"encoded", "rows", "part-0"}
+        assert "wire_dtype" in reasons["encoded"]
+        assert "EmbeddingTable" in reasons["rows"]
+        assert "joined" in reasons["part-0"]
+        assert "rows: not cut otherwise, since it is an EmbeddingTable" in str(applied)
+        assert joined.numpy().shape == (8, 2)
+        assert strategy.rebalance() == []
+    with SynchronousStrategy(armed.cluster, ps_timeout=TIMEOUT) as together:
+        with together.scope():
+            Variable(np.zeros((8, 2), np.float32), name="plain")
+        applied = together.apply(replace(plan, cuts=plan.cuts[:1], before=(0.0, 0.0), after=(0.0, 0.0)))
+        assert applied.left[0][0] == "plain"
+        assert "replicas step together" in applied.left[0][1]
+
+
+SCRIPT = """
+    import sys
+    from dataclasses import replace
+    import numpy as np
+    from pscluster.coordinator import (
+        ClusterCoordinator, FixedShardsPartitioner, ParameterServerStrategy, TFConfigClusterResolver, Variable,
+        optimizers,
+    )
+    from pscluster.coordinator.moves.plan import ProposedCut
+    from tests.faults.steps import note
+
+    strategy = ParameterServerStrategy(TFConfigClusterResolver(), FixedShardsPartitioner(2))
+    with strategy.scope():
+        trained = Variable(np.zeros((32, 2), np.float32), name="trained")
+        adagrad = optimizers.Adagrad(1.0, initial_accumulator_value=0.0, name="adagrad")
+    coordinator = ClusterCoordinator(strategy)
+
+    def step():
+        adagrad.apply_gradients([(np.ones((32, 2), np.float32), trained)])
+
+    for done in range(strategy.progress.get("done", 0), 8):
+        if trained.num_shards < 2 + done:
+            cut = ProposedCut("trained", 0, 0.9, trained.num_shards, 2 + done, done % 2 == 1)
+            strategy.apply(replace(strategy.plan(), moves=(), cuts=(cut,)))
+        if done:
+            coordinator.schedule(step, key=f"step {done}").fetch()  # once more, after the cut: it changes nothing
+        coordinator.schedule(step, key=f"step {done + 1}").fetch()
+        strategy.save_progress(done=done + 1)
+    expected = -np.sum(1 / np.sqrt(np.arange(1, 9)))
+    np.testing.assert_allclose(trained.numpy(), np.full((32, 2), expected), rtol=1e-5)
+    held = sum(each.variables for each in strategy.client.statuses())
+    note(sys.argv[1], "result", f"{adagrad.iterations} {trained.num_shards} {held}")
+"""
+
+
+@pytest.mark.timeout(180)
+def test_the_coordinator_dies_amid_cuts(armed: Armed, job: Job, tmp_path: Path) -> None:
+    """At each point, once: the script that goes on finds the variable cut as before, or otherwise, and whole."""
+    job.strategy.close()
+    faults = [f"chief/{point}=kill@2" for point in CHIEF_DEATHS]
+    armed.arm(*faults)
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    cluster = armed.cluster
+    env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
+    env |= environment(armed.folder)
+    command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
+    codes: list[int] = []
+    while not codes or codes[-1] == -signal.SIGKILL:
+        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path)]
+        codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
+        assert len(codes) < 3 + len(faults), codes
+    assert codes == [-signal.SIGKILL] * len(faults) + [0]
+    armed.until_struck(*faults, calls=False)
+    assert (tmp_path / "result").read_text() == "8 9 9"
