@@ -21,6 +21,7 @@ from pscluster.worker.data.files.inference import make_csv, make_json
 from pscluster.worker.data.files.line_files import LineBlocks, Text
 from pscluster.worker.data.files.opening import Paths, find_files
 from pscluster.worker.data.files.parquet import ParquetBlocks
+from pscluster.worker.data.files.partitions import partitions_of
 from pscluster.worker.data.files.ranges import ArrowFiles, HuggingFaceRows, NpyFiles, Together
 from pscluster.worker.data.files.tars import TarFiles
 from pscluster.worker.data.sources import Blocks, Ranges, map_leaves
@@ -38,6 +39,7 @@ def parquet(
     filters: Any = None,
     fill_nulls: Any = None,
     block_rows: int = BLOCK_ROWS,
+    hive_partitioning: bool = False,
 ) -> Blocks:
     """Read Parquet files by row group. Here their footers are read.
 
@@ -50,6 +52,8 @@ def parquet(
         block_rows: how many rows a block has: as many row groups as hold that many. A larger row group makes up to
             four blocks; each worker that reads one of them must decode it whole, so write files with row groups of
             about this size.
+        hive_partitioning: the names of folders such as `year=2024` are columns, too: whole numbers if all files have
+            such, else texts. Files whose folders do not match the filters are not read.
 
     Raises:
         FileNotFoundError: no file matches.
@@ -58,7 +62,9 @@ def parquet(
         MisuseError: pyarrow is not installed (`pip install 'pscluster[parquet]'`).
     """
     rows = checks.whole("block_rows", block_rows, at_least=1)
-    return ParquetBlocks(find_files(paths), _names("columns", columns), filters, _fills(fill_nulls), rows)
+    files = find_files(paths)
+    partitions = partitions_of(files) if checks.flag("hive_partitioning", hive_partitioning) else None
+    return ParquetBlocks(files, _names("columns", columns), filters, _fills(fill_nulls), rows, partitions)
 
 
 def csv(

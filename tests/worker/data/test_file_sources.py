@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -134,6 +135,48 @@ def test_filters(folder: Path) -> None:
     assert list(read(source)[0]) == ["word"]
     expression = sources.parquet("a.parquet", filters=(pc.field("number") == 7) | (pc.field("half") == 400))
     assert column(read(expression, batch=64)) == [7, 800]
+
+
+def test_partitions_in_the_names_of_folders(folder: Path) -> None:
+    """They are columns, of numbers or texts; of filtered ones the files that can't match are not read."""
+    for year, shop in itertools.product((2023, 2024), ("a b", "7")):
+        path = folder / f"year={year}" / f"shop={shop.replace(' ', '%20')}"
+        path.mkdir(parents=True)
+        write(path / "x.parquet", table(200, year), row_group_size=60)
+    pattern = "year=*/*/*.parquet"
+    (first, *_) = found = read(sources.parquet(pattern, hive_partitioning=True, block_rows=100), batch=64, seed=1)
+    assert list(first) == ["number", "half", "word", "year", "shop"]
+    assert first["year"].dtype == np.int64
+    assert sorted(zip(column(found, "year"), column(found, "shop"), column(found), strict=True)) == [
+        (year, shop, year + n) for year in (2023, 2024) for shop in ("7", "a b") for n in range(200)
+    ]
+    for path in folder.glob("year=2023/*/*"):
+        content = bytearray(path.read_bytes())
+        content[4:200] = bytes(196)  # its footer is read, and nothing else of it
+        path.write_bytes(content)
+    filters = [("year", ">", 2023), ("shop", "==", "7"), ("number", "<", 2074)]
+    source = sources.parquet(pattern, hive_partitioning=True, columns=["shop", "number"], filters=filters)
+    assert len(source) == 1
+    (batch,) = read(source, batch=100)
+    assert list(batch) == ["shop", "number"]
+    assert (batch["number"].tolist(), set(batch["shop"])) == (list(range(2024, 2074)), {"7"})
+    assert "year" not in read(sources.parquet("year=2024/*/*.parquet"))[0]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"paths": pattern, "columns": ["year"]}, "are all in the names of folders: add one that is in the files"),
+        (
+            {"paths": [pattern, "z/*"]},
+            "z/x.parquet' is in folders that name nothing, and .* in ones that name 'year', ",
+        ),
+        ({"paths": "z/*"}, "hive_partitioning=True, and '.*x.parquet' is in no folder such as 'year=2024'"),
+        ({"paths": "number=3/*"}, "the column 'number' is in '.*', and in the names of its folders: rename one"),
+        ({"paths": pattern, "filters": [("month", ">", 3)]}, r"don't fit .*, with columns .* 'word', 'year', 'shop'"),
+    ]
+    for name in ("z", "number=3"):
+        (folder / name).mkdir()
+        write(folder / name / "x.parquet", table(5))
+    for options, said in refused:
+        with pytest.raises(ValueError, match=said):
+            sources.parquet(**options, hive_partitioning=True)
 
 
 def test_types(folder: Path) -> None:

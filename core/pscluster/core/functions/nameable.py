@@ -74,6 +74,7 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.data.files.line_tables": ("Csv", "JsonLines"),
     "pscluster.worker.data.files.opening": ("DataFile",),
     "pscluster.worker.data.files.parquet": ("ParquetBlocks",),
+    "pscluster.worker.data.files.partitions": ("Partitions",),
     "pscluster.worker.data.files.ranges": ("NpyFiles", "Together", "ArrowFiles", "HuggingFaceRows"),
     "pscluster.worker.data.files.tars": ("TarFiles",),
     "pscluster.worker.data.sources": ("MappedArray", "Arrays", "Examples", "Ranges", "Made", "Files"),

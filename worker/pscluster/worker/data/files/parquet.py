@@ -20,6 +20,7 @@ import numpy as np
 
 from pscluster.worker.data.files.columns import arrays_of, check_names, check_schema, need_arrow
 from pscluster.worker.data.files.opening import DataFile, Opener, of_each
+from pscluster.worker.data.files.partitions import Partitions
 from pscluster.worker.data.sources import Blocks, Numbers, cut, size_of
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class ParquetBlocks(Blocks):
             without any that may match, by their statistics, are not read.
         fills: values in place of nulls, by column; under "" that of all others.
         block_rows: see the module's docstring.
+        partitions: columns that are not in the files, but in the names of their folders.
 
     Raises:
         MisuseError: there is no pyarrow.
@@ -48,6 +50,7 @@ class ParquetBlocks(Blocks):
     """
 
     files: list[DataFile]
+    partitions: Partitions
     columns: list[str]
     filters: Any
     fills: dict[str, Any]
@@ -62,21 +65,29 @@ class ParquetBlocks(Blocks):
         filters: Any,
         fills: Mapping[str, Any],
         block_rows: int,
+        partitions: Partitions | None = None,
     ) -> None:
         self.files, self.filters, self.fills = list(files), filters, dict(fills)
+        self.partitions = partitions or Partitions([], [[] for _ in self.files])
         footers = of_each(self._footer, self.files)
         first = footers[0].schema.to_arrow_schema()
         where = repr(self.files[0].path)
-        self.columns = list(first.names if columns is None else columns)
-        check_names(self.columns, first.names, where)
-        check_names([name for name in self.fills if name], self.columns, "the selection of fill_nulls=")
-        schema = _selected(first, self.columns)
+        for name in self.partitions.names:
+            if name in first.names:
+                raise ValueError(f"the column {name!r} is in {where}, and in the names of its folders: rename one")
+        names = [*first.names, *self.partitions.names]
+        self.columns = list(names if columns is None else columns)
+        check_names(self.columns, names, where)
+        if not self._own_columns:
+            raise ValueError(f"columns={self.columns} are all in the names of folders: add one that is in the files")
+        check_names([name for name in self.fills if name], self._own_columns, "the selection of fill_nulls=")
+        schema = _selected(first, self._own_columns)
         check_schema(schema, where)
         for file, footer in zip(self.files[1:], footers[1:], strict=True):
             own = footer.schema.to_arrow_schema()
-            check_names(self.columns, own.names, repr(file.path))
-            _check_types(_selected(own, self.columns), schema, file, where)
-        groups = [self._matching(file, footer) for file, footer in zip(self.files, footers, strict=True)]
+            check_names(self._own_columns, own.names, repr(file.path))
+            _check_types(_selected(own, self._own_columns), schema, file, where)
+        groups = [self._matching(index, footer) for index, footer in enumerate(footers)]
         blocks = [
             (index, *block)
             for index, (footer, chosen) in enumerate(zip(footers, groups, strict=True))
@@ -131,11 +142,19 @@ class ParquetBlocks(Blocks):
             self._kept[:] = (None, None)  # freed first
             table = self._read(file_index, first, after)
             columns = arrays_of(table, self.fills, repr(file.path), None if self.filters is not None else before)
+            if self.partitions.names:
+                columns |= self.partitions.columns_of(file_index, size_of(columns))
+                columns = {name: columns[name] for name in self.columns}
         if stop - start == rows:
             return columns
         self._kept[:] = (file_index, first), columns
         matching = size_of(columns)  # fewer, if there are filters: each block has its share of them
         return cut(columns, matching * start // rows, matching * stop // rows)
+
+    @cached_property
+    def _own_columns(self) -> list[str]:
+        """The columns to read that are in the files."""
+        return [name for name in self.columns if name not in self.partitions.names]
 
     # What is open
 
@@ -183,11 +202,13 @@ class ParquetBlocks(Blocks):
         file = self.files[file_index]
         try:
             if self.filters is None:
-                return self._file(file_index).read_row_groups(range(first, after), self.columns).select(self.columns)
+                own = self._own_columns
+                return self._file(file_index).read_row_groups(range(first, after), own).select(own)
             with self._opener.open(file) as opened:
-                fragment = need_arrow("pyarrow.dataset").ParquetFileFormat().make_fragment(opened)
+                fragment = self._fragment(opened, file_index)
+                schema = self.partitions.schema_with(fragment.physical_schema)
                 chosen = fragment.subset(row_group_ids=range(first, after))
-                return chosen.to_table(columns=self.columns, filter=self._expression)
+                return chosen.to_table(schema=schema, columns=self._own_columns, filter=self._expression)
         except (need_arrow().ArrowException, OSError) as error:
             groups = f"row group {first}" if after == first + 1 else f"row groups {first} to {after - 1}"
             raise ValueError(f"{groups} of {file.path!r} can't be decoded: {error}") from None
@@ -201,17 +222,23 @@ class ParquetBlocks(Blocks):
             except arrow.ArrowException as error:
                 raise _not_parquet(file, error) from None
 
-    def _matching(self, file: DataFile, footer: Any) -> list[int]:
+    def _fragment(self, opened: Any, file_index: int) -> Any:
+        """Return an open file as pyarrow filters it."""
+        guarantee = self.partitions.expression_of(file_index)
+        return need_arrow("pyarrow.dataset").ParquetFileFormat().make_fragment(opened, None, guarantee)
+
+    def _matching(self, file_index: int, footer: Any) -> list[int]:
         """Return the row groups that may have matching rows."""
         if self.filters is None:
             return list(range(footer.num_row_groups))
-        arrow, datasets = need_arrow(), need_arrow("pyarrow.dataset")
+        arrow, file = need_arrow(), self.files[file_index]
         with self._opener.open(file) as opened:
-            fragment = datasets.ParquetFileFormat().make_fragment(opened)
+            fragment = self._fragment(opened, file_index)
             try:
-                return [group.id for group in fragment.subset(self._expression, fragment.physical_schema).row_groups]
+                schema = self.partitions.schema_with(fragment.physical_schema)
+                return [group.id for group in fragment.subset(self._expression, schema).row_groups]
             except (arrow.ArrowException, TypeError) as error:
-                names = ", ".join(map(repr, footer.schema.to_arrow_schema().names))
+                names = ", ".join(map(repr, [*footer.schema.to_arrow_schema().names, *self.partitions.names]))
                 raise ValueError(
                     f"the filters {self.filters!s:.200} don't fit {file.path!r}, with columns {names:.500}: {error}"
                 ) from None
