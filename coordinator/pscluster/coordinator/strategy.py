@@ -348,8 +348,8 @@ class ParameterServerStrategy(Strategy):
         docs/guarantees.md says what holds.
 
         Returns:
-            What was moved and cut; and which variables were not cut, and why: an `EmbeddingTable`, a variable with
-            `wire_dtype` or `push_top_k`, one that was joined with others, and in a `SynchronousStrategy` any.
+            What was moved and cut; and which variables were not cut, and why: an `EmbeddingTable`, a variable that was
+            joined with others, and in a `SynchronousStrategy` any.
 
         Raises:
             MisuseError: the plan no longer fits: a variable was deleted or cut otherwise, a shard is elsewhere by now,

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import Partition
+from pscluster.core.row_orders import RowOrder
+from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.residuals import Push, Residuals
 from pscluster.ps.client.row_places import ById
 from pscluster.ps.client.shard_update import Encoding, ShardUpdate
@@ -228,6 +230,48 @@ def test_a_value_that_the_type_cannot_hold(update: ShardUpdate, message: str) ->
     _, again = residuals.encode(good, 0)
     assert again.taken is not None
     assert again.taken.tobytes() == push.lost.tobytes()
+
+
+CUTS = [
+    Partition.even((ROWS, WIDTH), [3, 2]),
+    Partition.even((ROWS, WIDTH), [4, 1]),
+    Partition((ROWS, WIDTH), ((6, 11, ROWS), (WIDTH,)), RowOrder("modulo")),
+    Partition((ROWS, WIDTH), ((4, 8, 12, ROWS), (WIDTH,)), RowOrder("hash", 3)),
+]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old in CUTS for new in CUTS[1:] if old is not new])
+def test_they_stay_with_their_rows(old: Partition, new: Partition, dense: bool) -> None:
+    """When a variable is cut otherwise, its new shards have exactly what the old ones had."""
+    random, residuals = np.random.default_rng(1), Residuals(1 << 20, metrics := ClientMetrics(1))
+
+    def push(partition: Partition, variable: int, whole: Any) -> tuple[Any, Any]:
+        """Push some rows of a gradient, or all; return what was taken, and what was lost, with zeros elsewhere."""
+        taken, lost = np.zeros((2, ROWS, WIDTH), np.float32)
+        for shard, block in enumerate(partition.blocks):
+            ids = None if dense else np.arange(0, block.shape[0], 1 + (variable == 1))
+            values = whole[partition.index(shard)]
+            update = gradient("int8", values if ids is None else values[ids], ids, shard=shard, shape=block.shape)
+            update.item.variable = variable
+            _, under_way = residuals.encode(update, 0)
+            rows = np.arange(block.shape[0]) if ids is None else ids
+            for out, amounts in ((taken, under_way.taken), (lost, under_way.lost)):
+                if amounts is not None:
+                    part = np.zeros(block.shape, np.float32)
+                    part[rows] = amounts.reshape(len(rows), -1)
+                    out[partition.index(shard)] = part
+            residuals.acknowledge(under_way)
+        return taken, lost
+
+    _, kept = push(old, 1, random.normal(size=(ROWS, WIDTH)).astype(np.float32))
+    count, nbytes = metrics.residual_rows, metrics.residual_bytes
+    residuals.recut(Cut(1, old, (0,) * old.num_shards), Cut(2, new, (0,) * new.num_shards))
+    if not dense and old.num_shards == len(old.ends[0]):
+        assert (metrics.residual_rows, metrics.residual_bytes) == (count, nbytes)
+    taken, _ = push(new, 2, np.zeros((ROWS, WIDTH), np.float32))
+    assert np.abs(kept).max() > 0
+    np.testing.assert_array_equal(taken, kept)
 
 
 def test_infinity_leaves_nothing() -> None:

@@ -14,6 +14,7 @@ from pscluster.coordinator.moves.balance import PlacedShard
 from pscluster.coordinator.moves.mover import HOLD_SECONDS, held
 from pscluster.coordinator.moves.plan import ProposedCut
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, pieces, remembered
+from pscluster.coordinator.variables.encodings import check_shards
 from pscluster.coordinator.variables.partitioners import (
     FixedShardsPartitioner,
     HashPartitioner,
@@ -87,11 +88,6 @@ class Recutter:
             return "it is an EmbeddingTable: make it with more shards"
         if self._synchronous:
             return "replicas step together, on copies of it: give it another partitioner in the script"
-        if spec.wire_dtype or spec.push_top_k:
-            return (
-                "it has wire_dtype or push_top_k, and workers hold back what was not pushed of each shard: give it "
-                "another partitioner in the script"
-            )
         if known is not None and known.joined:
             return "it is one of several variables that were joined as shards of one"
         return ""
@@ -130,6 +126,7 @@ class Recutter:
         if len(old.owners) != cut.num_shards:
             raise MisuseError(f"variable {old.name!r} has {len(old.owners)} shards by now, not {cut.num_shards}")
         partition = partition_for(_partitioner_of(cut, old), tuple(old.shape), dtype_named(old.dtype), old.name)
+        check_shards(partition, old.push_top_k, old.name)
         others, load = [0.0] * client.num_servers, 0.0
         for shard in loads:
             if shard.variable == old.name:

@@ -85,6 +85,7 @@ class PsClient:
         self.placements = Placements(self.moved_variables, self.exchanges.begin, retry_seconds)
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)
+        self.placements.on_recut = self.updater.recut
         self.read, self.read_planned, self.read_both = reader.read, reader.read_planned, reader.read_both
         self.update = self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout

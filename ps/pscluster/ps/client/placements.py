@@ -45,6 +45,8 @@ class Placements:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # by variable: placement, owners
         self._cuts: weakref.WeakValueDictionary[int, SharedCut] = weakref.WeakValueDictionary()  # by origin
+        self.on_recut: Callable[[Cut, Cut], None] = lambda _old, _new: None
+        """Called before handles of a variable go on with a new cut."""
         self.changes = 0
         """How often something was learned. What was planned before may ask the wrong servers."""
 
@@ -73,7 +75,9 @@ class Placements:
                     news = True
                 cut = self._cuts.get(origin_of(spec))
                 if cut is not None and spec.id > cut.now.id:
-                    cut.change(Cut.of(spec))
+                    old, new = cut.now, Cut.of(spec)
+                    self.on_recut(old, new)
+                    cut.change(new)
                     news = True
             self.changes += news
         return news

@@ -10,6 +10,8 @@ al. 2018). What this client has pushed and what it keeps always add up to the gr
 A push is encoded once, so whatever repeats it sends the same bytes; it is acknowledged or fails once. Pushes on several
 threads take what there is and leave what they have lost, in any order.
 
+A variable that is cut otherwise keeps them: each goes with its row, or its element, to the new shards.
+
 Residuals are this process's, of one incarnation, and of one term: a restored checkpoint, which opens another term,
 drops them. They take memory up to a limit, beyond which those of the rows that were pushed longest ago are dropped, an
 eighth of the limit at a time. The residual of a dense gradient counts as that of one row.
@@ -28,7 +30,9 @@ import numpy.typing as npt
 
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError
+from pscluster.core.geometry import split_rows
 from pscluster.core.transport.frames import view
+from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlaces
 from pscluster.ps.client.shard_update import ShardUpdate
 from pscluster.ps.request_metrics import ClientMetrics
@@ -65,6 +69,19 @@ class _Rows:
     @property
     def used(self) -> npt.NDArray[np.int64]:
         return self._used[: self.count]
+
+    @property
+    def ids(self) -> Ids:
+        return self._ids[: self.count]
+
+    @property
+    def values(self) -> Floats:
+        return self._values[: self.count]
+
+    def put(self, ids: Ids, values: Floats, used: npt.NDArray[np.int64]) -> None:
+        """Add to the residuals of these distinct rows, as last used then."""
+        self.add(ids, values, 0)
+        self._used[self._at(ids) - 1] = used
 
     def take(self, ids: RowIds) -> Floats | None:
         """Return the residuals of these rows, distinct ones, which then are 0; None if no row has any."""
@@ -202,6 +219,45 @@ class Residuals:
         if push.taken is not None:
             self._end(push, push.taken)
 
+    def recut(self, old: Cut, new: Cut) -> None:
+        """Give what is kept of a variable to its new shards, which have whole rows. No push of it is under way."""
+        with self._lock:
+            known = {key: rows for key, rows in self._rows.items() if key[0] == old.id}
+            for (_, shard, dense), rows in known.items():
+                del self._rows[old.id, shard, dense]
+                ids, used = rows.ids, rows.used
+                if not len(ids):
+                    continue
+                block = old.partition.block(shard)
+                if dense:
+                    whole: Floats = np.zeros(old.partition.shape, np.float32)
+                    whole[old.partition.index(shard)] = rows.values.reshape(block.shape)
+                    for target in range(new.partition.num_shards):
+                        values = whole[new.partition.index(target)].reshape(1, -1)
+                        if values.any():
+                            key = new.id, target, True
+                            self._rows_of(key, rows.name, ByNumber(1), values.shape[1]).put(_ONE_ROW, values, used)
+                    continue
+                whole = np.zeros((len(ids), *old.partition.shape[1:]), np.float32)
+                whole[(slice(None), *old.partition.columns(shard))] = rows.values.reshape(len(ids), *block.shape[1:])
+                width = math.prod(whole.shape[1:])
+                split = split_rows(new.partition, old.partition.row_ids(shard)[ids])
+                for target, (positions, local_ids) in enumerate(split):
+                    if len(positions):
+                        places = ByNumber(new.partition.block(target).shape[0])
+                        there = self._rows_of((new.id, target, False), rows.name, places, width)
+                        there.put(local_ids, whole[positions].reshape(len(positions), width), used[positions])
+            self._used = sum(rows.count * rows.row_bytes for rows in self._rows.values())
+            self._count(0)
+
+    def _rows_of(
+        self, key: tuple[int, int, bool], name: str, places: RowPlaces, width: int, id_bytes: int = 0
+    ) -> _Rows:
+        known = self._rows.get(key)
+        if known is None:
+            known = self._rows[key] = _Rows(name, places, width, id_bytes)
+        return known
+
     def _take(self, update: ShardUpdate, ids: RowIds, width: int, term: int) -> tuple[_Rows, Floats | None]:
         assert update.encoding is not None
         key = update.item.variable, update.item.shard, update.ids is None
@@ -210,14 +266,11 @@ class Residuals:
                 self._rows.clear()
                 self._term, self._used = term, 0
                 self._count(0)
-            rows = self._rows.get(key)
-            if rows is None:
-                places: RowPlaces
-                if update.ids is not None and update.encoding.partition is None:
-                    places = ById()
-                else:
-                    places = ByNumber(1 if update.ids is None else update.encoding.shape[0])
-                rows = self._rows[key] = _Rows(update.name, places, width, update.encoding.id_bytes)
+            if update.ids is None or update.encoding.partition is not None:
+                places: RowPlaces = ByNumber(1 if update.ids is None else update.encoding.shape[0])
+            else:
+                places = ById()
+            rows = self._rows_of(key, update.name, places, width, update.encoding.id_bytes)
             return rows, rows.take(ids) if term == self._term else None
 
     def _end(self, push: Push, values: Floats) -> None:

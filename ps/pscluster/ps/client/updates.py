@@ -14,6 +14,7 @@ from pscluster.core.context import FunctionContext, in_background
 from pscluster.core.errors import MisuseError, StaleError
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, padded, view
+from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.exchanges import Exchanges
 from pscluster.ps.client.overlap import StepOverlap
 from pscluster.ps.client.placements import Placements
@@ -46,6 +47,10 @@ class Updater:
         self._open: set[int] = set()  # sequence numbers not answered yet
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}  # by shard: boot id of its server, and updates
         self._residuals = Residuals(limit_bytes(), metrics)
+
+    def recut(self, old: Cut, new: Cut) -> None:
+        """Go on with the residuals of a variable that is cut otherwise."""
+        self._residuals.recut(old, new)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         """Apply every update once, however often it is sent. Return when all servers have acknowledged.
