@@ -6,6 +6,7 @@ requests and answers get lost, servers die and return with what they have saved,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import pytest
 from tests.conftest import SEARCH
 
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, remembered, unfinished
-from pscluster.core.errors import PsClusterError, StaleError, UnavailableError
+from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.row_orders import RANGE
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.recuts import Recuts
@@ -236,7 +237,7 @@ def test_every_pair_of_failures(first: str) -> None:
     for at in range(REQUESTS):
         check({at: first})
         pairs = list(itertools.product(range(at + 1, REQUESTS + 2), EVENTS))
-        for later, second in pairs if SEARCH else pairs[at % 7 :: 7]:
+        for later, second in pairs if SEARCH > 1 else pairs[(at + 3 * EVENTS.index(first)) % 31 :: 31]:
             check({at: first, later: second})
 
 
@@ -263,6 +264,49 @@ def test_a_server_that_has_lost_the_new_shards_is_refused() -> None:
     made.CopyFrom(again)
     made.evaluation = 9
     assert unfinished([[again], [made, FINAL]]) == [(1, again)]
+
+
+def changed(**fields: Any) -> ps_pb2.VariableSpec:
+    """The spec of the new shards with other fields."""
+    spec = ps_pb2.VariableSpec()
+    spec.CopyFrom(MADE)
+    for name, value in fields.items():
+        setattr(spec, name, value)
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("about", "error", "sentence"),
+    [
+        ({"action": MOVE.MAKE, "variable": 3, "spec": MADE}, StaleError, "no variable 3 that could be cut"),
+        ({"action": MOVE.MAKE, "spec": changed(name="other")}, ProtocolError, "without a number or a reserved name"),
+        ({"action": MOVE.MAKE, "spec": changed(evaluation=0)}, ProtocolError, "without a number or a reserved name"),
+        ({"action": MOVE.MAKE, "spec": changed(id=1)}, ProtocolError, "without a number or a reserved name"),
+        ({"action": MOVE.MAKE, "spec": changed(dtype="int32")}, ProtocolError, "makes another variable of it"),
+        ({"action": MOVE.FILL, "arrays": ["value"], "start": ROWS}, ProtocolError, "8 bytes from element 4 of a shard"),
+        ({"action": MOVE.FILL, "arrays": ["slot/3/m"]}, ProtocolError, "with an array 'slot/3/m'"),
+        ({"action": MOVE.FILL, "arrays": []}, ProtocolError, "with an array ''"),
+        ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(traffic=-1.0)}, ProtocolError, "a traffic of -1.0 bytes"),
+        ({"action": MOVE.SETTLE, "state": ps_pb2.ShardState(term=3)}, StaleError, "not in one term"),
+        ({"action": MOVE.SEAL, "id": 8}, StaleError, "ps 0 has nothing of this new cut"),
+        ({"action": MOVE.ADOPT, "spec": changed(id=7)}, StaleError, "ps 0 lacks the shards of"),
+        ({"action": MOVE.ADOPT, "spec": OLD}, None, ""),
+        ({"action": MOVE.ADOPT, "spec": changed(dtype="int32")}, ProtocolError, "is another one"),
+        ({"action": MOVE.RESIZE}, ProtocolError, "action 12 of a new cut"),
+        ({"action": MOVE.SEAL, "job": 1}, StaleError, "ps 0 serves another job"),
+    ],
+)
+def test_what_a_server_refuses(about: dict[str, Any], error: type[Exception] | None, sentence: str) -> None:
+    """Requests that make no sense change nothing."""
+    world = World({})
+    server = world.servers[0]
+    world.ask(0, action=MOVE.MAKE, spec=MADE)
+    fields = {"job": JOB, "id": 9, "variable": 1, "shard": 1, **about}
+    payload = memoryview(b"8 bytes!" if about["action"] == MOVE.FILL else b"")
+    with pytest.raises(error, match=sentence) if error is not None else contextlib.nullcontext():
+        server.recuts.handle(server.store, MOVE(**fields), payload)
+    np.testing.assert_array_equal(server.store.directory.variables[1].shards[0].array, [0, 1])
+    assert not server.store.directory.variables[5].shards[1].array.any()
 
 
 def test_new_shards_go_where_the_load_is_least() -> None:

@@ -164,7 +164,7 @@ class Recuts:
 
     def _fill(self, store: Store, request: ps_pb2.MoveRequest, payload: memoryview) -> None:
         held, shard = self._new_shard(store, request)
-        (name,) = request.arrays or ("",)
+        name = request.arrays[0] if len(request.arrays) == 1 else ""
         with shard.lock:
             array = shard.arrays().get(name)
             if array is None:
