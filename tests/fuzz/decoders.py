@@ -90,9 +90,9 @@ from pscluster.worker.data.prefetch import Part, Reader
 from pscluster.worker.data.sources import MappedArray
 from pscluster.worker.failures import failure_of, rebuild_error, rebuild_failure
 from pscluster.worker.programs.local import rounds
-from pscluster.worker.programs.program import ArrayType
+from pscluster.worker.programs.program import ArrayType, Numbers
 from pscluster.worker.programs.program import encode as encode_program
-from pscluster.worker.programs.reading import parse
+from pscluster.worker.programs.reading import parse, read_numbers
 from pscluster.worker.servers import ServerList
 from pscluster.worker.service import WorkerRole, WorkerService
 
@@ -943,6 +943,12 @@ def _program(data: bytes) -> None:
         assert len(array.layout.specs) == len(array.shape)
 
 
+def _numbers(data: bytes) -> None:
+    """The numbers of the arrays of a run of a program."""
+    numbers = read_numbers(data.decode(errors="replace"))
+    assert read_numbers(numbers.encoded()) == numbers
+
+
 def _program_examples() -> list[bytes]:
     names = [f"/job:worker/task:{task}/device:CPU:0" for task in range(2)]
     mesh = Mesh({"x": 2}, names)
@@ -1032,6 +1038,7 @@ def all_decoders(folder: Path) -> list[Decoder]:
         Decoder("frames", _frames_examples(), _frames),
         Decoder("packets", _packets_examples(), _packets),
         Decoder("program", _program_examples(), _program, (ProtocolError, MisuseError)),
+        Decoder("numbers", [Numbers([1, 2], [3], [4, 5], [1]).encoded().encode()], _numbers),
         Decoder("round", _round_examples(), _round),
         Decoder("session", frames, servers.session),
         Decoder("push", _push_examples(), servers.push),

@@ -19,7 +19,7 @@ FOUND = sorted((Path(__file__).parent / "found").iterdir())
 NAMES = (
     *("value", "call", "failure", "frames", "packets", "session", "push", "pull", "ps", "node", "worker", "function"),
     *("part", "handle", "index", "tensor", "manifest", "log", "token", "tf_config", "address", "position"),
-    *("exchange", "steps", "program", "round", "delta"),
+    *("exchange", "steps", "program", "numbers", "round", "delta"),
 )
 INPUTS = 150
 ALLOCATES = 16 << 20

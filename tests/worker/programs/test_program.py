@@ -10,8 +10,8 @@ import pytest
 from tests.worker.programs.support import grid, typed
 
 from pscluster.core.errors import ProtocolError
-from pscluster.worker.programs.program import Compute, Placeholder, encode
-from pscluster.worker.programs.reading import parse
+from pscluster.worker.programs.program import Compute, Numbers, Placeholder, encode
+from pscluster.worker.programs.reading import parse, read_numbers
 
 GRID = grid(1)
 A = typed(np.zeros((6, 4), np.float32), ["x", None], GRID)
@@ -173,9 +173,20 @@ def test_updates_go_together() -> None:
 
 @pytest.mark.parametrize("rubbish", ["", "[", "null", "[]", "{}", '"' * 5, "[" * 100_000, "1" * 5000, b"{}", None])
 def test_rubbish_is_refused(rubbish: Any) -> None:
-    """What is not JSON, or no program."""
+    """What is not JSON, or no program; nor the numbers of arrays that come with one."""
     with pytest.raises(ProtocolError):
         parse(rubbish)
+    with pytest.raises(ProtocolError, match="four lists of numbers"):
+        read_numbers(rubbish)
+
+
+def test_the_numbers_of_a_run_are_read() -> None:
+    """As they were written; anything but four lists of whole numbers is refused."""
+    numbers = Numbers([1, 2], [3], [4, 5], [1])
+    assert read_numbers(numbers.encoded()) == numbers
+    for rubbish in ("[[],[],[]]", "[[],[],[],{}]", "[[1.5],[],[],[]]", "[[true],[],[],[]]", "[[[1]],[],[],[]]"):
+        with pytest.raises(ProtocolError, match="four lists of numbers"):
+            read_numbers(rubbish)
 
 
 def test_arguments_nested_deep_are_refused() -> None:
