@@ -10,6 +10,7 @@ from tests.worker.programs.support import Tasks, grid, typed, whole
 
 from pscluster.core.errors import ProtocolError, TensorLostError
 from pscluster.core.layouts.layout import Layout
+from pscluster.worker.programs import moves
 from pscluster.worker.programs.exchange import OneProcess
 from pscluster.worker.programs.interpreter import run
 from pscluster.worker.programs.program import ArrayType, Numbers, encode
@@ -41,6 +42,21 @@ def test_arrays_move_between_all_layouts(tasks: int) -> None:
             for nth, register in enumerate(used):
                 found = whole([blocks[nth] for blocks in fetched], types[register])
                 np.testing.assert_array_equal(found, arrays[nth % len(arrays)])
+
+
+@pytest.mark.parametrize("tasks", [2, 6])
+def test_large_pieces_are_cut_along_their_first_axis(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent, from any part of a block, comes to its place in any other, however many messages it takes."""
+    monkeypatch.setattr(moves, "PIECE_BYTES", 64)
+    mesh = grid(tasks)
+    array = np.arange(31 * 9.0).reshape(31, 9)
+    layouts = all_layouts(mesh, 2)
+    for source in layouts:
+        types = [ArrayType(array.shape, array.dtype, layout) for layout in (source, *layouts)]
+        for register in range(1, len(types)):
+            code: list[Any] = [["load", 0, 0], ["move", register, 0], ["fetch", register, False]]
+            fetched = Tasks(mesh).run(types, code, loads=[(array, types[0])])
+            np.testing.assert_array_equal(whole([blocks[0] for blocks in fetched], types[register]), array)
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 6])
