@@ -55,8 +55,6 @@ PROBE_SECONDS = 10.0
 
 _SILENT = "its worker does not answer: it is frozen, or cut off"
 
-_ALONE_BYTES = 64 << 10  # of a payload: before a larger one the signature is sent alone, to be received in place
-
 OpenStream = Callable[[Callable[[Any], None]], Stream]
 """Opens an exchange; passes each call that it makes to the function it is given, which may cancel it."""
 
@@ -247,11 +245,8 @@ class MemberLinks:
             self._wait_ready(link)
         header = worker_pb2.ExchangeRequest(sequence=self.mailbox.sequence)
         if link.begun != header.sequence:
-            if sum(map(len, buffers)) > _ALONE_BYTES:
-                self._announce(link)
-            else:
-                link.begun = header.sequence
-                header.signature.CopyFrom(self._signature)
+            link.begun = header.sequence
+            header.signature.CopyFrom(self._signature)
         link.sent += 1  # before: a message that was sent is counted, whenever the function ends
         link.send(*parts_of(header, buffers))
 

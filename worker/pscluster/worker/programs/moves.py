@@ -103,8 +103,10 @@ def _message(pieces: Sequence[tuple[_Move, int, Block]]) -> Outgoing:
         if cuts := _cuts(box, move.itemsize):
             return _rows(part, cuts)
         return view(np.ascontiguousarray(part))
-    flats = [np.ascontiguousarray(move.part(device, box)).reshape(-1).view(np.uint8) for move, device, box in pieces]
-    return view(np.concatenate(flats))
+    flats = [view(np.ascontiguousarray(move.part(device, box))) for move, device, box in pieces]
+    if sum(map(len, flats)) <= PIECE_BYTES:
+        return [flats]
+    return view(np.concatenate([np.frombuffer(flat, np.uint8) for flat in flats]))
 
 
 def _cuts(box: Block, itemsize: int) -> list[slice]:
@@ -116,16 +118,16 @@ def _cuts(box: Block, itemsize: int) -> list[slice]:
     return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
-def _rows(part: Array, cuts: Sequence[slice]) -> Iterator[memoryview]:
+def _rows(part: Array, cuts: Sequence[slice]) -> Iterator[list[memoryview]]:
     """Yield rows of a piece, contiguous: copied in memory that stays in the processor's cache, if they are not."""
     if part.flags.c_contiguous:
-        yield from (view(part[cut]) for cut in cuts)
+        yield from ([view(part[cut])] for cut in cuts)
         return
     room = np.empty((cuts[0].stop, *part.shape[1:]), part.dtype)
     for cut in cuts:
         rows = room[: cut.stop - cut.start]
         rows[...] = part[cut]
-        yield view(rows)
+        yield [view(rows)]
 
 
 def _memory_for(moves: Sequence[_Move], sent: Sequence[_Sent]) -> Incoming:
@@ -201,11 +203,13 @@ class _Move:
             out = np.empty(own.shape, self._target.dtype)
         combine = COMBINES[self.source.type.combine]
         for box, sources in pieces:
-            target, first = out[_within(box, own.start)], self._term(sources[0], box)
-            if _address(first) != _address(target):  # else it has been received there
-                target[...] = first
-            for of in sources[1:]:
-                combine(target, self._term(of, box), out=target)
+            target, terms = out[_within(box, own.start)], [self._term(of, box) for of in sources]
+            if len(terms) > 1:
+                combine(terms[0], terms[1], out=target)
+            elif _address(terms[0]) != _address(target):  # else it has been received there
+                target[...] = terms[0]
+            for term in terms[2:]:
+                combine(target, term, out=target)
         return out
 
     def _term(self, of: int, box: Block) -> Array:

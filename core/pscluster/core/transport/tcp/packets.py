@@ -17,7 +17,7 @@ from pscluster.core.transport.frames import Buffer
 _LINGER_ZERO = struct.pack("ii", 1, 0)
 _HEAD = struct.Struct("<IBBH")
 _MARK = 0xD5
-_START_BYTES = 128  # more than the header of a frame takes, nearly always
+_START_BYTES = 512  # more than the header of a frame takes, nearly always
 _MAX_BUFFERS = 64  # of one system call; more are joined first
 _UNACKNOWLEDGED_MS = 20_000
 # Data between two processes of a machine should stay in a core's cache: the kernel's own choice may be ten times as
