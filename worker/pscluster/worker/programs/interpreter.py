@@ -23,11 +23,11 @@ from pscluster.core.errors import ProtocolError
 from pscluster.core.geometry import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.collectives.replica import replica_context
+from pscluster.worker.programs.computing import Computation
 from pscluster.worker.programs.exchange import Exchange, exchange_of
 from pscluster.worker.programs.local.blocks import LocalFunction, called, type_as_arrays
 from pscluster.worker.programs.makers import MAKERS
 from pscluster.worker.programs.moves import gather_together, move_together
-from pscluster.worker.programs.operations import OPERATIONS
 from pscluster.worker.programs.program import (
     ArrayType,
     Call,
@@ -38,13 +38,12 @@ from pscluster.worker.programs.program import (
     Load,
     Move,
     Numbers,
-    Placeholder,
     Program,
     Read,
     Update,
 )
 from pscluster.worker.programs.reading import parse, read_numbers
-from pscluster.worker.programs.store import Blocks, BlockStore
+from pscluster.worker.programs.store import Blocks, BlockStore, Registers
 from pscluster.worker.programs.variables import NoVariables, OnServers, Variables, Write
 
 Array = npt.NDArray[Any]
@@ -136,16 +135,13 @@ def run(
             raise ProtocolError(f"blocks were sent of input {register} of a program, but it has {len(inputs)}")
         store.put(inputs[register], running.loaded(register, payload))
     for register, number in enumerate(inputs):
-        running.registers[register] = store.get(number, program.arrays[register])
+        running.registers.put(register, store.get(number, program.arrays[register]))
     running.read(variables)
     with np.errstate(all="ignore"):  # warnings would be shown on the worker
-        for group, over in zip(program.groups, program.last_use, strict=True):
-            running.execute(group)
-            for register in over:
-                running.registers.pop(register, None)
+        running.execute_all()
     if updates := program.updates:
         variables.write(updates, running.writes)
-    results = [*(running.registers[register] for register in program.outputs), *running.untyped]
+    results = [*map(running.registers.get, program.outputs), *running.untyped]
     for blocks, number in zip(results, outputs, strict=True):
         store.put(number, blocks)
     return running.fetched
@@ -161,30 +157,41 @@ class _Running:
         payloads: Sequence[Payload],
         functions: Sequence[LocalFunction],
     ) -> None:
-        self.registers: dict[int, Blocks] = {}
         self.fetched: list[list[Array]] = []
         self.untyped: list[Blocks] = []
         self.writes: list[Write] = []
         self._read: dict[int, Blocks] = {}  # by the register that will have it
         self._program, self._exchange, self._payloads, self._functions = program, exchange, payloads, functions
         self._devices = program.mesh.devices_of(exchange.task)
+        self.registers = Registers(program.arrays, self._devices)
         self._moves = 0
 
-    def execute(self, group: Sequence[Instruction]) -> None:
-        """Execute one instruction, or moves or updates that are made together."""
+    def execute_all(self) -> None:
+        """Execute the program."""
+        only, device = self.registers.only, self._devices[0]
+        for nth, (group, over) in enumerate(zip(self._program.groups, self._program.last_use, strict=True)):
+            if only is not None and isinstance(group[0], Compute):
+                self._computation(nth, group[0], device).run(only)
+            else:
+                self._execute(nth, group)
+            for register in over:
+                self.registers.drop(register)
+
+    def _execute(self, nth: int, group: Sequence[Instruction]) -> None:
+        """Execute one instruction, or moves or updates that are made together: the n-th group."""
         match group:
             case [Load() as load]:
-                self.registers[load.output] = self.loaded(load.output, self._payloads[load.payload])
+                self.registers.put(load.output, self.loaded(load.output, self._payloads[load.payload]))
             case [Create() as create]:
                 self._create(create)
             case [Compute() as compute]:
-                self._compute(compute)
+                self._compute(nth, compute)
             case [Call() as call]:
                 self._call(call)
             case [Fetch() as fetch]:
                 self._fetch(fetch)
             case [Read() as read]:
-                self.registers[read.output] = self._read.pop(read.output)
+                self.registers.put(read.output, self._read.pop(read.output))
             case [Update(), *_]:
                 self._update([item for item in group if isinstance(item, Update)])
             case _:
@@ -205,7 +212,7 @@ class _Running:
 
     def _update(self, updates: Sequence[Update]) -> None:
         """Combine terms of the blocks that this task sends, and keep them until the program ends."""
-        sources = [self.registers[update.input] for update in updates]
+        sources = [self.registers.get(update.input) for update in updates]
         numbers = [update.variable for update in updates]
         targets = [self._program.variables[number] for number in numbers]
         what = self._named(sources)
@@ -237,23 +244,31 @@ class _Running:
                 made[shard] = np.empty(block.shape, of.dtype)
                 MAKERS[create.maker].fill(of.shape, block, made[shard], *create.numbers)
         blocks = {device: made[of.layout.shard_of(device)] for device in self._devices}
-        self.registers[create.output] = Blocks(of, blocks)
+        self.registers.put(create.output, Blocks(of, blocks))
 
-    def _compute(self, compute: Compute) -> None:
-        operands = [self.registers[register].of for register in compute.inputs]
-        types = [self._program.arrays[register] for register in compute.outputs]
-        by_device: dict[int, Sequence[Array]] = {}
+    def _compute(self, nth: int, compute: Compute) -> None:
+        by_device: dict[int, dict[int, Array]] = {}
         known: dict[object, int] = {}  # a device with the same blocks
         for device in self._devices:
-            blocks = [operand[device] for operand in operands]
-            shapes = [self._program.local_shape(register, device) for register in compute.outputs]
-            same = device if len(self._devices) == 1 else known.setdefault((*map(id, blocks), *shapes), device)
-            by_device[device] = _computed(compute, blocks, types, shapes) if same == device else by_device[same]
-        for nth, (register, of) in enumerate(zip(compute.outputs, types, strict=True)):
-            self.registers[register] = Blocks(of, {device: made[nth] for device, made in by_device.items()})
+            computation = self._computation(nth, compute, device)
+            blocks = {register: self.registers.get(register).of[device] for register in compute.inputs}
+            same = known.setdefault((*map(id, blocks.values()), *computation.shapes), device)
+            if same == device:
+                computation.run(blocks)
+            by_device[device] = blocks if same == device else by_device[same]
+        for register in compute.outputs:
+            of = self._program.arrays[register]
+            self.registers.put(register, Blocks(of, {device: made[register] for device, made in by_device.items()}))
+
+    def _computation(self, nth: int, compute: Compute, device: int) -> Computation:
+        """Return a computation, of the n-th group, for a device."""
+        known: Computation | None = self._program.settled.get((nth, device))
+        if known is None:
+            known = self._program.settled[nth, device] = Computation(self._program, compute, device)
+        return known
 
     def _call(self, call: Call) -> None:
-        operands = [self.registers[register] for register in call.inputs]
+        operands = [self.registers.get(register) for register in call.inputs]
         wanted: Sequence[ArrayType | Layout] = call.layouts or [
             self._program.arrays[register] for register in call.outputs
         ]
@@ -262,13 +277,15 @@ class _Running:
         if call.layouts:
             self.untyped += results
             self.fetched.append([part for blocks in results for part in type_as_arrays(blocks.type)])
-        self.registers.update(zip(call.outputs, results, strict=False))
+        for register, blocks in zip(call.outputs, results, strict=False):
+            self.registers.put(register, blocks)
 
     def _move(self, moves: Sequence[Move]) -> None:
-        sources = [self.registers[move.input] for move in moves]
+        sources = [self.registers.get(move.input) for move in moves]
         targets = [self._program.arrays[move.output] for move in moves]
         moved = move_together(sources, targets, self._devices, self._exchange, self._named(sources))
-        self.registers.update(zip((move.output for move in moves), moved, strict=True))
+        for move, blocks in zip(moves, moved, strict=True):
+            self.registers.put(move.output, blocks)
 
     def _named(self, sources: Sequence[Blocks]) -> str:
         """Return what errors call the next moves, of these arrays."""
@@ -277,43 +294,8 @@ class _Running:
         return what + (f", and {len(sources) - 1} more" if len(sources) > 1 else "")
 
     def _fetch(self, fetch: Fetch) -> None:
-        blocks = self.registers[fetch.input]
+        blocks = self.registers.get(fetch.input)
         owners = blocks.type.layout.owners
         self.fetched.append(
             [block for device, block in sorted(blocks.of.items()) if fetch.every_device or device in owners]
         )
-
-
-def _computed(
-    compute: Compute, blocks: Sequence[Array], types: Sequence[ArrayType], shapes: Sequence[tuple[int, ...]]
-) -> list[Array]:
-    """Call a function with these blocks. Raise ProtocolError if it does not return what the program says."""
-    args = [
-        blocks[arg.number] if type(arg) is Placeholder and arg.kind == "in" else _filled(arg, blocks, shapes)
-        for arg in compute.args
-    ]
-    kwargs = {name: _filled(arg, blocks, shapes) for name, arg in compute.kwargs.items()} if compute.kwargs else {}
-    made = OPERATIONS[compute.function](*args, **kwargs)
-    if type(made) is np.ndarray and len(types) == 1 and made.shape == shapes[0] and made.dtype == types[0].dtype:
-        return [_stored(made)]  # as nearly always: the rest costs as much as small arrays
-    arrays = [np.asarray(result) for result in (made if isinstance(made, list | tuple) else [made])]
-    found = [(array.shape, array.dtype) for array in arrays]
-    wanted = [(shape, of.dtype) for shape, of in zip(shapes, types, strict=True)]
-    if found != wanted:
-        raise ProtocolError(f"{compute.function} has returned {found}, where the program expects {wanted}")
-    return list(map(_stored, arrays))
-
-
-def _filled(argument: Any, blocks: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """Return an argument with blocks and shapes in place of what stands for them."""
-    if isinstance(argument, Placeholder):
-        return blocks[argument.number] if argument.kind == "in" else shapes[argument.number]
-    if isinstance(argument, list | tuple):
-        return type(argument)(_filled(item, blocks, shapes) for item in argument)
-    return argument
-
-
-def _stored(array: Array) -> Array:
-    """Return an array as a block: contiguous, or a view of the whole of another one, such as its transpose."""
-    whole = isinstance(array.base, np.ndarray) and array.nbytes == array.base.nbytes
-    return array if whole or array.flags.c_contiguous else np.ascontiguousarray(array)

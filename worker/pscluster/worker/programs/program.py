@@ -167,6 +167,7 @@ class Program:
     variables: tuple[ArrayType, ...] = ()
     optimizers: int = 0
     _local_shapes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, compare=False)
+    settled: dict[tuple[int, int], Any] = field(default_factory=dict, compare=False)  # for runs: see `interpreter`
 
     def local_shape(self, register: int, device: int) -> tuple[int, ...]:
         """Return the shape of a device's block of an array."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,37 @@ class Blocks:
 
     type: ArrayType
     of: Mapping[int, Array]
+
+
+class Registers:
+    """The arrays of one run of a program, by register. Of one device its blocks suffice, until more is needed."""
+
+    def __init__(self, types: Sequence[ArrayType], devices: Sequence[int]) -> None:
+        self._types = types
+        self._blocks: dict[int, Blocks] = {}
+        self._device = devices[0]
+        self.only: dict[int, Array] | None = {} if len(devices) == 1 else None
+        """Those of the device, if there is one."""
+
+    def put(self, register: int, blocks: Blocks) -> None:
+        """Write a register."""
+        self._blocks[register] = blocks
+        if self.only is not None:
+            self.only[register] = blocks.of[self._device]
+
+    def get(self, register: int) -> Blocks:
+        """Read a register."""
+        if (blocks := self._blocks.get(register)) is None:
+            assert self.only is not None  # it was computed for one device
+            of = self._types[register]
+            blocks = self._blocks[register] = Blocks(of, {self._device: self.only[register]})
+        return blocks
+
+    def drop(self, register: int) -> None:
+        """Forget a register, which is not read any more."""
+        self._blocks.pop(register, None)
+        if self.only is not None:
+            self.only.pop(register, None)
 
 
 class BlockStore(Handle):
