@@ -39,7 +39,7 @@ def _train(state: Any, data: Any) -> Any:
 def _exchange(size: int, n: int) -> float:
     """Seconds for this many exchanges of as many bytes each way, as a collective."""
     replica = replica_context()
-    arrays = [np.zeros(size, np.uint8) for _ in range(replica.num_replicas)]
+    arrays = [np.ones(size, np.uint8) for _ in range(replica.num_replicas)]  # of zeros, all pages would be one
     replica.all_to_all(arrays)
     replica.barrier()
     return timed(lambda: [replica.all_to_all(arrays) for _ in range(n)])
