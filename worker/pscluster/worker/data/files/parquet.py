@@ -183,7 +183,7 @@ class ParquetBlocks(Blocks):
             ) from None
 
     def _file(self, file_index: int) -> Any:
-        """Return the open file. Some stay open: opening one takes a quarter of the time of reading a block."""
+        """Return the open file. Some stay open: opening one takes an eighth of the time of reading a block."""
         if file_index not in self._open:
             pq, file = need_arrow("pyarrow.parquet"), self.files[file_index]
             while len(self._open) >= _OPEN_FILES:
