@@ -161,6 +161,10 @@ class Preparations:
         prepared = self._prepared.get(position)
         return None if prepared is None else prepared.context
 
+    def another_begins(self) -> None:
+        """Take note that a function begins: what the one before it has taken says nothing of what follows now."""
+        self._running = None
+
     def begin(self, position: int, step: worker_pb2.Step) -> None:
         """Have another thread prepare a function, the next one, unless it does so already."""
         if (queue := self._job.overlap_queue) is None or position in self._prepared:
@@ -208,7 +212,7 @@ class Preparations:
     def take(self, position: int, step: worker_pb2.Step, context: FunctionContext) -> Prepared | None:
         """Return what was prepared for a function that runs now, or prepare it. None if its steps do not overlap."""
         with self._lock:
-            self._running, prepared = None, self._prepared.pop(position, None)
+            prepared = self._prepared.pop(position, None)
             to_fetch = prepared is None or self._claim(prepared)
         if prepared is None:
             if (prepared := self._preparation(position, step, context)) is None:

@@ -187,6 +187,7 @@ class Runner:
             ):
                 self._reader.want_next()
             if overlaps:
+                self._preparations.another_begins()
                 self._prepare_next()
             return group
 
