@@ -100,7 +100,7 @@ import numpy as np
 from pscluster.ps.optim import rules, schedules
 from pscluster.coordinator import (
     CheckpointManager, ClusterCoordinator, FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable,
-    metrics, optimizers,
+    IndexedSlices, metrics, optimizers,
 )
 
 SCALE = np.float32(2) * 3                       # made anew where the file is imported
@@ -160,6 +160,23 @@ def fit_step(w, sgd, batch):
 def score(w, batch):
     return batch - w.numpy()[0]
 
+def rows_and_all(table, w, ids):
+    return [(table, ids), w]
+
+def count_rows(table, w, ids):
+    w.numpy()
+    table.scatter_add(IndexedSlices(0 * table.sparse_read(ids) + 1, ids))
+
+def one_more(count):
+    count.assign_add(1)
+    return int(count)
+
+def a_list():
+    return [1, 2]
+
+def length_of(made):
+    return len(made.get())
+
 def total_of(part):
     return sum(map(np.sum, part))
 
@@ -215,6 +232,19 @@ if __name__ == "__main__":
         history = coordinator.fit(functools.partial(fit_step, w, SGD), data, epochs=1, verbose=0)
         print("loss", history.history["loss"])
 
+        with strategy.scope():
+            table = Variable(np.zeros((100, 2), np.float32), name="table")
+        ids = coordinator.distribute_dataset(np.arange(100)).batch(10)
+        counts, lookups = functools.partial(count_rows, table, w), functools.partial(rows_and_all, table, w)
+        coordinator.fit(counts, ids, epochs=2, verbose=0, lookups=lookups, overlap=1)
+        coordinator.schedule(counts, args=(np.arange(10),), lookups=lookups).fetch()
+        print("rows", table.numpy()[:, 0].sum())
+
+        count, made = coordinator.per_worker_variable(3), coordinator.per_worker(a_list)
+        print("own", coordinator.schedule(one_more, args=(count,)).fetch(), sorted(count.read_all()))
+        print("length", coordinator.schedule(length_of, args=(made,)).fetch())
+        print("predicted", coordinator.predict(functools.partial(shifted, 1), data)[:2].tolist())
+
         named = {"largest": Largest(), "mean": metrics.Mean()}
         for concurrent in (False, True):
             print("scores", coordinator.evaluate(functools.partial(score, w), data, named, concurrent=concurrent))
@@ -269,6 +299,10 @@ def test_whatever_runs_on_workers_and_servers(hooked: Hooked, tmp_path: Path) ->
         "workers True given 5",
         "halved [0.75, 0.75, 0.75, 0.75]",
         "loss [59.5]",
+        "rows 210.0",
+        "own 4 [array(3), array(4)]",
+        "length 2",
+        "predicted [11.0, 12.0]",
         "file 6.0",
         "restored [120.0, 120.0, 120.0, 120.0]",
         "after a death [126.0, 126.0, 126.0, 126.0]",

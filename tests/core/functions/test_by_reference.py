@@ -419,6 +419,7 @@ NOT_FOR_PEERS = {
     *("DataPart", "DistributedDataset", "EmbeddingTable", "FixedShardsPartitioner", "HashPartitioner", "History"),
     *("KubernetesClusterResolver", "LocalCluster", "MaxSizePartitioner", "MinSizePartitioner", "ModuloPartitioner"),
     *("ParameterServerStrategy", "Partitioner", "PerReplica", "PerWorker", "PerWorkerDataset", "PerWorkerIterator"),
+    "PerWorkerVariable",
     *("Plan", "ProgressLine", "RemoteValue", "RemoteValueStatus", "ReplicaContext", "RestoredFrom", "SavedVariables"),
     *("Server", "ServingTable", "SidecarEvaluator", "SimpleClusterResolver", "SlurmClusterResolver"),
     *("SynchronousStrategy", "TFConfigClusterResolver", "UnionClusterResolver", "UnionResolver", "callbacks"),

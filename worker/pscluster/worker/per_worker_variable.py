@@ -116,7 +116,7 @@ class PerWorkerVariable(Arithmetic):
                 f"read_all of per-worker variable {self.name!r} was called on a worker: call it in the script, or "
                 "read_value() for the value of this worker"
             )
-        values: list[Array] = self.own.on_all_workers(_read, self, timeout=timeout)
+        values: list[Array] = self.own.on_all_workers(value_here, self, timeout=timeout)
         return values
 
     def _change(self, kind: ps_pb2.UpdateKind, function: Callable[[Array, Array], object], value: Any) -> Self:
@@ -147,7 +147,8 @@ class PerWorkerVariable(Arithmetic):
         return f"<PerWorkerVariable {self.name!r}: {self.dtype_name} {self.shape}>"
 
 
-def _read(variable: PerWorkerVariable) -> Array:
+def value_here(variable: PerWorkerVariable) -> Array:
+    """Return the value of the worker on which this runs."""
     return variable.read_value()
 
 

@@ -81,6 +81,8 @@ ON_WORKERS: dict[str, tuple[str, ...]] = {
     "pscluster.worker.features.counts": ("Counts",),
     "pscluster.worker.features.layer": ("analyzed", "shared_layer"),
     "pscluster.worker.features.numeric": ("Moments", "Quantiles"),
+    "pscluster.worker.overlap": ("logs_of_overlapped_steps", "overlapped"),
+    "pscluster.worker.per_worker_variable": ("OwnValue", "PerWorkerVariable", "value_here"),
     "pscluster.worker.programs.interpreter": ("run_local", "run_program"),
     "pscluster.worker.training": ("logs_of_steps",),
 }
