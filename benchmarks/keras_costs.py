@@ -45,7 +45,7 @@ def batches() -> list[Any]:
 
 
 def jax(layers: int, n: int, rounds: int) -> dict[str, list[float]]:
-    """Both ways of a step of a dense network in JAX, of so many layers."""
+    """Both ways of a step of a dense network in JAX, with this number of layers."""
     os.environ.update(ENVIRONMENT)
     import jax
     import jax.numpy as jnp

@@ -9,7 +9,7 @@ from typing import Any
 from driver import timed
 
 Steps = Callable[[int], tuple[float, float]]
-"""Takes so many steps on a worker, and returns what `timed_steps` does."""
+"""Takes a number of steps on a worker, and returns what `timed_steps` does."""
 
 
 def timed_steps(step: Any, data: list[Any], n: int) -> tuple[float, float]:

@@ -31,7 +31,7 @@ class Loader:
         self._loader: Any = None
 
     def epoch(self, count: int) -> float:
-        """Seconds of an epoch of so many images."""
+        """Seconds of an epoch of this number of images."""
         if self._loader is None:
             self._loader = torch.utils.data.DataLoader(
                 Images(count), batch_size=BATCH, num_workers=WORKERS, persistent_workers=True

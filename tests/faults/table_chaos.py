@@ -252,7 +252,7 @@ class TableChaos:
 
         Args:
             operations: lookups and updates, of one id each.
-            kill_every: so many calls there is a kill, of one server or both.
+            kill_every: calls between two kills, of one server or both.
             move_every: likewise, a shard moves.
             save_every: likewise, a checkpoint is written, and the next time restored.
             progress: called every 1000 calls.

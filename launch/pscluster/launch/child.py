@@ -11,15 +11,12 @@ import multiprocessing.connection
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from pscluster.core.errors import MisuseError
-from pscluster.core.functions.definitions import resolve, split_off_bulk
-from pscluster.core.functions.loading import UnresolvedReference
+from pscluster.core.functions.definitions import resolve_alone
 from pscluster.core.values import encode
 from pscluster.launch.running import Setup, run_member, unpacked
-from pscluster.v1 import definition_pb2, worker_pb2
+from pscluster.v1 import worker_pb2
 from pscluster.worker.failures import failure_of, rebuild_error
 
 
@@ -64,21 +61,6 @@ class _Worker:
         return message["value"]
 
 
-def _loaded(forms: Sequence[bytes]) -> Callable[..., Any]:
-    why: UnresolvedReference | None = None
-    for data in forms:
-        form = definition_pb2.Definition.FromString(data)
-        try:
-            return resolve(form, split_off_bulk(form), _no_handle)
-        except UnresolvedReference as error:
-            why = error
-    raise why or MisuseError("there is nothing to run")
-
-
-def _no_handle(kind: str, key: str) -> NoReturn:
-    raise MisuseError(f"{kind} {key} is on the cluster, and this process has no part in it")
-
-
 def main() -> None:
     """Run the function that the worker names; return its outcome to it."""
     worker = _Worker(multiprocessing.connection.Connection(int(sys.argv[1])))
@@ -86,7 +68,7 @@ def main() -> None:
     start = worker.receive()
     threading.Thread(target=worker.listen, name="answers", daemon=True).start()
     try:
-        train_fn = _loaded(start["forms"])
+        train_fn = resolve_alone(start["forms"])
         setup = Setup(**start["setup"])
         rank, datasets = start["rank"], start["datasets"]
         value = run_member(train_fn, start["config"], setup, datasets, rank, worker.ask, tells=True)

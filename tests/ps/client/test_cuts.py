@@ -40,7 +40,7 @@ def test_handles_share_the_latest_cut() -> None:
     assert seen == [(1, 5)]
 
 
-def test_the_gate_is_closed_once_nobody_is_inside() -> None:
+def test_the_gate_is_closed_once_no_thread_is_inside() -> None:
     """Those who are inside may enter again; others wait until it is open; who has closed it passes."""
     gate, inside, passed = Gate(), threading.Event(), threading.Event()
     leave = threading.Event()

@@ -56,7 +56,7 @@ class Prepared:
         self.by_step = overlap.by_step
         self.parts: Sequence[Part] = ()
         self.iterators: list[WorkerIterator] = []
-        self.is_claimed = False  # a thread fetches the rows, or has, or nobody is to; guarded by the runner's lock
+        self.is_claimed = False  # a thread fetches the rows, or has, or none is to; guarded by the runner's lock
         self.is_ahead = False  # another thread does, or has
         self._job, self._step, self._lookups, self._attachments = job, step, overlap.lookups, attachments
         self._arguments: Future[Arguments] = Future()

@@ -3,7 +3,7 @@
 What is decided is one fact: server 0 has saved a directory in which the variable's name means the new shards. Until
 then it can be undone; from then on it is completed, by this coordinator or the next one.
 
-    MAKE     all servers make the new shards, under another number and a reserved name: nobody can ask for them
+    MAKE     all servers make the new shards, under another number and a reserved name: they can't be asked for
     CAPTURE  the old shards apply no more updates, and say what they have: counts, and keys of functions
     COPY     values, slots and averages go from the old shards to the new ones, by blocks of `MOVE_BYTES` through the
              coordinator, which holds no more than one; then counts, and what is remembered
@@ -161,6 +161,6 @@ def remembered(named: Iterable[Mapping[int, frozenset[int]]]) -> dict[int, set[i
 
 
 def pieces(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the range [start, stop) in pieces of at most so many."""
+    """Yield the range [start, stop) in pieces of at most that size."""
     for at in range(start, stop, rows):
         yield at, min(at + rows, stop)

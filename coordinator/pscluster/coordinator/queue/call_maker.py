@@ -127,7 +127,7 @@ class CallMaker:
 
 
 def check_known(call: Call) -> None:
-    """Raise MisuseError if the arguments have elements that nobody knows before the function runs."""
+    """Raise MisuseError if the arguments have elements that are not known before the function runs."""
     if any(isinstance(handle, PerWorkerDataset) for handle in call.handles):
         raise MisuseError(
             f"lookups is called before {call.function.name} runs, and can't know the elements of a dataset that begins "

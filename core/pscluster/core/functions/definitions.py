@@ -20,12 +20,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-from pscluster.core.errors import ProtocolError, PsClusterError
+from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.functions.by_reference import MAIN, NotByReferenceError, WithoutPickle, reference_to
 from pscluster.core.functions.by_value import dump, largest_captured, load, module_name_of
 from pscluster.core.functions.loading import UnresolvedReference, import_checked, loaded_scripts, resolve_reference
@@ -258,6 +258,27 @@ def resolve(
     if not callable(function):
         raise UnresolvedReference(f"{definition.module}.{definition.qualname} can't be called here")
     return function  # type: ignore[no-any-return]  # callable() narrows Any to Any
+
+
+def resolve_alone(forms: Iterable[bytes]) -> Callable[..., Any]:
+    """Return the function of serialized definitions, each of which is enough, in a process that has no handles.
+
+    Raises:
+        UnresolvedReference: none can be resolved here; the last one's reason.
+        MisuseError: it has a handle, or is refused as in `resolve`.
+    """
+    why = UnresolvedReference("there is no definition of a function")
+    for data in forms:
+        form = definition_pb2.Definition.FromString(data)
+        try:
+            return resolve(form, split_off_bulk(form), _no_handle)
+        except UnresolvedReference as error:
+            why = error
+    raise why
+
+
+def _no_handle(kind: str, key: str) -> NoReturn:
+    raise MisuseError(f"{kind} {key} is on the cluster, which this process does not know")
 
 
 def _find(definition: definition_pb2.Definition, bulk: bytes | memoryview, resolve_handle: HandleResolver) -> Any:

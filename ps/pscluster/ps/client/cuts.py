@@ -96,7 +96,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self, timeout: float) -> Iterator[None]:
-        """Let nobody else pass in the block, which begins when nobody is inside.
+        """Let no other thread pass in the block, which begins when none is inside.
 
         Raises:
             WaitTimeoutError: somebody still is, after `timeout` seconds.

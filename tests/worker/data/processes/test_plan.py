@@ -102,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted)
     @rule(index=st.integers(0, 99))
     def drop(self, index: int) -> None:
-        """Nobody wants a task any more."""
+        """A task's result is no longer wanted."""
         task = self.choose(self.wanted, index)
         self.plan.drop(task)
         self.wanted.discard(task)

@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pscluster.core.errors import MisuseError
-from pscluster.core.functions.definitions import resolve, split_off_bulk
-from pscluster.core.functions.loading import UnresolvedReference
+from pscluster.core.functions.definitions import resolve_alone
 from pscluster.core.functions.policy import SerializationPolicy, choose
 from pscluster.core.role.process import tune_allocator
-from pscluster.v1 import definition_pb2
 from pscluster.worker.data.processes.messages import Connection, Kind
 from pscluster.worker.data.processes.slots import Slot
 from pscluster.worker.data.sources import stacked, unstacked
@@ -51,18 +48,7 @@ def _loaded(setup: dict[str, Any]) -> Callable[[Any], Any]:
     for name in ("folders", "data"):
         policy[name] = tuple(map(Path, policy[name]))
     choose(SerializationPolicy(**policy))
-    why: UnresolvedReference | None = None
-    for data in setup["forms"]:
-        form = definition_pb2.Definition.FromString(data)
-        try:
-            return resolve(form, split_off_bulk(form), _no_handle)
-        except UnresolvedReference as error:
-            why = error
-    raise why or MisuseError("there is no function to call")
-
-
-def _no_handle(kind: str, key: str) -> NoReturn:
-    raise MisuseError(f"{kind} {key} is on the cluster, which this process does not know")
+    return resolve_alone(setup["forms"])
 
 
 def _run(function: Callable[[Any], Any], slot: Slot, setup: dict[str, Any]) -> Kind:

@@ -5,7 +5,7 @@ A task is a call of a dataset's function for some examples:
     WAITING --give--> GIVEN --done--> gone
     GIVEN --its process is gone, which was not yet at it--> WAITING, before all others
     GIVEN --its process is gone, which was at it----------> WAITING, before all others; gone at the last attempt: FAILED
-    any   --drop--> gone: nobody wants it any more, and its result is dropped
+    any   --drop--> gone: it is no longer wanted, and its result is dropped
 
 A process has up to `DEPTH` tasks, in the order in which they were given, and is at the first of them. So it has
 something to do while its worker is busy:

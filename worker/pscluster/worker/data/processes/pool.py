@@ -95,7 +95,7 @@ class Pool:
         self._broken: Exception | None = None
         self._held: set[int] = set()
         self.abandoned: deque[int] = deque()
-        """Tasks whose results have been used, or that nobody wants any more; any thread may append to it."""
+        """Tasks whose results have been used, or are no longer wanted; any thread may append to it."""
         self._closed = False
         self._turning = threading.Lock()
 
@@ -138,7 +138,7 @@ class Pool:
     def close(self) -> None:
         """Kill the processes: the dataset is gone, or the job has ended."""
         self._closed = True
-        with self._turning:  # whoever waits for a result notices soon
+        with self._turning:  # a thread that waits for a result notices soon
             for process in self._processes.values():
                 process.close()
             self._processes.clear()

@@ -218,7 +218,7 @@ class ProcessedElements:
         self._pool.begin()
 
     def close(self) -> None:
-        """Drop what is on its way: nobody waits for it any more. Any thread may call this."""
+        """Drop what is on its way: it is no longer waited for. Any thread may call this."""
         for element in list(self._elements):
             if isinstance(element, _Element):
                 self._drop(element)
@@ -227,7 +227,7 @@ class ProcessedElements:
         """Read an element, or why there is none, and submit it."""
         try:
             read = next(self._found)
-        except BaseException as error:  # for whoever asks for this element
+        except BaseException as error:  # for the one that asks for this element
             self._ended = True
             self._elements.append(_Ended(error))
             return
