@@ -135,8 +135,11 @@ class Copy(ABC):
         import keras
 
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        x, y, weights = keras.tree.map_structure(_as_keras_takes_it, (x, y, weights))
-        leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
+        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # without the time that trees take
+            x, y, leaves = _as_keras_takes_it(x), _as_keras_takes_it(y), [x]
+        else:
+            x, y, weights = keras.tree.map_structure(_as_keras_takes_it, (x, y, weights))
+            leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
         if not leaves or not np.ndim(leaves[0]):
             raise MisuseError(
                 f"an element of the data is {type_of(batch)} without examples: give batches (x, y) or (x, y, weights), "
