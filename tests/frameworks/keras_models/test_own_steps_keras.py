@@ -87,7 +87,7 @@ def stepping(mistake: str = "", *, embedding: bool = False) -> Any:
         hidden += keras.layers.Embedding(5, 3)(keras.ops.cast(keras.ops.sum(inputs, axis=1), "int32") % 5)
     model = Stepping(inputs, keras.layers.Dense(1)(hidden))
     model.mistake = mistake
-    model.compile(keras.optimizers.Adam(0.05))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
     return model
 
 
@@ -106,6 +106,7 @@ def adding() -> Any:
 
 @pytest.mark.parametrize("model_fn", [stepping, adding])
 def test_every_step_is_that_of_one_process(strategy: ParameterServerStrategy, model_fn: Any) -> None:
+    keras.utils.set_random_seed(1)
     with strategy.scope():
         served = pscluster.keras.serve(model_fn, name=model_fn.__name__)
     plain, coordinator = served.to_keras(), ClusterCoordinator(strategy)
