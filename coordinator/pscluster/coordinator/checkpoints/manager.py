@@ -124,7 +124,8 @@ class CheckpointManager(StaysHere):
 
         Raises:
             WaitTimeoutError, UnavailableError: the cut could not be made; see `Checkpoint.mark`.
-            CheckpointError: with `wait`, it could not be written. Earlier checkpoints stand.
+            CheckpointError, StaleError: with `wait`, it could not be written, or a server was restarted before it had
+                written its part. Earlier checkpoints stand.
             MisuseError: the manager is closed.
         """
         with self._exclusive():
