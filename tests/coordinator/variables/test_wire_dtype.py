@@ -15,6 +15,7 @@ from pscluster.coordinator import (
     ClusterCoordinator,
     EmbeddingTable,
     FixedShardsPartitioner,
+    HashPartitioner,
     IndexedSlices,
     LocalCluster,
     ParameterServerStrategy,
@@ -310,10 +311,12 @@ def test_embedding_tables(
 
 
 def test_values_that_the_type_cannot_hold(coordinator: ClusterCoordinator, strategy: ParameterServerStrategy) -> None:
-    """The error of a push names variable, row and value; that of a read the variable and the value. Nothing changed."""
+    """The error of a push, or of a read by ids, names variable, row and value; of other reads, variable and value."""
     with strategy.scope():
         table = Variable(np.ones((10, 4), np.float32), name="table", wire_dtype="float16")
         other = Variable(np.ones(4, np.float32), name="other")
+        hashed = Variable(np.ones((9, 4), np.float32), name="h", wire_dtype="float16", partitioner=HashPartitioner(3))
+        grows = EmbeddingTable(4, ids=str, name="grows", wire_dtype="float16")
         rule = optimizers.SGD(1.0)
 
     def push() -> None:
@@ -326,9 +329,16 @@ def test_values_that_the_type_cannot_hold(coordinator: ClusterCoordinator, strat
     assert other.numpy().tolist() == [1] * 4
     assert rule.iterations == 0
     table.assign(1e5, at=3)
-    for read in (lambda: table.gather([3]), table.read_value):
+    hashed.assign(1e5, at=5)
+    grows.scatter_update(IndexedSlices(np.full((1, 4), 1e5), ["tea"]))
+    for read, named in (
+        (lambda: table.gather([0, 3]), "'table', row 3,"),
+        (table.read_value, "'table'"),
+        (lambda: hashed.gather([8, 5, 0, 1, 2, 3]), "'h', row 5,"),
+        (lambda: grows.lookup(["milk", "tea"]), "'grows', row 'tea',"),
+    ):
         coordinator.schedule(read)
-        with pytest.raises(InvalidUpdateError, match=r"'table' has the value 100000, which float16 .*outside"):
+        with pytest.raises(InvalidUpdateError, match=rf"{named} has the value 100000, which float16 .*exact_reads"):
             coordinator.join(TIMEOUT)
     assert table[3].tolist() == [1e5] * 4
 

@@ -175,6 +175,11 @@ class EmbeddingTable(Variable):
 
     # What it is
 
+    def __repr__(self) -> str:
+        devices = ", ".join(sorted({shard.device for shard in self.variables}))
+        limits = "".join(f" {name}={n}" for name in ("capacity", "max_bytes") if (n := getattr(self, name)))
+        return f"<EmbeddingTable {self.name!r} dim={self.dim} ids={self.id_type.__name__}{limits} on {devices}>"
+
     @property
     def capacity(self) -> int | None:
         """How many rows all shards together have room for. One may be full earlier: each id has its shard."""

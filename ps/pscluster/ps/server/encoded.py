@@ -6,7 +6,7 @@ applied. See `pscluster.ps.wire_dtypes` for the encodings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -130,8 +130,13 @@ def _spans_of_elements(
         yield start, piece
 
 
-def replies(wire_dtype: int, segment: Buffer | Snapshot, rows: int, width: int, name: str) -> Iterator[Buffer]:
-    """Yield values that are read, in float32, as they are to be sent. InvalidUpdateError if one can't be."""
+def replies(
+    wire_dtype: int, segment: Buffer | Snapshot, rows: int, width: int, name: str, row_of: Callable[[int], str]
+) -> Iterator[Buffer]:
+    """Yield values that are read, in float32, as they are to be sent. InvalidUpdateError if one can't be.
+
+    `row_of` returns how an error names the n-th row of these values: ", row 7,", or nothing.
+    """
     try:
         if isinstance(segment, Snapshot):
             for data in encode_stream(wire_dtype, segment):
@@ -140,6 +145,6 @@ def replies(wire_dtype: int, segment: Buffer | Snapshot, rows: int, width: int, 
             yield view(encode(wire_dtype, np.frombuffer(segment, np.float32).reshape(rows, width)))
     except UnencodableError as error:
         raise InvalidUpdateError(
-            f"variable {name!r} has the value {error}: read it outside of functions, where reads are exact, or make "
-            'the variable with wire_dtype="bfloat16"'
+            f"variable {name!r}{row_of(error.row)} has the value {error}: read it in `with exact_reads():`, or make "
+            'it with wire_dtype="bfloat16"'
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -145,6 +146,20 @@ def _unreadable_means_retry() -> Iterator[None]:
         raise UnavailableError(f"try again: {error.strerror}") from None
 
 
+def _no_row(_: int) -> str:
+    return ""
+
+
+def _named_row(store: Store, item: ps_pb2.ReadItem, ids: row_ids.RowIds, nth: int) -> str:
+    """Return how an error names the n-th row of a read by ids: by its id in the whole variable."""
+    held = store.directory.variables.get(item.variable)
+    if held is None or item.rows.leading > 1:
+        return ""
+    if held.spec.HasField("table"):
+        return f", row {row_ids.shown(ids[nth])},"
+    return f", row {held.partition.row_ids(item.shard)[ids[nth]]},"
+
+
 def segments(
     store: Store, request: ps_pb2.ReadRequest, payload: Payload, sources: Sequence[Source] | None = None
 ) -> Generator[Buffer | Snapshot, None, None]:
@@ -158,8 +173,10 @@ def segments(
         at = source.ids_at
         which, size = item.rows.WhichOneof("kind"), source.size
         wire_dtype, rows, width, name = source.wire_dtype, source.rows, source.width, source.name
+        row_of = _no_row
         if which == "ids":
             ids = payload.ids(at, item.rows)
+            row_of = functools.partial(_named_row, store, item, ids)
             segment: Buffer | Snapshot
             if source.table is None:
                 segment = _gather(source, ids)
@@ -177,7 +194,7 @@ def segments(
         del source  # it would keep the shard's old array alive if that is replaced while the client is slow
         if wire_dtype:
             with closing(segment) if isinstance(segment, Snapshot) else nullcontext():
-                yield from encoded.replies(wire_dtype, segment, rows, width, name)
+                yield from encoded.replies(wire_dtype, segment, rows, width, name, row_of)
         elif isinstance(segment, Snapshot):
             with closing(segment):
                 yield segment

@@ -263,7 +263,8 @@ def _limit_of(held: HeldVariable, shard: Shard, optimizer: HeldOptimizer | None)
             return rows, (
                 f"its limit is {table.max_bytes:,} bytes a server: give it a larger max_bytes, or have more servers"
             )
-    return shard.row_limit, "give the table a larger capacity"
+    more = "" if table.eviction.kind else ", or an eviction"
+    return shard.row_limit, f"give the table a larger capacity{more}"
 
 
 def _slots_to_come(shard: Shard, optimizer: HeldOptimizer) -> Mapping[str, object]:
