@@ -65,7 +65,7 @@ def as_array(value: npt.ArrayLike, variable: str, noun: str) -> npt.NDArray[Any]
     try:
         return array_of(value)
     except (ValueError, TypeError) as error:  # such as a ragged list
-        raise InvalidUpdateError(f"variable {variable!r}: the {noun} is not an array: {error}") from None
+        raise InvalidUpdateError(f"variable {variable!r}: the {noun} {is_or_are(noun)} not an array: {error}") from None
 
 
 def converted(
@@ -85,7 +85,7 @@ def converted(
         if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
             raise InvalidUpdateError(
                 f"variable {variable!r} is {dtype.name}, which holds {limits.min}..{limits.max}, but the "
-                f"{noun} lies in {array.min()}..{array.max()}"
+                f"{noun} {'lie' if is_or_are(noun) == 'are' else 'lies'} in {array.min()}..{array.max()}"
             )
     # NumPy's rule "same_kind", plus bfloat16; but a bool does not count as a number here, nor a number as a bool.
     elif _kind(array.dtype) not in {"f": "iuf", "c": "iufc"}.get(_kind(dtype), ""):
@@ -94,7 +94,8 @@ def converted(
         if _kind(array.dtype) in "biufc":
             mend = f"convert it with .astype({dtype.name!r}) if that is meant"
         raise InvalidUpdateError(
-            f"variable {variable!r} is {dtype.name}, but the {noun} is {array.dtype.name}{shown}: {mend}"
+            f"variable {variable!r} is {dtype.name}, but the {noun} {is_or_are(noun)} "
+            f"{dtype_name(array.dtype)}{shown}: {mend}"
         )
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
@@ -104,6 +105,16 @@ def converted(
             first = array[lost].reshape(-1)[0]
             raise InvalidUpdateError(f"variable {variable!r} is {dtype.name}, which can't hold {first} of the {noun}")
     return result
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype as an error shows it: of strings and bytes without their length."""
+    return {"U": "str", "S": "bytes"}.get(dtype.kind, dtype.name)
+
+
+def is_or_are(noun: str) -> str:
+    """Return the verb for what is in a value: "are" for "values of the rows", "is" for "initial value"."""
+    return "are" if noun.split(" of ")[0].endswith("s") else "is"
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.dtypes import as_array
+from pscluster.core.dtypes import as_array, dtype_name
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.row_orders import RANGE, Ids, RowOrder, by_modulo
 
@@ -274,11 +274,24 @@ def integers(array: npt.NDArray[Any], given: object, subject: str) -> npt.NDArra
     if array.size == 0 and not isinstance(given, np.ndarray | np.generic):
         return array.astype(np.int64)  # NumPy makes an empty list float64
     if array.dtype.kind not in "iu":
-        raise InvalidUpdateError(
-            f"{subject} must be integers, but they are {array.dtype}. "
-            "Convert them first, for instance with ids.astype(np.int64)."
-        )
+        raise InvalidUpdateError(f"{subject} must be integers, but they are {_not_integers(array)}")
     return array
+
+
+def _not_integers(array: npt.NDArray[Any]) -> str:
+    """Return the type of ids that are not integers, the first that is no whole number, its place, and what to do."""
+    flat, kind = array.reshape(-1), array.dtype.kind
+    wrong = np.zeros(flat.size, bool)
+    if kind == "O":
+        wrong = np.array([isinstance(item, bool) or not isinstance(item, int | np.integer) for item in flat], bool)
+    elif kind == "f":
+        wrong = ~(np.isfinite(flat) & (flat == np.trunc(flat)))
+    elif kind != "b":
+        wrong[:] = True
+    mend = "give whole numbers" if wrong.any() else "convert them first, for instance with ids.astype(np.int64)"
+    place = int(wrong.argmax()) if flat.size else 0
+    such = f", such as {flat[place : place + 1].tolist()[0]!r:.60} (position {place})" if flat.size else ""
+    return f"{dtype_name(array.dtype)}{such}: {mend}"
 
 
 _FEW_SHARDS = 8  # up to here, scanning all ids for each shard is faster than sorting them

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.geometry import Partition, integers
@@ -72,11 +71,10 @@ def table_ids(ids: npt.ArrayLike, name: str, id_bytes: int = 0) -> RowIds:
     if id_bytes:
         return string_ids(ids, name, id_bytes)
     array = as_array(ids, name, "ids")
-    if array.size and array.dtype.kind in "USOT":
-        first = array.reshape(-1)[0]
-        mend = "; for ids that are strings, make the table with ids=str" if isinstance(first, str | bytes) else ""
+    if array.size and array.dtype.kind in "USOT" and isinstance(first := array.reshape(-1)[0], str | bytes):
         raise InvalidUpdateError(
-            f"table {name!r}: ids must be integers, but the first is {first!r:.60}, {type_of(first)}{mend}"
+            f"table {name!r}: ids must be integers, but the first is {array.reshape(-1)[:1].tolist()[0]!r:.60}, "
+            f"a {'str' if isinstance(first, str) else 'bytes'}: for ids that are strings, make the table with ids=str"
         )
     array = integers(array, ids, f"table {name!r}: ids")
     if array.dtype == np.uint64 and array.size and int(array.max()) >> 63:

@@ -391,7 +391,15 @@ WRONG_IDS: list[tuple[Any, str]] = [
     ([[0, 1], [-1, 2]], r"row id -1 \(position 2\) is out of range"),
     ([2**62], "row id 4611686018427387904"),
     (np.array([2**63 + 1], np.uint64), "row id 9223372036854775809"),
-    ([1.0], "row ids must be integers, but they are float64"),
+    (
+        [1.0],
+        r"row ids must be integers, but they are float64, such as 1.0 \(position 0\): convert them first, .*astype",
+    ),
+    (
+        [[3.0], [np.nan]],
+        r"row ids must be integers, but they are float64, such as nan \(position 1\): give whole numbers",
+    ),
+    (["a"], r"row ids must be integers, but they are str, such as 'a' \(position 0\): give whole numbers"),
     ([True], "row ids must be integers, but they are bool"),
     (["1"], "row ids must be integers"),
     (None, "row ids must be integers"),

@@ -558,8 +558,8 @@ class TestBadGradients:
             (IndexedSlices(np.ones((2, 2)), [0, 4]), r"row id 4 \(position 1\) is out of range"),
             (IndexedSlices(np.ones((2, 2)), [-1, 0]), r"row id -1 \(position 0\) is out of range"),
             (IndexedSlices(np.ones((2, 2)), [0.0, 1.0]), r"row ids must be integers, but they are float64"),
-            (IndexedSlices(np.ones((3, 2)), [0, 1]), r"has shape \(3, 2\), but must have shape \(2, 2\)"),
-            (IndexedSlices(np.ones((2, 2), complex), [0, 1]), r"is complex128"),
+            (IndexedSlices(np.ones((3, 2)), [0, 1]), r"have shape \(3, 2\), but must have shape \(2, 2\)"),
+            (IndexedSlices(np.ones((2, 2), complex), [0, 1]), r"are complex128"),
         ],
         ids=lambda value: "" if isinstance(value, str) else None,
     )

@@ -57,7 +57,7 @@ def w() -> Variable:
         (lambda w: w.assign(None), "object \\(None\\): give numbers"),
         (lambda w: w.assign(["1"]), "\\('1'\\): give numbers"),
         (lambda w: w.assign(np.ma.array([1.0, 2.0], mask=[False, True])), "masked"),
-        (lambda w: w.sparse_read([[1], [1, 2]]), "row ids is not an array"),
+        (lambda w: w.sparse_read([[1], [1, 2]]), "row ids are not an array"),
         (lambda w: w.scatter_add(IDS([[1.0, 1.0]], [0], dense_shape=(99, 2))), "dense_shape \\(99, 2\\)"),
         (lambda w: w.scatter_add(IDS([[1.0, 1.0]], [0], dense_shape="foo")), "dense_shape 'foo'"),  # type: ignore[arg-type]
         (lambda w: optimizers.SGD(1.0).apply_gradients([(IDS([[1.0, 1.0]], [0], (9, 9)), w)]), "dense_shape"),

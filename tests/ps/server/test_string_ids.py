@@ -214,7 +214,7 @@ def test_wrong_strings_are_named_with_their_place(ids: Any, said: str) -> None:
     [
         (["a", "b"], "ids must be integers, but the first is .*'a'.*, a str.*make the table with ids=str"),
         (np.array([b"a"]), "ids must be integers, but the first is .*b'a'"),
-        (np.array([None]), "ids must be integers, but the first is None"),
+        (np.array([1, None]), "ids must be integers, but they are object, such as None .position 1.: give whole"),
     ],
 )
 def test_strings_are_no_int64(ids: Any, said: str) -> None:

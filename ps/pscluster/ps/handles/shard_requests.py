@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function, encodes_reads
-from pscluster.core.dtypes import as_array, converted
+from pscluster.core.dtypes import as_array, converted, is_or_are
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.core.geometry import AxisSlice, Partition, Selection, ShardRows, check_ids, select, split_rows
 from pscluster.core.row_orders import RANGE
@@ -366,7 +366,8 @@ class ShardRequests:
         except ValueError:
             pass
         raise InvalidUpdateError(
-            f"variable {self.name!r}: the {argument} has shape {array.shape}, but must have shape {shape}"
+            f"variable {self.name!r}: the {argument} {'have' if is_or_are(argument) == 'are' else 'has'} shape "
+            f"{array.shape}, but must have shape {shape}"
         )
 
 
