@@ -317,6 +317,13 @@ def test_parquet_that_cannot_be_is_refused(
     directory, _ = made
     with pytest.raises(MisuseError, match="format='csv' is none: it is 'safetensors' or 'parquet'"):
         export_delta(directory, "table", since=1, out=tmp_path / "delta", format="csv")  # type: ignore[arg-type]
+    for since in (-1, 1.5, None):
+        with pytest.raises(
+            MisuseError, match=rf"'table': since is {since}; it must be a whole number, .*or give its path"
+        ):
+            export_delta(directory, "table", since=since, out=tmp_path / "delta")  # type: ignore[arg-type]
+    assert export_delta(directory, "table", since=np.int64(1), out=tmp_path / "d").since.number == 1  # type: ignore[arg-type]
+    (tmp_path / "d").unlink()
     with pytest.raises(
         MisuseError, match=r"Parquet has no type for the rows of 'complex', complex64\[2\]: export it as"
     ):

@@ -25,6 +25,7 @@ from pscluster.coordinator.serving import delta_parquet, delta_safetensors
 from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.delta_files import Changes, Delta, Header, LoadedDelta
 from pscluster.coordinator.serving.mapped import Ids, Mapped, map_table
+from pscluster.core import checks
 from pscluster.core.errors import CheckpointError, MisuseError
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES
 
@@ -55,11 +56,19 @@ def export_delta(
     Raises:
         CheckpointError: one of the checkpoints is missing or damaged, or the file can't be written.
         UnknownVariableError: one of them has no such table.
-        MisuseError: the table has another shape or type in one of them than in the other; there is no such format, no
-            pyarrow, or no type in Parquet for the rows, as for bfloat16 and complex numbers.
+        MisuseError: `since` is no number of a checkpoint; the table has another shape or type in one of them than in
+            the other; there is no such format, no pyarrow, or no type in Parquet for the rows, as for bfloat16 and
+            complex numbers.
     """
     if format not in (None, *_FORMATS):
         raise MisuseError(f"format={format!r} is none: it is {' or '.join(map(repr, _FORMATS))}")
+    if not isinstance(since, str | os.PathLike):
+        try:
+            since = checks.whole("since", since, at_least=1)
+        except ValueError as error:
+            raise MisuseError(
+                f"table {table!r}: {error}: the number of an earlier checkpoint, or give its path"
+            ) from None
     parquet = format == "parquet" or (format is None and str(out).endswith(".parquet"))
     if parquet:
         delta_parquet.need_arrow(out)
