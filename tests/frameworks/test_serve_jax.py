@@ -192,7 +192,7 @@ def with_leaf(**changes: Any) -> Any:
     ("grads", "message"),
     [
         (with_leaf(b={}), "'b/c' is missing"),
-        (with_leaf(b={"c": jnp.ones((2, 2)), "d": jnp.ones(1)}), "'b/d' is too much"),
+        (with_leaf(b={"c": jnp.ones((2, 2)), "d": jnp.ones(1)}), "'b/d' is not in it"),
         (jnp.ones(3), "'a' is missing"),
         (with_leaf(a=jnp.ones(4)), r"'params/a' has shape \(4,\), and the parameter \(3,\)"),
         (with_leaf(a=None), "'params/a' is None"),
@@ -210,6 +210,18 @@ def test_wrong_gradients_are_refused_before_any_is_applied(
         served.apply(grads)
     assert served.optimizer.iterations == 0
     assert all((leaf == np.ones(np.shape(leaf))).all() for leaf in jax.tree.leaves(served.read()["b"]))
+
+
+def test_what_is_jitted_can_neither_read_nor_apply(strategy: ParameterServerStrategy) -> None:
+    """It would keep the first values that it has read. Differentiation alone computes at once, and may read."""
+    with strategy.scope():
+        served = pscluster.jax.serve({"w": jnp.ones(3)}, optimizers.SGD(0.1))
+    with pytest.raises(MisuseError, match=r"'params' is read in a function that JAX traces .*: call read"):
+        jax.jit(lambda x: served.read()["w"] @ x)(jnp.ones(3))
+    with pytest.raises(MisuseError, match=r"applied to 'params' in a function that JAX traces .*: return them from it"):
+        jax.jit(served.apply)({"w": jnp.ones(3)})
+    assert jax.grad(lambda x: (served.read()["w"] * x).sum())(2.0) == 3
+    assert served.optimizer.iterations == 0
 
 
 def test_what_to_do_with_nan_is_the_optimizers_policy_if_it_has_one(strategy: ParameterServerStrategy) -> None:

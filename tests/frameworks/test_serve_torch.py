@@ -561,7 +561,7 @@ def test_what_serve_refuses(strategy: ParameterServerStrategy) -> None:
             {"tables": ["embed*"]},
         ),
         (ValueError, "'x', which fits no parameter", linear, {"initializers": {"x": initializers.Zeros()}}),
-        (ValueError, r"has max_norm=1\.0", lambda: nn.Embedding(3, 2, max_norm=1.0), {}),
+        (ValueError, r"the module has max_norm=1\.0", lambda: nn.Embedding(3, 2, max_norm=1.0), {}),
         (errors.MisuseError, r"'weight' is on the device 'meta'", lambda: nn.Linear(2, 2, device="meta"), {}),
         (errors.MisuseError, "has no shape yet", lambda: nn.LazyLinear(2), {}),
         (errors.MisuseError, "no parameters", nn.ReLU, {}),
@@ -607,6 +607,15 @@ def test_where_pickles_are_off() -> None:
             serve(Recommender(), optimizer=optimizers.SGD(0.2), name="other")
 
 
+def test_only_the_state_of_an_optimizer_that_exists_is_missed(
+    strategy: ParameterServerStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer_from(functools.partial(torch.optim.Adagrad, lr=0.1))
+    assert not caplog.records
+    optimizer_from(torch.optim.Adagrad([nn.Parameter(torch.zeros(1))]))
+    assert "the state of the Adagrad, such as its moments, is not taken over" in caplog.text
+
+
 def test_optimizers_that_have_no_counterpart(strategy: ParameterServerStrategy) -> None:
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}]
@@ -614,10 +623,10 @@ def test_optimizers_that_have_no_counterpart(strategy: ParameterServerStrategy) 
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     refused: list[tuple[Any, str]] = [
         (torch.optim.LBFGS(parameters), "LBFGS has no counterpart on the servers; these have one: SGD, Adam"),
-        (torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5), "the SGD has dampening=0.5"),
-        (torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.5), "the SGD has weight_decay=0.5"),
-        (torch.optim.Adam(parameters, weight_decay=0.1), "Adam has weight_decay=0.1, .* use AdamW"),
-        (torch.optim.Adagrad(parameters, lr_decay=0.1), "Adagrad has lr_decay=0.1, .* InverseTimeDecay"),
+        (torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5), "SGD with dampening=0.5 has no counterpart"),
+        (torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.5), "SGD with weight_decay=0.5"),
+        (torch.optim.Adam(parameters, weight_decay=0.1), "Adam with weight_decay=0.1 has no .* use AdamW"),
+        (torch.optim.Adagrad(parameters, lr_decay=0.1), "Adagrad with lr_decay=0.1 .* InverseTimeDecay"),
         (torch.optim.Adam(parameters, maximize=True), "maximize=True"),
         (torch.optim.SGD(groups, 0.1), r"groups of parameters that differ in lr \(0\.1 and 0\.5\)"),
         (scheduled, "a scheduler of torch changes the learning rate of the SGD"),

@@ -27,6 +27,16 @@ def on_device(arrays: Sequence[Array]) -> Sequence[Any]:
     return [put(array) for array in arrays]
 
 
+def is_traced() -> bool:
+    """Return whether JAX traces the calling function, as `jit` does: what it computes is known later only.
+
+    Differentiation alone is no tracing here: it computes at once.
+    """
+    import jax
+
+    return isinstance(jax.numpy.negative(np.float32(0)), jax.core.Tracer)  # the quickest operation of all
+
+
 @functools.cache
 def direct_put() -> Callable[[Array], Any] | None:
     """Return what puts an array on the only device; None if there are several, or this version of jaxlib has it not."""

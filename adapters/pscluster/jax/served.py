@@ -19,7 +19,7 @@ import numpy as np
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.jax.arrays import on_device
+from pscluster.jax.arrays import is_traced, on_device
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, nonfinite
 from pscluster.ps.handles.variable import Variable, read_variables
@@ -57,10 +57,16 @@ class ServedParams:
         Each array is consistent, as of one moment. Call it outside of functions that are jitted.
 
         Raises:
+            MisuseError: a function that is jitted calls it.
             PSUnavailableError: a server is unreachable.
         """
         import jax
 
+        if is_traced():
+            raise MisuseError(
+                f"{self.name!r} is read in a function that JAX traces (jit, scan), which would keep these values for "
+                "all its later calls: call read() before it, and pass it the parameters"
+            )
         arrays = iter(on_device(read_variables(list(self.variables.values()))))
         rest = iter(self.rest)
         leaves = [next(arrays) if name else next(rest) for name in self.served]
@@ -78,8 +84,14 @@ class ServedParams:
             InvalidUpdateError: the tree has another structure, a gradient is missing, has another shape, or has NaN or
                 infinity, unless the optimizer was made with another policy for that (`nonfinite=`). It is named, and
                 nothing was applied.
+            MisuseError: a function that is jitted calls it.
             PSUnavailableError: a server is unreachable.
         """
+        if is_traced():
+            raise MisuseError(
+                f"gradients are applied to {self.name!r} in a function that JAX traces (jit, scan), before they have "
+                "values: return them from it, and call apply() with what it returns"
+            )
         gradients = self._leaves_of(grads, "gradients")
         arrays: list[np.ndarray[Any, Any]] = []
         for name, path, gradient in zip(self.served, self.paths, gradients, strict=True):
@@ -128,7 +140,7 @@ class ServedParams:
             paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
             given = {_path(path) for path, _ in paths}
             differences = [f"{path!r} is missing" for path in self.paths if path not in given]
-            differences += [f"{path!r} is too much" for path in sorted(given - set(self.paths))]
+            differences += [f"{path!r} is not in it" for path in sorted(given - set(self.paths))]
             raise InvalidUpdateError(
                 f"these {what} are not a tree like that of {self.name!r}: {', '.join(differences[:3]) or error}; give "
                 "a tree like that of read()"
@@ -207,7 +219,7 @@ def serve(params: Any, optimizer: Optimizer, *, name: str = "params") -> ServedP
 def check_finite(names: Iterable[str], gradients: Iterable[np.ndarray[Any, Any]]) -> None:
     """Raise InvalidUpdateError, which names the gradients that have NaN or infinity."""
     if bad := nonfinite(dict(zip(names, gradients, strict=True))):
-        more = f" and {len(bad) - 3} others" if len(bad) > 3 else ""
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise InvalidUpdateError(
             f"NaN or infinity in the gradient of {', '.join(bad[:3])}{more}: nothing was applied; lower the learning "
             'rate, clip (global_clipnorm=), or have the optimizer skip such steps (nonfinite="skip")'

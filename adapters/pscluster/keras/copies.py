@@ -146,9 +146,20 @@ class Copy(ABC):
                 "for instance by dataset.batch(64)"
             )
         if not self._built:
+            self._check_labels(batch, y)
             self.load(values)
             self.build(x, y, self.model(x, training=False), weights)
         return x, y, weights, len(leaves[0])
+
+    def _check_labels(self, batch: Any, y: Any) -> None:
+        """Raise MisuseError if there are no labels for the loss that the model was compiled with."""
+        has_own_loss = self._has_own_step or has_own(self.model, "compute_loss")
+        if y is not None or has_own_loss or self.model._compile_loss is None:
+            return
+        raise MisuseError(
+            f"an element of the data is {type_of(batch)} without labels, which the loss of {self.model.name!r} needs: "
+            "give (x, y), for instance by dataset.map(lambda batch: (batch, batch['label']))"
+        )
 
     @abstractmethod
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:

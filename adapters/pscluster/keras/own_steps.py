@@ -14,7 +14,7 @@ from pscluster.core.errors import MisuseError
 
 
 def has_own(model: Any, method: str) -> bool:
-    """Return whether a model overrides `train_step` or `test_step`."""
+    """Return whether a model overrides a method of `keras.Model`, such as `train_step`."""
     import keras
 
     return getattr(type(model), method) is not getattr(keras.Model, method)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -182,12 +183,18 @@ class ServedModel:
 
         Raises:
             MisuseError: the model has other weights: the first that differs is named. Nothing has changed.
+            ValueError: it is no file of Keras, or one of another model's weights.
         """
         model = source
         if isinstance(source, str | os.PathLike):
             model = self._new_copy().model
             model.optimizer = None  # whose slots may be in the file, too
-            model.load_weights(source)
+            try:
+                model.load_weights(source)
+            except FileNotFoundError:
+                raise
+            except (ValueError, OSError, zipfile.BadZipFile) as error:
+                raise ValueError(f"{str(source)!r} has no weights that {self.name!r} can load: {error}") from error
         elif not hasattr(source, "trainable_variables"):
             raise TypeError(f"load_weights takes a Keras model or a path, not {type_of(source)}")
         copy = class_of(self.backend)(model)
@@ -332,8 +339,8 @@ def _check_model(model: Any) -> None:
         raise MisuseError(f"the model {model.name!r} is not compiled: call model.compile(...) in model_fn")
     if not model.built or not model.trainable_variables:
         raise MisuseError(
-            f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call "
-            "model.build(input_shape) in model_fn"
+            f"the model {model.name!r} has no trainable weights yet: begin it with keras.Input(shape), or call it "
+            "once in model_fn, on zeros of the shape of a batch"
         )
 
 

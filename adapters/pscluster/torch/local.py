@@ -229,7 +229,7 @@ def _warn_once(served: ServedModule, names: list[str]) -> None:
         logger.warning(
             "no gradient for %s: a step has not used %s, or not called backward(), and pushes nothing for %s. This is "
             "logged once a worker",
-            ", ".join(new[:5]) + (f" and {len(new) - 5} others" if len(new) > 5 else ""),
+            ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
             "it" if len(new) == 1 else "them",
             "it" if len(new) == 1 else "them",
         )

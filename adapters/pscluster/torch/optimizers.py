@@ -33,7 +33,8 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
         TypeError: it is not an optimizer of torch.
         ValueError: it is none that the servers have, or uses what they have not; the message names it.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+    is_new = not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer)
+    if is_new:
         optimizer = optimizer([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_from takes an optimizer of torch, or what makes one, not {type_of(optimizer)}")
@@ -57,7 +58,7 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
         )
     if group.get("maximize"):
         raise ValueError(f"the {kind} has maximize=True: change the sign of the loss instead")
-    if optimizer.state:
+    if optimizer.state and not is_new:  # Adagrad begins with some
         logger.warning("the state of the %s, such as its moments, is not taken over: it begins anew", kind)
     result, differs = make(kind, group, common)
     if differs:
@@ -67,7 +68,7 @@ def optimizer_from(optimizer: torch.optim.Optimizer | Callable[..., Any], **comm
 
 def _refuse(kind: str, group: _Group, key: str, mend: str) -> None:
     if group.get(key):
-        raise ValueError(f"the {kind} has {key}={group[key]}, which the servers have not: {mend}")
+        raise ValueError(f"{kind} with {key}={group[key]} has no counterpart on the servers: {mend}")
 
 
 def _rate(group: _Group) -> float:
@@ -92,7 +93,7 @@ _LAZY = "rows of tables change only in steps that push them, as with SparseAdam"
 def _adam(kind: str, group: _Group, common: Common) -> tuple[Optimizer, str]:
     decoupled = kind == "AdamW" or group.get("decoupled_weight_decay")
     if not decoupled:
-        _refuse(kind, group, "weight_decay", "ours is decoupled: use AdamW")
+        _refuse(kind, group, "weight_decay", "use AdamW, whose decay is decoupled")
     beta_1, beta_2 = map(float, group["betas"])
     arguments = _rate(group), beta_1, beta_2, float(group["eps"]), bool(group.get("amsgrad", False))
     if decoupled:

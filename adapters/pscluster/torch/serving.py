@@ -121,8 +121,9 @@ def _refuse_max_norm(structure: Structure) -> None:
     for owners in structure.owners.values():
         for owner in owners:
             if owner.is_embedding and owner.module.max_norm is not None:
+                named = repr(owner.name) if owner.name else "the module"
                 raise ValueError(
-                    f"{owner.name!r} has max_norm={owner.module.max_norm}, which changes rows as they are looked up, "
+                    f"{named} has max_norm={owner.module.max_norm}, which changes rows as they are looked up, "
                     "where nothing can push them: make it without max_norm, and keep rows small by weight_decay, say"
                 )
 

@@ -310,12 +310,13 @@ def test_an_optimizer_of_ours_is_used_in_place_of_the_models(strategy: Parameter
     assert served.optimizer.iterations == 1
 
 
-def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy) -> None:
+def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp_path: Path) -> None:
     with strategy.scope():
         served = pscluster.keras.serve(
             lambda: classifier("sgd", keras.layers.Dense(4 if current_function() is None else 5)), name="a"
         )
         other = pscluster.keras.serve(lambda: classifier("sgd"), name="b")
+        unlabeled = pscluster.keras.serve(lambda: classifier("sgd"), name="c")
     coordinator = ClusterCoordinator(strategy)
     with pytest.raises(FunctionError, match=r"'sequential/dense/kernel' of shape \(8, 5\) where 'a' has .*\(8, 4\)"):
         coordinator.schedule(lambda: served.train_on_batch(BATCHES[0])).fetch()
@@ -330,6 +331,11 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy) -> 
         other.load_weights(3)
     with pytest.raises(MisuseError, match="without examples: give batches"):
         other.train_on_batch((np.float32(1),))
+    with pytest.raises(MisuseError, match="is an ndarray without labels, which the loss of 'sequential' needs: give"):
+        unlabeled.train_on_batch(X[:4])
+    (tmp_path / "text.keras").write_text("text")
+    with pytest.raises(ValueError, match=r"text\.keras' has no weights that 'b' can load: File is not a zip file"):
+        other.load_weights(tmp_path / "text.keras")
 
 
 class Largest(keras.metrics.Metric):

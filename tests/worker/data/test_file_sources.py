@@ -393,7 +393,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: sources.parquet("good.parquet", filters=[("x", ">", 1)]),
-        "the filters .* don't fit '.*good.parquet'",
+        r"the filters .* don't fit '.*good.parquet', with columns [^\n]*$",
+    ),
+    (
+        lambda: sources.parquet("good.parquet", filters=[("number", ">", 10**9)]),
+        "no row of '.*good.parquet' can match filters=",
     ),
     (lambda: sources.parquet("good.parquet", filters="x > 1"), "filters='x > 1' is not a filter of pyarrow"),
     (lambda: sources.parquet("good.parquet", block_rows=0), "block_rows is 0; it must be a whole number, 1 or more"),
@@ -401,7 +405,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: sources.arrow("cut.arrow"), "'.*cut.arrow' can't be read as an Arrow file"),
     (lambda: sources.arrow(["good.arrow", "other.arrow"]), "'number' is of type string in '.*other.arrow', and int64"),
     (lambda: sources.arrow("good.arrow", columns=["x"]), "has no column 'x'"),
-    (lambda: sources.npy("good.csv"), "'.*good.csv' can't be read as an npy file"),
+    (lambda: sources.npy("good.csv"), "'.*good.csv' can't be read as an npy file: it begins with b'"),
     (lambda: sources.npy("archive.npz"), "'.*archive.npz' can't be read as an npy file: it is an archive"),
     (lambda: sources.npy("objects.npy"), "'.*objects.npy' can't be read as an npy file"),
     (lambda: sources.npy("scalar.npy"), r"'.*scalar.npy' has an array without rows, of shape \(\)"),

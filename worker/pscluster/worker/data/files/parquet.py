@@ -93,6 +93,9 @@ class ParquetBlocks(Blocks):
             for index, (footer, chosen) in enumerate(zip(footers, groups, strict=True))
             for block in _blocks(footer, chosen, block_rows)
         ]
+        if filters is not None and not blocks:
+            more = f" and {len(self.files) - 1:,} more files" if len(self.files) > 1 else ""
+            raise ValueError(f"no row of {where}{more} can match filters={filters!s:.200}: there would be no examples")
         self.table = np.array(blocks, np.int64).reshape(-1, 7)
         _warn_of_large_groups(footers, where)
 
@@ -239,8 +242,9 @@ class ParquetBlocks(Blocks):
                 return [group.id for group in fragment.subset(self._expression, schema).row_groups]
             except (arrow.ArrowException, TypeError) as error:
                 names = ", ".join(map(repr, [*footer.schema.to_arrow_schema().names, *self.partitions.names]))
+                reason = str(error).partition("\n")[0]  # the schema follows
                 raise ValueError(
-                    f"the filters {self.filters!s:.200} don't fit {file.path!r}, with columns {names:.500}: {error}"
+                    f"the filters {self.filters!s:.200} don't fit {file.path!r}, with columns {names:.500}: {reason}"
                 ) from None
 
 

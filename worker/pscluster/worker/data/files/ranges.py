@@ -92,6 +92,10 @@ def _mapped(file: DataFile) -> MappedArray:
         )
     path = Opener().path(file)
     try:
+        with open(path, "rb") as opened:
+            head = opened.read(6)
+        if head and not head.startswith((b"\x93NUMPY", b"PK")):  # NumPy would speak of pickles
+            raise ValueError(f"it begins with {head!r}")
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
             array.close()
