@@ -192,6 +192,10 @@ def test_short_errors(notebook: Notebook) -> None:
     assert re.search(r"Cell In\[\d+\], line \d, in <lambda>\n", told), told
     assert "remote_value.py" not in told
     assert "ZeroDivisionError" in notebook.run("coordinator.join()").error
+    assert "ZeroDivisionError" in notebook.run(NESTED).error
+    assert notebook.run("coordinator.schedule(lambda: 5).fetch(60)").value == "5"  # the error was shown above
+    again = "try:\n  coordinator.schedule(lambda: 1 / 0).fetch()\nexcept Exception:\n  coordinator.schedule(lambda: 5)"
+    assert "has raised it before" in notebook.run(again).error  # in one cell, as in a script
     misuse = notebook.run("Variable(1)").error
     assert "MisuseError: a Variable was created outside" in misuse
     assert len(misuse.splitlines()) <= 4, misuse

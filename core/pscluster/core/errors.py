@@ -192,6 +192,7 @@ class FunctionError(PsClusterError):
     partly_applied: bool = False  # some of its updates may have been applied. They stay
     summary: str = ""
     _fetched: bool = False  # a RemoteValue has raised it
+    _shown_in: int | None = None  # in this cell of a notebook
 
     def __str__(self) -> str:
         return self.summary

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pscluster.coordinator.scheduling.waiting import Event
 from pscluster.core.errors import FunctionError, WaitTimeoutError
 from pscluster.core.handles import StaysHere
+from pscluster.core.notebook import current_cell
 from pscluster.core.values import HandleResolver, decode
 from pscluster.core.values.arrays import Buffer
 from pscluster.v1 import value_pb2
@@ -144,6 +145,7 @@ class RemoteValue(StaysHere):
         if self._error is not None:
             if isinstance(self._error, FunctionError):
                 object.__setattr__(self._error, "_fetched", True)  # it may be of a class of the user's, too
+                object.__setattr__(self._error, "_shown_in", current_cell())
             raise self._error.with_traceback(None)  # else it would grow with every call
         if self._decoded is _NOT_DECODED:
             # The user may change the arrays; functions that take the value as an argument get it as it came.

@@ -17,6 +17,7 @@ from pscluster.coordinator.scheduling.state import DispatchState
 from pscluster.coordinator.scheduling.tasks import Task
 from pscluster.coordinator.scheduling.waiting import deadline_of, seconds_left
 from pscluster.core.errors import FunctionError, WaitTimeoutError
+from pscluster.core.notebook import current_cell
 
 _BUSY = "another checkpoint or evaluation snapshot is still being made or restored"
 
@@ -55,9 +56,16 @@ class Waits:
             return self._scheduler.settled
 
     def raise_error(self, deadline: float, by: str) -> None:
-        """Raise the error, if there is one, once nothing executes. Under the lock."""
+        """Raise the error, if there is one, once nothing executes. Under the lock.
+
+        In a notebook `schedule` forgets one that `fetch` has raised in an earlier cell: its user has seen it there.
+        """
         while self._scheduler.error is not None:
             if (error := self._scheduler.take_error()) is not None:
+                shown_in = error._shown_in if isinstance(error, FunctionError) and not self._scheduler.final else None
+                if by == "schedule" and shown_in is not None and shown_in != current_cell():
+                    self._state.cancelled_by_error = 0
+                    return
                 raise self._explained(error, by)
             self.wait(deadline, lambda: "timed out before all running functions had stopped")
 
