@@ -145,16 +145,16 @@ class Copy(ABC):
                 f"an element of the data is {type_of(batch)} without examples: give batches (x, y) or (x, y, weights), "
                 "for instance by dataset.batch(64)"
             )
+        if y is None:
+            self._check_needs_no_labels(batch)
         if not self._built:
-            self._check_labels(batch, y)
             self.load(values)
             self.build(x, y, self.model(x, training=False), weights)
         return x, y, weights, len(leaves[0])
 
-    def _check_labels(self, batch: Any, y: Any) -> None:
-        """Raise MisuseError if there are no labels for the loss that the model was compiled with."""
-        has_own_loss = self._has_own_step or has_own(self.model, "compute_loss")
-        if y is not None or has_own_loss or self.model._compile_loss is None:
+    def _check_needs_no_labels(self, batch: Any) -> None:
+        """Raise MisuseError if the loss that the model was compiled with needs labels."""
+        if self.model._compile_loss is None or self._has_own_step or has_own(self.model, "compute_loss"):
             return
         raise MisuseError(
             f"an element of the data is {type_of(batch)} without labels, which the loss of {self.model.name!r} needs: "

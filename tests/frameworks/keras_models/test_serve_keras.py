@@ -333,6 +333,8 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
         other.train_on_batch((np.float32(1),))
     with pytest.raises(MisuseError, match="is an ndarray without labels, which the loss of 'sequential' needs: give"):
         unlabeled.train_on_batch(X[:4])
+    with pytest.raises(TypeError, match=r"predict takes a step function, not a ServedModel: its to_keras\(\)\.predict"):
+        coordinator.predict(other, coordinator.distribute_dataset(X).batch(4))  # type: ignore[arg-type]
     (tmp_path / "text.keras").write_text("text")
     with pytest.raises(ValueError, match=r"text\.keras' has no weights that 'b' can load: File is not a zip file"):
         other.load_weights(tmp_path / "text.keras")

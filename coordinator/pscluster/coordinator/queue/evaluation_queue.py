@@ -124,6 +124,10 @@ class EvaluationQueue(DataQueue):
             FunctionError: the step failed, or a function that was scheduled before.
             WaitTimeoutError: `timeout` seconds have passed.
         """
+        if isinstance(step, MakesSteps):
+            raise TypeError(
+                f"predict takes a step function, not {type_of(step)}: its to_keras().predict(x) predicts here"
+            )
         shards = self._checked_shards("predict", step, dataset, shards)
         captured = self.captured(step)
         predict_shard = partial_of(captured.function.name, outputs_of, captured)
