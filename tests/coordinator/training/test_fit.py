@@ -414,6 +414,7 @@ def test_a_step_that_fails(coordinator: ClusterCoordinator, model: Counted, data
         coordinator.fit(model.step(fails), data, callbacks=[recorder], verbose=0)
     assert isinstance(raised.value, errors.FunctionError)
     assert raised.value.function == "step"
+    assert not any("fetch()" in note for note in getattr(raised.value, "__notes__", ())), "which was not called"
     assert recorder.hooks[-1] == ("close", None)
     assert not recorder.of("epoch_end")
     assert runs_nothing(coordinator)

@@ -37,7 +37,7 @@ from pscluster.coordinator.training.interrupts import Interrupts
 from pscluster.coordinator.training.plan import DISPATCH_SECONDS, MEASURED, Overhead, best_size, most_ahead
 from pscluster.coordinator.training.state import TrainingState
 from pscluster.core.checks import type_of
-from pscluster.core.errors import CancelledError, EndOfDatasetError, FunctionError, MisuseError, PsClusterError
+from pscluster.core.errors import EndOfDatasetError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import FunctionHandle, partial_of
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.metrics import MetricLike
@@ -313,11 +313,10 @@ class Fit:
         return True
 
     def _take(self, value: RemoteValue, work: Work) -> None:
-        try:
-            logs = value.fetch()
-        except (FunctionError, CancelledError):
-            self._coordinator.join()
-            raise
+        value.wait()
+        if value.status is not RemoteValueStatus.READY:
+            self._coordinator.join()  # raises the first error
+        logs = value.fetch()
         self._add(value.function, logs, work, len(logs[-1]))
 
     def _add(self, function: str, logs: StepLogs, work: Work, steps: int) -> None:
