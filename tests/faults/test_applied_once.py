@@ -38,7 +38,7 @@ from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client import exchanges
 from pscluster.ps.client import exchanges as client_exchanges
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.server import creation, reads, updates
+from pscluster.ps.server import creation, reads, update_checks, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.v1 import ps_pb2
@@ -516,7 +516,7 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     """A repetition waits for the first and finds it done; closing the incarnation waits for both."""
     held = new_store()
     request = add_request(3)
-    placed = updates.check_update(held, request, 32)
+    placed = update_checks.check_update(held, request, 32)
     slow, replies, closed = Slow(), list[ps_pb2.UpdateReply](), threading.Event()
 
     def close() -> None:
@@ -546,14 +546,14 @@ def test_a_repetition_while_the_first_is_in_progress() -> None:
     closing.join(TIMEOUT)
     assert held_values(held) == [2] * 8, "when the incarnation is closed, what was in progress has ended"
     with pytest.raises(StaleError):
-        updates.check_update(held, add_request(5), 32)
+        update_checks.check_update(held, add_request(5), 32)
     first.join(TIMEOUT)
 
 
 def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
     """Ending a running function waits for the update being applied; none of its updates is applied afterwards."""
     held = new_store()
-    placed = updates.check_update(held, add_request(3), 32)
+    placed = update_checks.check_update(held, add_request(3), 32)
     slow, ended = Slow(), threading.Event()
 
     def shut_out() -> None:
@@ -568,7 +568,7 @@ def test_a_function_is_shut_out_while_its_update_is_in_progress() -> None:
 
     def is_refused() -> bool:
         with suppress(StaleError):
-            updates.check_update(held, add_request(3), 32)
+            update_checks.check_update(held, add_request(3), 32)
             return False
         return True
 
@@ -588,7 +588,7 @@ def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
     values = Payload([view(np.ones(8, np.float32))])
     for function in range(1, 5_001):
         request = add_request(function, incarnation=5 + function % 3)
-        updates.apply(held, request, updates.check_update(held, request, 32 + padding(32)), values)
+        updates.apply(held, request, update_checks.check_update(held, request, 32 + padding(32)), values)
         most = max(most, held.remembered)
         if function % 500 == 0:
             held.finish_functions([(function - 499, function + 1)])
@@ -596,4 +596,4 @@ def test_a_server_remembers_what_is_in_flight_and_no_more() -> None:
     assert held.remembered == 0
     assert held_values(held) == [5_000] * 8
     with pytest.raises(StaleError, match="has ended"):
-        updates.check_update(held, add_request(777), 32)
+        update_checks.check_update(held, add_request(777), 32)

@@ -15,7 +15,7 @@ from tests.ps.storage.support import padded
 from pscluster.core.errors import InvalidUpdateError, ShardMovedError
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim import joint, rules
-from pscluster.ps.server import creation, updates
+from pscluster.ps.server import creation, update_checks, update_values, updates
 from pscluster.ps.server.directory import HeldOptimizer
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
@@ -74,7 +74,7 @@ def push(
 ) -> ps_pb2.UpdateReply:
     """Apply gradients in one request."""
     request, total, payload = request_of(gradients, function, optimizer)
-    return updates.apply(store, request, updates.check_update(store, request, total), payload, applied)
+    return updates.apply(store, request, update_checks.check_update(store, request, total), payload, applied)
 
 
 def state_of(store: Store) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_one_run_of_the_rule_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append(len(parts))
         joint.apply_together(rule, parts, step)
 
-    monkeypatch.setattr(updates, "apply_together", counted)
+    monkeypatch.setattr(update_values, "apply_together", counted)
     store = new_store()
     gradients: list[Gradient] = [(number, None, np.ones(SHAPES[number], np.float32)) for number in (1, 2, 3, 4, 5)]
     push(store, gradients, 1)
@@ -141,7 +141,8 @@ def test_one_run_of_the_rule_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, gradients[:1], 3)  # it is a step ahead now
     push(store, gradients, 4)
     assert runs == [5, 2, 3, 4]
-    monkeypatch.setattr(updates, "MAX_ELEMENTS", 400)  # 160, 160, 6, 30 and 240 of which the last exceeds its half
+    for module in (update_checks, updates):  # 160, 160, 6, 30 and 240 of which the last exceeds its half
+        monkeypatch.setattr(module, "MAX_ELEMENTS", 400)
     push(store, gradients[1:], 5)
     assert runs[4:] == [3]
 
@@ -183,7 +184,7 @@ def test_what_can_not_be_applied_leaves_the_others_whole() -> None:
     store = new_store()
     gradients: list[Gradient] = [(number, None, np.ones(SHAPES[number], np.float32)) for number in (1, 2, 3)]
     request, total, payload = request_of(gradients, 1)
-    changes = updates.check_update(store, request, total)
+    changes = update_checks.check_update(store, request, total)
     changes[1].shard.moved = True
     applied = Applied()
     with pytest.raises(ShardMovedError):

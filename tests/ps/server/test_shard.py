@@ -17,7 +17,7 @@ from tests.ps.storage.support import CHUNK, padded, small_blocks
 
 from pscluster.core.transport.frames import Buffer, padding, unpack, view
 from pscluster.ps.optim import rules
-from pscluster.ps.server import creation, reads, updates
+from pscluster.ps.server import creation, reads, update_checks, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard, Snapshot
 from pscluster.ps.server.store import Store
@@ -243,7 +243,7 @@ class Client:
         )
         total = sum(array.nbytes + padding(array.nbytes) for array in segments)
         return updates.apply(
-            self.held, request, updates.check_update(self.held, request, total), payload or padded(*segments)
+            self.held, request, update_checks.check_update(self.held, request, total), payload or padded(*segments)
         )
 
     def dense(self, shard: int, kind: ps_pb2.UpdateKind, values: Values, optimizer: int = 0) -> None:

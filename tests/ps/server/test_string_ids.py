@@ -20,7 +20,7 @@ from pscluster.core.transport.frames import padding
 from pscluster.ps.initializers import RandomUniform
 from pscluster.ps.optim.kernels import Groups
 from pscluster.ps.row_ids import columns_of, dtype_in, numbers_of, rows_by, string_ids, texts_of
-from pscluster.ps.server import creation, reads, table_rows, updates
+from pscluster.ps.server import creation, reads, table_rows, update_checks, updates
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
@@ -263,24 +263,24 @@ def test_requests_that_are_cut_at_any_byte_are_refused() -> None:
 
     for stop in range(total):
         with pytest.raises(ProtocolError, match=f"{stop} bytes whose items need {total}"):
-            updates.check_update(store, update(rows), stop)
+            update_checks.check_update(store, update(rows), stop)
     for stop in range(ids_bytes):
         with pytest.raises(ProtocolError, match=f"{stop} bytes of row numbers whose items need {ids_bytes}"):
             reads.sources_of(store, read(rows), stop)
     for id_bytes in (0, 1, 15, 22, ID_BYTES + 1, (1 << 32) - 1):
         other = ps_pb2.Rows(ids=3, id_bytes=id_bytes)
         with pytest.raises((ProtocolError, InvalidUpdateError)):
-            updates.check_update(store, update(other), total)
+            update_checks.check_update(store, update(other), total)
     for wrong in (ps_pb2.Rows(ids=3), ps_pb2.Rows(ids=3, id_bytes=ID_BYTES + 1)):
         with pytest.raises(InvalidUpdateError, match="ids are strings of up to 48 bytes, not"):
             reads.sources_of(store, read(wrong), ids_bytes)
     for checked in (
-        lambda: updates.check_update(store, update(rows, 2), total),
+        lambda: update_checks.check_update(store, update(rows, 2), total),
         lambda: reads.sources_of(store, read(rows, 2), 80),
     ):
         with pytest.raises(ProtocolError, match="ids of 'd' as strings, but they are integers"):
             checked()
-    updates.apply(store, update(rows), updates.check_update(store, update(rows), total), payload)
+    updates.apply(store, update(rows), update_checks.check_update(store, update(rows), total), payload)
     answer = b"".join(reads.read(store, read(rows), padded(ids)))
     initial = INITIAL.of(ids) + 1
     assert answer[: values.nbytes] == initial.tobytes()

@@ -18,7 +18,7 @@ from tests.waiting import TIMEOUT
 
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.optim.rules import RULES
-from pscluster.ps.server import creation, reads, shard, updates
+from pscluster.ps.server import creation, reads, shard, update_checks
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
@@ -196,7 +196,9 @@ class Client:
     def send(self, made: Sendable) -> ps_pb2.UpdateReply:
         """Apply a request as the service does."""
         request, payload, total = made
-        return write(self.manager, self.held, request, updates.check_update(self.held, request, total), payload, total)
+        return write(
+            self.manager, self.held, request, update_checks.check_update(self.held, request, total), payload, total
+        )
 
     def update(self, *parts: Part, function: int = 0) -> ps_pb2.UpdateReply:
         """Make and apply an update."""

@@ -47,7 +47,7 @@ from tests.ps.storage.support import (
 from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
-from pscluster.ps.server import updates
+from pscluster.ps.server import update_checks
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
@@ -933,7 +933,7 @@ def test_a_late_update_of_the_previous_job(tmp_path: Path, shape: tuple[int, ...
         client = Client(manager, old)
         client.update(dense(ps_pb2.ADD, np.full(3, 1000.0)))
         request, payload, total = client.made(dense(ps_pb2.ADD, np.full(3, 1000.0)))
-        placed = updates.check_update(old, request, total)
+        placed = update_checks.check_update(old, request, total)
         new = Store(0, JOB + 1)
         manager.begin(new, IDENTITY)
         declare(new, 1, np.zeros(shape))
@@ -950,7 +950,7 @@ def test_an_update_in_progress_when_its_variable_is_deleted(tmp_path: Path, capl
         manager.save()
         client = Client(manager, held)
         request, payload, total = client.made(dense(ps_pb2.ADD, np.ones(3)))
-        placed = updates.check_update(held, request, total)
+        placed = update_checks.check_update(held, request, total)
         held.delete("v1")
         manager.save()
         write(manager, held, request, placed, payload, total)
@@ -1005,7 +1005,7 @@ def test_an_update_of_several_variables_of_which_one_is_not_there(tmp_path: Path
         request, payload, total = client.made(
             rows(ps_pb2.ADD, [1, 2, 1], np.ones((3, 3))), dense(ps_pb2.ADD, np.ones(3), 2)
         )
-        placed = updates.check_update(held, request, total)
+        placed = update_checks.check_update(held, request, total)
         if how == "deleted":
             held.delete("v1")
             manager.save()

@@ -41,7 +41,7 @@ from tests.waiting import TIMEOUT, until
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps.request_metrics import ServiceMetrics
 from pscluster.ps.server import role as role_module
-from pscluster.ps.server import updates
+from pscluster.ps.server import update_checks
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
@@ -669,7 +669,7 @@ def test_a_loss_of_a_variable_that_is_deleted_meanwhile(tmp_path: Path) -> None:
         client, update = Client(manager, recovered.store), dense(ps_pb2.ADD, np.ones(3))
         update[0].boot_id, update[0].seen = boot_id, 4
         request, payload, total = client.made(update)
-        placed = updates.check_update(recovered.store, request, total)
+        placed = update_checks.check_update(recovered.store, request, total)
         recovered.store.delete("v1")
         assert write(manager, recovered.store, request, placed, payload, total).applied == 1
         assert recovered.store.lost == {}
@@ -713,10 +713,10 @@ def test_another_coordinator_takes_over(tmp_path: Path, kind: Durability) -> Non
         client.update(dense(ps_pb2.ADD, np.ones(3)))
         client.update(dense(ps_pb2.ADD, np.ones(3)), function=4)
         late, checked = (client.made(dense(ps_pb2.ADD, np.full(3, 100.0))) for _ in range(2))
-        placed = updates.check_update(held, checked[0], checked[2])
+        placed = update_checks.check_update(held, checked[0], checked[2])
         other = Client(manager, held, 10)
         mine = other.made(dense(ps_pb2.ADD, np.full(3, 100.0)), function=5)
-        placed_mine = updates.check_update(held, mine[0], mine[2])
+        placed_mine = update_checks.check_update(held, mine[0], mine[2])
 
         assert attach(role, coordinator(2, store_id)) == store_id
         assert role.store is held

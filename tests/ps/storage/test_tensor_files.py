@@ -35,7 +35,7 @@ from pscluster.ps.handles.indexing import whole_index
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.optim.rules import RULES
-from pscluster.ps.server import creation, updates
+from pscluster.ps.server import creation, update_checks, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.spec import partition_of
@@ -301,7 +301,7 @@ class Servers:
             value_bytes=values.nbytes,
         )
         total = values.nbytes + padding(values.nbytes)
-        updates.apply(store, request, updates.check_update(store, request, total), payload([values]))
+        updates.apply(store, request, update_checks.check_update(store, request, total), payload([values]))
 
     def train(self, variable: str, shard: int, optimizer: str, seed: int = 0) -> None:
         """Apply a gradient to a shard."""

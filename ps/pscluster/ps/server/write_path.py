@@ -2,7 +2,7 @@
 
     Push, or a session's request
       decode     a header, and a payload that is still to arrive if it is large
-      validate   `updates.check_update`, `check_create`: all that can be checked before the payload arrives
+      validate   `update_checks.check_update`, `check_create`: all that can be checked before the payload arrives
       admit      `admission.Budget`: memory for the payload, which is then received
       apply      `updates.apply`: each item once, under its shard's lock; `creation.create`; or, of a contribution to a
                  synchronous step, `StepPath.contribute`: staged now, applied with those of the other replicas
@@ -32,14 +32,14 @@ from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, pack, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.array_pool import ArrayPool
-from pscluster.ps.server import creation, updates
+from pscluster.ps.server import creation, update_checks, updates
 from pscluster.ps.server.admission import Budget, check_amount
 from pscluster.ps.server.payload import Payload, Staging
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.shard import Array
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
-from pscluster.ps.server.updates import Change
+from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import COPY, MOVE_BYTES
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2
@@ -95,8 +95,8 @@ class WritePath:
     def update(
         self, store: Store, request: ps_pb2.Request, payload: Payload, context: grpc.ServicerContext
     ) -> ps_pb2.UpdateReply:
-        changes = updates.check_update(store, request.update, request.total_bytes, context)
-        updates.wait_for_moves(changes)
+        changes = update_checks.check_update(store, request.update, request.total_bytes, context)
+        update_checks.wait_for_moves(changes)
         return self._update(store, request.update, changes, payload, request.total_bytes)
 
     def _update(
@@ -152,9 +152,9 @@ class WritePath:
         body = first.WhichOneof("body")
         if body == "update":
             with self._incoming.turn(data, len(payload)):
-                changes = updates.check_update(store, first.update, first.total_bytes, context)
+                changes = update_checks.check_update(store, first.update, first.total_bytes, context)
             check_amount(changes, first.total_bytes, self._budget.limit)
-            updates.wait_for_moves(changes)
+            update_checks.wait_for_moves(changes)
         elif body == "create":
             _check_create(store, first, context)
         elif body == "restore":

@@ -29,7 +29,8 @@ from pscluster.ps.server.shard import Array, Shard, Snapshot
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.server.table_changes import record_bytes
-from pscluster.ps.server.updates import Applied, Change
+from pscluster.ps.server.update_checks import Change
+from pscluster.ps.server.updates import Applied
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
 from pscluster.ps.storage.generations import DamagedError, StateDirectory

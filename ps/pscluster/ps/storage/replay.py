@@ -12,14 +12,14 @@ from pscluster.core.errors import PsClusterError
 from pscluster.core.geometry import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps.row_ids import bytes_by
-from pscluster.ps.server import creation, updates
+from pscluster.ps.server import creation, update_checks, updates
 from pscluster.ps.server.directory import Contents, HeldOptimizer, HeldVariable
 from pscluster.ps.server.losses import UNKNOWN
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
-from pscluster.ps.server.updates import Change
+from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import METADATA, partition_of
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import Dropped
@@ -237,7 +237,7 @@ class Replay:
         update, payload = _only(record.update, wanted, payload)
         try:
             self._declare(record)
-            changes = updates.changes_of(self._store, update, len(payload))
+            changes = update_checks.changes_of(self._store, update, len(payload))
         except PsClusterError as error:
             raise DamagedError(f"an update in the log does not fit what was saved: {error}") from None
         of_tables = {each.item: each for each in record.tables}
@@ -256,7 +256,7 @@ class Replay:
             return
         try:
             self._declare(record)
-            changes = updates.changes_of(self._store, update, len(data))
+            changes = update_checks.changes_of(self._store, update, len(data))
         except PsClusterError:  # of a variable that was deleted since, after the step
             runs.found_epoch(of.run, of.step, of.epoch, unusable=True)
             return

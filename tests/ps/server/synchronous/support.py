@@ -10,7 +10,7 @@ import numpy as np
 from tests.ps.storage.support import IDENTITY, JOB, NEVER, Part, declare, dense, killed, padded, values_of
 
 from pscluster.core.transport.frames import padding
-from pscluster.ps.server import updates
+from pscluster.ps.server import update_checks
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
 from pscluster.ps.server.write_path import write
@@ -113,7 +113,7 @@ class Server:
             )
         )
         total = sum(array.nbytes + padding(array.nbytes) for array in arrays)
-        changes = updates.check_update(self.store, request, total)
+        changes = update_checks.check_update(self.store, request, total)
         return self.path.contribute(self.store, request, changes, padded(*arrays), total).state
 
     def reach(self, step: int, run: int = RUN, epoch: int = 1) -> None:

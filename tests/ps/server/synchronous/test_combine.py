@@ -10,7 +10,7 @@ import pytest
 
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.server import updates
+from pscluster.ps.server import update_checks, updates
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import (
@@ -55,7 +55,9 @@ def pieces_of(store: Store, replica: int, *parts: tuple[int, list[float]], numbe
         array = np.array(values, np.float32)
         item.offset, item.value_bytes, item.nth = 4 * start, array.nbytes, number
         data += bytes(view(array)) + bytes(padding(array.nbytes))
-    return Contribution(request, updates.changes_of(store, request, len(data)), Payload([memoryview(data)]), len(data))
+    return Contribution(
+        request, update_checks.changes_of(store, request, len(data)), Payload([memoryview(data)]), len(data)
+    )
 
 
 def contribution(
@@ -81,7 +83,7 @@ def contribution(
             buffers.append(bytes(view(np.array(ids, np.int64))) + bytes(padding(8 * len(ids))))
         buffers.append(bytes(view(array)) + bytes(padding(array.nbytes)))
     data = b"".join(buffers)
-    changes = updates.changes_of(store, request, len(data))
+    changes = update_checks.changes_of(store, request, len(data))
     return Contribution(request, changes, Payload([memoryview(data)]), len(data))
 
 
@@ -121,7 +123,7 @@ def test_pieces_are_put_together(store: Store) -> None:
     (item,) = combined.items
     assert (item.nth, item.value_bytes, item.HasField("offset")) == (1, 12, False)
     payload, total = parts_of_payload(combined)
-    updates.changes_of(store, ps_pb2.UpdateRequest(job=5, items=combined.items), total)
+    update_checks.changes_of(store, ps_pb2.UpdateRequest(job=5, items=combined.items), total)
     assert payload.array(0, 3, np.float32).tolist() == [1, 2, 3]
 
 
@@ -178,14 +180,14 @@ def test_what_is_no_piece_is_refused_when_it_comes(store: Store, fields: dict[st
         item = sent.request.items[0]
         item.rows.CopyFrom(value) if name == "rows" else setattr(item, name, value)
     with pytest.raises(ProtocolError, match="no piece of a gradient of 'w'"):
-        updates.changes_of(store, sent.request, 16)
+        update_checks.changes_of(store, sent.request, 16)
 
 
 def test_only_a_contribution_may_have_pieces(store: Store) -> None:
     sent = pieces_of(store, 0, (0, [1]))
     sent.request.ClearField("contribution")
     with pytest.raises(ProtocolError, match="no piece of a gradient"):
-        updates.changes_of(store, sent.request, 16)
+        update_checks.changes_of(store, sent.request, 16)
 
 
 def change(store: Store, replica: int, start: int, values: list[float], **fields: Any) -> Contribution:
@@ -207,7 +209,7 @@ def test_changes_are_put_together(store: Store) -> None:
     assert (item.kind, item.gradients, item.HasField("offset")) == (ps_pb2.APPLY_CHANGE, 3, False)
     payload, total = parts_of_payload(combined)
     request = ps_pb2.UpdateRequest(job=5, incarnation=1, sequence=1, items=combined.items)
-    updates.apply(store, request, updates.changes_of(store, request, total), payload)
+    updates.apply(store, request, update_checks.changes_of(store, request, total), payload)
     assert store.directory.find(W, 0)[1].array.tolist() == [1, 2, 3.5]
     assert store.directory.find(W, 0)[1].steps == {9: 3}
 
@@ -231,7 +233,7 @@ def test_changes_that_differ_are_refused(store: Store, other: dict[str, Any]) ->
 def test_what_is_no_change_is_refused_when_it_comes(store: Store, fields: dict[str, Any], said: str) -> None:
     sent = change(store, 0, 0, [1], **fields)
     with pytest.raises(PsClusterError, match=said):
-        updates.changes_of(store, sent.request, 16)
+        update_checks.changes_of(store, sent.request, 16)
 
 
 def test_rows_are_joined(store: Store) -> None:

@@ -23,7 +23,7 @@ from pscluster.core.transport.frames import padded, padding, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.selection import table_of
-from pscluster.ps.server.updates import Change
+from pscluster.ps.server.update_checks import Change
 from pscluster.v1 import ps_pb2
 
 

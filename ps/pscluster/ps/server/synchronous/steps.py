@@ -25,7 +25,7 @@ from typing import Any
 
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
-from pscluster.ps.server import updates
+from pscluster.ps.server import update_checks
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.clock import MAX_ITERATORS
@@ -39,7 +39,7 @@ from pscluster.ps.server.synchronous.combine import (
 from pscluster.ps.server.synchronous.disagreement import disagreement_of
 from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
-from pscluster.ps.server.updates import Change
+from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
 
@@ -86,7 +86,7 @@ class StepPath:
         else:
             check_contribution(changes)
             for change in changes:
-                updates.checked_ids(change, payload)
+                update_checks.checked_ids(change, payload)
             contribution = Contribution(request, changes, payload, total_bytes)
             place = self._stage(store, contribution)
             if place not in (None, Place.ADMITTED):
@@ -114,7 +114,7 @@ class StepPath:
         runs = store.runs
         with runs.changed:
             run = store.runs.idle(of.run)
-            updates.admit(store, contribution.request)  # again: the job may have been taken over since
+            update_checks.admit(store, contribution.request)  # again: the job may have been taken over since
             place = None
             if store.index == 0 and (of.backup or run.backup):
                 place = run.place(of.step, of.epoch, of.replica, of.replicas, of.backup)
@@ -162,7 +162,7 @@ class StepPath:
         self._settle(store, of.run, of.step, of.after)
         with store.runs.changed:
             run = store.runs.idle(of.run)
-            updates.admit(store, request)  # again: the job may have been taken over since
+            update_checks.admit(store, request)  # again: the job may have been taken over since
             if run.admit(of.step, of.epoch, of.replica, of.replicas) is not Verdict.APPLIED:
                 run.disagreement = run.disagreement or disagreement_of(store, run, of)
                 run.reducing[of.replica] = of
@@ -216,7 +216,7 @@ class StepPath:
                 if (left := deadline - time.monotonic()) <= 0:
                     return ps_pb2.StepState(committed=run.applied, missing=run.missing)
                 runs.changed.wait(left)
-            updates.admit(store, request)  # from now on the job is not taken over until the step is applied
+            update_checks.admit(store, request)  # from now on the job is not taken over until the step is applied
             runs.begin_step(of.run)
         self._apply(store, of.run, run)
         return ps_pb2.StepState(committed=run.applied)
@@ -260,7 +260,7 @@ class StepPath:
                 request.items.add(variable=variable, shard=shard, kind=ps_pb2.PUT, nth=1, name=SYNCHRONOUS, text=text)
             if request.items:
                 payload, total = parts_of_payload(combined)
-                changes = updates.changes_of(store, request, total)
+                changes = update_checks.changes_of(store, request, total)
                 self._write(store, request, changes, payload, total)
             applied = True
             reach("ps.step.after")

@@ -1,0 +1,202 @@
+"""What a checked change does to the arrays of its shard: values assigned or added, gradients by their optimizer's rule.
+
+The caller holds the lock of the shard: see `updates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pscluster.core.errors import InvalidUpdateError
+from pscluster.ps.optim.joint import Part, apply_together
+from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
+from pscluster.ps.server import encoded, tables
+from pscluster.ps.server.metadata import Metadata
+from pscluster.ps.server.payload import Ids, Payload
+from pscluster.ps.server.selection import Array, table_of
+from pscluster.ps.server.update_checks import ARITHMETIC, Change
+from pscluster.ps.spec import OWN_RULE
+from pscluster.v1 import ps_pb2
+
+
+def apply_values(change: Change, ids: Ids | None, payload: Payload, kept: Ids | None = None) -> None:
+    """Apply one item, to the rows at `ids` if it names rows: of a table, those of them that are `kept`."""
+    shard = change.shard
+    slots: dict[str, Array] = {}
+    step = 0
+    if change.optimizer is not None:
+        optimizer = change.optimizer.spec.id
+        have_slots(change)
+        slots, step = shard.slots[optimizer], shard.steps.get(optimizer, 0) + 1
+        if change.item.kind == ps_pb2.APPLY_CHANGE:
+            _add(change, ids, slots[change.item.slot] if change.item.slot else shard.array, payload)
+            shard.steps[optimizer] = step - 1 + change.item.gradients
+            return
+        if change.item.gradients > 1:
+            size, item = shard.array.nbytes, ps_pb2.UpdateItem()
+            item.CopyFrom(change.item)
+            item.gradients, item.value_bytes = 0, size
+            for nth in range(change.item.gradients):
+                apply_values(replace(change, item=item, values_at=change.values_at + nth * size), ids, payload)
+            return
+    if change.optimizer is not None and change.optimizer.spec.rule == OWN_RULE:
+        _apply_own(change, ids, slots, step, payload, kept)
+    elif ids is not None:
+        _apply_rows(change, ids, slots, step, payload, kept)
+    elif change.index is not None or change.item.scalar:
+        _apply_slices(change, payload)
+    elif isinstance(shard, Metadata):
+        shard.assign(change.item.name, change.item.text)
+    else:
+        _apply_dense(change, slots, step, payload)
+    if change.optimizer is not None:
+        shard.steps[change.optimizer.spec.id] = step
+        if change.optimizer.spec.ema_momentum:
+            shard.average(change.optimizer.spec.id, change.optimizer.spec.ema_momentum, ids)
+
+
+def have_slots(change: Change) -> None:
+    """Give a shard the slots of the optimizer, if there is one. InvalidUpdateError if a table has no memory for it."""
+    optimizer, shard = change.optimizer, change.shard
+    if optimizer is None or optimizer.spec.id in shard.slots:
+        return
+    try:
+        if change.held.spec.HasField("table"):
+            slots = tables.new_slots(optimizer.rule, len(shard.array), shard.row_limit, shard.array.shape[1])
+        else:
+            slots = new_slots(optimizer.rule, shard.array.shape, shard.array.dtype)
+        shard.slots[optimizer.spec.id] = slots
+    except MemoryError as error:
+        raise InvalidUpdateError(
+            f"{change.held.spec.name!r} can't have slots of {optimizer.spec.name!r}: the server has no memory for "
+            f"{error}: have more servers"
+        ) from None
+
+
+def _apply_own(
+    change: Change, ids: Ids | None, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+) -> None:
+    """Apply a gradient by a user's rule, which may raise at any block; then restore the shard."""
+    rows = slice(None) if ids is None else ids
+    arrays = [change.shard.array, *slots.values()]
+    before = [array[rows].copy() if array.ndim else array.copy() for array in arrays]
+    try:
+        if ids is None:
+            _apply_dense(change, slots, step, payload)
+        else:
+            _apply_rows(change, ids, slots, step, payload, kept)
+    except BaseException:
+        for array, old in zip(arrays, before, strict=True):
+            array[rows if array.ndim else ...] = old
+        raise
+
+
+def _apply_rows(
+    change: Change, ids: Ids, slots: dict[str, Array], step: int, payload: Payload, kept: Ids | None
+) -> None:
+    """Apply the rows of an item, or those of them that are `kept`, to the rows at `ids`."""
+    shard, dtype = change.shard, change.shard.array.dtype
+    whole = table = table_of(shard.array, change.item.rows.leading, change.held.spec.name)
+    if is_table := change.held.spec.HasField("table"):
+        table = table[:, : change.held.spec.table.dim]
+    if change.encoded:
+        rows: Array = encoded.rows_of(change.item, change.values_at, table.shape[1], payload)
+    else:
+        values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+        rows = values.reshape(change.item.rows.ids, table.shape[1])
+    if kept is not None:
+        rows = rows[kept]
+    shard.before_rows_change(ids, change.item.rows.leading or 1)
+    if change.optimizer is not None:
+        slot_tables = {name: array.reshape(whole.shape) for name, array in slots.items()}
+        if is_table:
+            tables.apply_rows(change.optimizer.rule, shard, ids, rows, slot_tables, step)
+        else:
+            apply_rows(change.optimizer.rule, whole, ids, rows, slot_tables, step)
+    elif change.item.kind == ps_pb2.ASSIGN:
+        table[ids] = rows
+    elif change.item.kind in (ps_pb2.ADD, ps_pb2.SUB):
+        unique, sums = deduplicate(ids, rows)
+        table[unique] = ARITHMETIC[change.item.kind](table[unique], sums)  # sums of half types are float32
+    else:
+        ARITHMETIC[change.item.kind].at(table, ids, rows)
+
+
+def _apply_slices(change: Change, payload: Payload) -> None:
+    """Apply values for a box of the shard, or one value for all selected elements."""
+    shard, dtype = change.shard, change.shard.array.dtype
+    target = shard.array if change.index is None else shard.array[change.index]
+    values = payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+    values = values.reshape(() if change.item.scalar else target.shape)
+    shard.before_change()
+    if change.item.kind == ps_pb2.ASSIGN:
+        target[...] = values
+    else:
+        ARITHMETIC[change.item.kind](target, values, out=target, casting="same_kind")
+
+
+def _apply_dense(change: Change, slots: dict[str, Array], step: int, payload: Payload) -> None:
+    shard = change.shard
+    if (whole := payload.own(change.values_at)) is not None and shard.replace(whole):
+        return
+    flat = shard.array.reshape(-1)
+    for start, values in _spans(change, payload):
+        span = slice(start, start + len(values))
+        # Not for the whole shard at the beginning: old values then take memory only as chunks of new ones are freed.
+        shard.before_span_changes(span.start, span.stop)
+        if change.optimizer is not None:
+            parts = {name: array.reshape(-1)[span] for name, array in slots.items()}
+            apply_dense(change.optimizer.rule, flat[span], values, parts, step)
+        elif change.item.kind == ps_pb2.ASSIGN:
+            flat[span] = values
+        else:
+            operation = ARITHMETIC[change.item.kind]
+            operation(flat[span], values, out=flat[span], casting="same_kind")
+
+
+def _spans(change: Change, payload: Payload) -> Iterator[tuple[int, Array]]:
+    """Return the values for a whole shard in pieces, each with its first element's number."""
+    if change.encoded:
+        return encoded.spans(change.item, change.values_at, change.unit, payload)
+    dtype = change.shard.array.dtype
+    blocks = payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize)
+    return ((offset // dtype.itemsize, np.frombuffer(piece, dtype)) for offset, piece in blocks)
+
+
+def _add(change: Change, ids: Ids | None, array: Array, payload: Payload) -> None:
+    """Add a change to the shard's values, or to a slot."""
+    flat, dtype = array.reshape(-1), array.dtype
+    if ids is not None:
+        change.shard.before_rows_change(ids, array.ndim)
+        flat[ids] += payload.array(change.values_at, change.item.value_bytes // dtype.itemsize, dtype)
+        return
+    for offset, piece in payload.blocks(change.values_at, change.item.value_bytes, dtype.itemsize):
+        values = np.frombuffer(piece, dtype)
+        span = slice(offset // dtype.itemsize, offset // dtype.itemsize + len(values))
+        change.shard.before_span_changes(span.start, span.stop)
+        np.add(flat[span], values, out=flat[span])
+
+
+def apply_joined(changes: Sequence[tuple[Change, Ids | None]], payload: Payload) -> None:
+    """Apply gradients that join each other, and are for the same step. Needs the locks of their shards."""
+    first, _ = changes[0]
+    assert first.optimizer is not None  # see `_joins`
+    optimizer, rule, dtype = first.optimizer.spec.id, first.optimizer.rule, first.held.dtype
+    parts, names = [], list(rule.slots)
+    for change, ids in changes:
+        shard = change.shard
+        have_slots(change)
+        arrays = [shard.array, *map(shard.slots[optimizer].__getitem__, names)]
+        if ids is None:
+            shard.before_span_changes(0, shard.array.size)
+        else:
+            shard.before_rows_change(ids)
+            arrays = [table_of(array, 1, change.held.spec.name) for array in arrays]
+        parts.append(Part(arrays, payload.array(change.values_at, change.joins, dtype), ids))
+    step = first.shard.steps.get(optimizer, 0) + 1
+    apply_together(rule, parts, step)
+    for change, _ in changes:
+        change.shard.steps[optimizer] = step
