@@ -25,7 +25,8 @@ from pscluster.ps.server.write_path import write
 from pscluster.ps.spec import METADATA
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage import spill
-from pscluster.ps.storage.manager import JobIdentity, StateManager
+from pscluster.ps.storage.job_state import JobIdentity
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions
 from pscluster.v1 import ps_pb2
 

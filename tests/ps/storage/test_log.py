@@ -52,8 +52,9 @@ from pscluster.ps.server.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError
+from pscluster.ps.storage.job_state import JobIdentity
 from pscluster.ps.storage.log import records
-from pscluster.ps.storage.manager import JobIdentity, StateManager
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability
 from pscluster.v1 import ps_pb2, state_pb2
 

@@ -16,7 +16,8 @@ from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.moves import Moves
 from pscluster.ps.server.store import Store
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
-from pscluster.ps.storage.manager import JobIdentity, StateManager
+from pscluster.ps.storage.job_state import JobIdentity
+from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.roots import Roots
 from pscluster.v1 import node_pb2

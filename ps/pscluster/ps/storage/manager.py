@@ -1,4 +1,4 @@
-"""The manager of a server's state: a thread that saves generations, and the methods that the service calls.
+"""The manager of a server's state: the methods that the service calls, beside the thread that saves (`saver`).
 
 The service reports jobs that begin or end, has creations saved before it acknowledges them, and applies updates within
 `logged`. All decisions are those of `policy`. Requests never wait for a generation, with two exceptions: creations, and
@@ -16,49 +16,33 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.metrics.registry import Histogram
-from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Array, Shard, Snapshot
+from pscluster.ps.server.shard import Array, Shard
 from pscluster.ps.server.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.server.table_changes import record_bytes
 from pscluster.ps.server.update_checks import Change
 from pscluster.ps.server.updates import Applied
 from pscluster.ps.storage import replay
-from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
-from pscluster.ps.storage.generations import DamagedError, StateDirectory
-from pscluster.ps.storage.log import Dropped, Log, lost_in, records
-from pscluster.ps.storage.options import Durability, DurabilityOptions
-from pscluster.ps.storage.policy import SavePlan
-from pscluster.ps.storage.spill import Spill
+from pscluster.ps.storage.arrivals import ShardFile, log_begins
+from pscluster.ps.storage.generations import DamagedError
+from pscluster.ps.storage.job_state import JobIdentity, JobState, sizes_of
+from pscluster.ps.storage.log import Dropped, lost_in, records
+from pscluster.ps.storage.options import Durability
+from pscluster.ps.storage.saver import Extension, StateSaver
 from pscluster.v1 import ps_pb2, state_pb2
 
 logger = logging.getLogger(__name__)
 
+
 _LEAST_LOG = 64 << 20
 """A generation is due once the log is longer than this and than twice the state. Short segments are overwritten while
 the kernel still caches them, so that little reaches the disk; a larger state would cost more to write so often."""
-
-_MAX_FILES = 8
-"""The most files of generations that are in use; shards in others are written again."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobIdentity:
-    """The job that a store belongs to."""
-
-    store_id: int = 0  # drawn by this server for the store; 0: none
-    job_id: int = 0  # shared by all coordinators of the job
-    coordinator_number: int = 0  # the number of coordinators so far
-    name: str = ""
-    num_servers: int = 0  # of the job; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,59 +52,8 @@ class Restored:
     words: str
 
 
-@dataclass(slots=True)
-class _Job:
-    store: Store
-    identity: JobIdentity
-    saved: state_pb2.Manifest | None = None  # the last generation
-    before: state_pb2.Manifest | None = None  # the previous one
-    sizes: Counter[str] = field(default_factory=Counter)  # by file, the bytes in use
-    losses_written: int = 0  # `Losses.news` when the losses were last written
-
-
-@dataclass(eq=False, slots=True)
-class _Extension:
-    """What the last generation is to be extended by: a shard that has arrived, or nothing, if others have left."""
-
-    store: Store
-    name: tuple[int, int] = 0, 0  # variable and shard
-    shard: Shard | None = None
-    file: ShardFile | None = None
-    ended: bool = False
-    saved: bool = False  # False, without an error: a whole generation is needed
-    error: str = ""
-
-
-class StateManager:
+class StateManager(StateSaver):
     """Persists the state of one server. Thread-safe. ConfigurationError if the directory can't be used."""
-
-    def __init__(self, options: DurabilityOptions) -> None:
-        self.options = options
-        self._directory: StateDirectory | None = None
-        self._log: Log | None = None
-        self._changed = threading.Condition()
-        self._plan = SavePlan(options.every)
-        self._job: _Job | None = None
-        self._generation = 0
-        self._owed = 0  # the change that must be saved before an update is logged
-        self._segment_before = 0  # the last segment of the log at the start
-        self._clear = False
-        self._extensions: list[_Extension] = []  # in the order in which they are to be saved
-        self._arriving: list[ShardFile] = []
-        self._closing = self._ended = False
-        self.saves = Histogram()
-        """Seconds of each generation that was saved."""
-        self.spill = Spill(None if options.kind is Durability.NONE else options.directory)
-        """Old bytes of blocks that change before they are written or sent."""
-        self.saved_bytes = self.failures = 0
-        self._thread: threading.Thread | None = None
-        if options.kind is Durability.NONE:
-            return
-        if options.directory is None:
-            raise ConfigurationError(f"durability {options.kind.value} needs a directory: give --state-dir")
-        self._directory = StateDirectory(options.directory, fsync=options.fsync)
-        if options.kind is Durability.LOG:
-            self._log = Log(self._directory)
 
     # The job
 
@@ -180,7 +113,7 @@ class StateManager:
         identity = JobIdentity(
             manifest.store_id, manifest.job_id, coordinator_number, manifest.job_name, manifest.num_servers
         )
-        self._job = _Job(store, identity, saved=manifest, sizes=_sizes(manifest))
+        self._job = JobState(store, identity, saved=manifest, sizes=sizes_of(manifest))
         words = f"the state saved {max(time.time() - manifest.saved_at, 0):.1f} s ago"
         if self.options.kind is Durability.LOG:
             words += f" and {logged} updates logged since"
@@ -194,7 +127,7 @@ class StateManager:
 
     def begin(self, store: Store, identity: JobIdentity) -> None:
         """Begin a new job, and remove the state of the previous one."""
-        self._replace(_Job(store, identity))
+        self._replace(JobState(store, identity))
 
     def take_over(self, identity: JobIdentity) -> None:
         """Continue the job under another coordinator."""
@@ -215,7 +148,7 @@ class StateManager:
         """End the job, and remove its state."""
         self._replace(None)
 
-    def _replace(self, job: _Job | None) -> None:
+    def _replace(self, job: JobState | None) -> None:
         if self._directory is None:
             return
         with self._changed:
@@ -223,13 +156,6 @@ class StateManager:
             if job is not None:
                 self._request_save()  # to be found again; and a log needs a segment before the first update
             self._changed.notify_all()
-
-    def _request_save(self) -> int:
-        """Have a generation saved now; return the number of the change to wait for."""
-        with self._changed:
-            self._plan.changed()
-            self._changed.notify_all()
-            return self._plan.request()
 
     def close(self) -> None:
         """Save the state, and stop. A failure is logged."""
@@ -270,23 +196,6 @@ class StateManager:
                 "replayed from the log: put the class into a module that the servers can import, or use "
                 "durability snapshot"
             )
-
-    def save(self) -> None:
-        """Return once everything so far is on disk. PsClusterError, with the reason, if it can't be saved."""
-        if self._directory is None:
-            return
-        with self._changed:
-            if self._job is None:
-                return
-            change, job = self._request_save(), self._job
-            while not self._plan.is_saved(change):
-                if self._job is not job:
-                    return  # its state is no longer needed
-                if self._ended:
-                    raise UnavailableError("the server has stopped")
-                if self._plan.has_failed(change):
-                    raise PsClusterError(f"the state could not be saved: {self._plan.failed}")
-                self._changed.wait()
 
     @property
     def logs(self) -> bool:
@@ -357,7 +266,7 @@ class StateManager:
             job = self._job
         if job is None or job.store is not store:
             return  # its job is over
-        record, size = self._record_of(job, contribution)
+        record, size = job.record_of(contribution)
         try:
             ticket, room = self._log.take(size)
             self._log.record(ticket, room, record, contribution.payload.chunks if contribution.total_bytes else ())
@@ -365,28 +274,13 @@ class StateManager:
             self._request_save()  # so that a new segment begins
             raise
 
-    def _log_staged(self, log: Log, job: _Job) -> None:
-        """Log what is staged again: the segments that have it are no longer read once this generation is saved."""
-        for contribution in job.store.runs.staged() if job.store.index else ():
-            record, size = self._record_of(job, contribution)
-            log.carry_over(size, record, contribution.payload.chunks if contribution.total_bytes else ())
-
-    def _record_of(self, job: _Job, contribution: Contribution) -> tuple[state_pb2.LogRecord, int]:
-        """Return the record of a contribution, and its size."""
-        total, identity = contribution.total_bytes, job.identity
-        record = state_pb2.LogRecord(update=contribution.request, total_bytes=total, last=True)
-        record.store_id, record.coordinator_number = identity.store_id, identity.coordinator_number
-        known = [change.optimizer for change in contribution.changes if change.optimizer is not None]
-        record.optimizers.extend(map(replay.saved_optimizer, {used.spec.id: used for used in known}.values()))
-        return record, total + record.ByteSize()
-
     # Shards that move: see `arrivals`
 
     def note_placement(self) -> None:
         """Have it saved in the background that shards have left."""
         with self._changed:
             if self._job is not None and self._directory is not None:
-                self._extensions.append(_Extension(self._job.store))
+                self._extensions.append(Extension(self._job.store))
                 self._changed.notify_all()
 
     def shard_file(self, variable: int, index: int, arrays: Mapping[str, Array]) -> ShardFile | None:
@@ -410,7 +304,7 @@ class StateManager:
 
     def save_shard(self, store: Store, variable: int, index: int, shard: Shard, file: ShardFile | None) -> None:
         """Return once a shard that has arrived, and does not change yet, is saved. PsClusterError if it can't be."""
-        extension = _Extension(store, (variable, index), shard, file)
+        extension = Extension(store, (variable, index), shard, file)
         with self._changed:
             if file is not None:
                 self._extensions.append(extension)
@@ -424,65 +318,7 @@ class StateManager:
         if not extension.saved:
             self.save()
 
-    def _extend(self, extension: _Extension) -> None:
-        """Save a manifest that extends the last generation, if that is possible."""
-        directory, job, begin = self._directory, self._job, time.monotonic()
-        assert directory is not None
-        shard, file, arrived = extension.shard, extension.file, {}
-        if job is None or job.store is not extension.store or job.saved is None:
-            return
-        saved, identity = job.saved, job.identity
-        if (saved.coordinator_number, saved.logged) != (identity.coordinator_number, self._log is not None):
-            return
-        if shard is not None and file is not None:
-            with shard.lock:
-                arrays = shard.arrays()
-            if not file.tensors.keys() >= arrays.keys():
-                return
-            arrived[extension.name] = shard, file.finish(arrays)
-        manifest = extended(saved, job.store, arrived)
-        if manifest is None:
-            return
-        with self._changed:
-            if self._job is not job:
-                return  # the files are cleared next
-            self._generation += 1
-            manifest.generation = self._generation
-        try:
-            directory.commit(manifest)
-            reach("ps.manifest.after")
-        except BaseException:
-            directory.give_up(manifest.generation)
-            raise
-        # A shard that has come from another server is in no earlier generation, from which its log would not go on.
-        job.before = None if arrived else saved
-        job.saved, job.sizes = manifest, _sizes(manifest)
-        self._remove_unused(job)
-        extension.saved = True
-        if arrived:
-            self.saves.add(time.monotonic() - begin)
-            self.saved_bytes += sum(array.bytes for _, arrays in arrived.values() for array in arrays)
-
-    def _extend_all(self) -> None:
-        with self._changed:
-            extensions, self._extensions = self._extensions, []
-        for extension in extensions:
-            try:
-                self._extend(extension)
-            except Exception as failure:
-                extension.error = self._words_of(failure)
-                self.failures += 1
-                logger.error("a shard that has moved could not be saved: %s", extension.error)
-            if extension.shard is None and not extension.saved:
-                self._request_save()
-            with self._changed:
-                extension.ended = True
-                self._changed.notify_all()
-
-    def _words_of(self, failure: Exception) -> str:
-        if isinstance(failure, OSError):
-            return f"{failure.strerror or failure} in {self.options.directory}"
-        return str(failure) or repr(failure)
+    # What has changed
 
     def write_losses(self) -> None:
         """Have the losses written in the background if new ones were found."""
@@ -498,224 +334,3 @@ class StateManager:
             self._plan.changed()
             if quiet or self._lost_more():
                 self._changed.notify_all()
-
-    # The thread
-
-    def _run(self) -> None:
-        assert self._directory is not None
-        while True:
-            with self._changed:
-                while not self._asked() and (wait := self._seconds_left()) != 0:
-                    self._changed.wait(wait)
-                clear, self._clear = self._clear, False
-            if not clear:
-                self._extend_all()
-            with self._changed:
-                clear = clear or self._clear
-                self._clear = False
-                last, wait = self._closing, self._seconds_left()
-                job = self._job if wait == 0 or (last and wait is not None) else None
-                if job is not None:
-                    self._plan.begin(time.monotonic())
-            try:
-                if clear:
-                    reach("ps.clear.before")
-                    self._directory.clear()
-                    reach("ps.clear.after")
-                if job is not None:
-                    self._save(job)
-                error = ""
-            except Exception as failure:
-                error = self._words_of(failure)
-                self.failures += 1
-                if error != self._plan.failed:
-                    unexpected = not isinstance(failure, OSError | PsClusterError)
-                    logger.error("the state could not be saved: %s", error, exc_info=failure if unexpected else None)
-            if job is not None:
-                with self._changed:
-                    if self._plan.failed and not error:
-                        logger.warning("saving the state works again")
-                    self._plan.end(time.monotonic(), error)
-                    self._changed.notify_all()
-            self._write_losses()
-            if last:
-                with self._changed:
-                    self._ended = True
-                    self._changed.notify_all()
-                return
-
-    def _asked(self) -> bool:
-        """Return whether there is something to do, whatever the time. Needs the lock."""
-        return self._clear or self._closing or self._lost_more() or bool(self._extensions)
-
-    def _seconds_left(self) -> float | None:
-        """Return the seconds until a generation is due; None: not until something happens."""
-        due = self._plan.due() if self._job is not None else None
-        return None if due is None else min(max(due - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-
-    def _lost_more(self) -> bool:
-        return self._job is not None and self._job.store.losses.news > self._job.losses_written
-
-    def _write_losses(self) -> None:
-        job = self._job
-        if job is not None and self._lost_more():
-            assert self._directory is not None
-            job.losses_written = job.store.losses.news  # also if it fails: the next loss triggers a retry
-            try:
-                reach("ps.losses.before")
-                self._directory.write_losses(replay.losses_of(job.store, job.identity.store_id))
-                reach("ps.losses.after")
-            except OSError as error:
-                logger.error("the record of lost updates could not be saved: %s", error)
-
-    def _save(self, job: _Job) -> None:
-        directory, broken, begin = self._directory, False, time.monotonic()
-        assert directory is not None
-        with self._changed:
-            self._generation += 1
-            generation = self._generation
-        if self._log is not None:
-            saved = log_begins(job.saved) if job.saved is not None else 0
-            broken = self._log.begin_segment(generation, self._segment_before, saved)
-            self._log_staged(self._log, job)
-        contents, identity = job.store.held(), job.identity
-        manifest = replay.manifest_of(job.store, contents)
-        manifest.store_id, manifest.job_id, manifest.coordinator_number = (
-            identity.store_id,
-            identity.job_id,
-            identity.coordinator_number,
-        )
-        manifest.job_name, manifest.generation, manifest.saved_at = identity.name, generation, time.time()
-        manifest.logged, manifest.num_servers = self._log is not None, identity.num_servers
-        try:
-            reach("ps.generation.before")
-            while True:
-                with contextlib.suppress(_MoreArraysError):
-                    size = self._write_shards(job, contents[0], manifest)
-                    break
-                manifest.ClearField("shards")
-            # Some shards may have been written with a step, others without it: it must be in the log.
-            job.store.runs.until_ended()
-            if self._log is not None and self._log.broken and not broken and job.store.runs.torn:
-                raise UnavailableError(self._log.broken)
-            with self._changed:
-                if self._job is not job:
-                    return  # the written files are cleared next
-            if job.store.job != manifest.job:  # part of it may be the next coordinator's, which requested another one
-                raise UnavailableError("another coordinator took over while a snapshot was written")
-            directory.commit(manifest)
-            self.saves.add(time.monotonic() - begin)
-            self.saved_bytes += size
-            reach("ps.manifest.after")
-        except BaseException:
-            directory.give_up(generation)
-            if job.saved is not None:  # to free disk space, retain only the last generation, not the previous one
-                job.before = None
-                self._remove_unused(job)
-            raise
-        # A shard that has come from another server is in no earlier generation, from which its log would not go on.
-        job.before = None if job.saved is None or _has_arrivals(job.saved, manifest) else job.saved
-        job.saved, job.sizes = manifest, _sizes(manifest)
-        if self._log is not None and broken:
-            self._log.mended()
-        self._remove_unused(job)
-        reach("ps.generation.after")
-
-    def _remove_unused(self, job: _Job) -> None:
-        assert self._directory is not None
-        needed = [manifest for manifest in (job.saved, job.before) if manifest is not None]
-        try:
-            arriving = [file.path.name for file in list(self._arriving) if file.open]
-            self._directory.remove_unused(needed, min(map(log_begins, needed)), arriving)
-        except OSError as error:
-            logger.warning("files that are no longer needed could not be removed: %s", error)
-
-    def _write_shards(self, job: _Job, variables: list[HeldVariable], manifest: state_pb2.Manifest) -> int:
-        """Write the shards that changed since the last generation, each as of one moment; return the bytes."""
-        assert self._directory is not None
-        before: dict[tuple[int, int], state_pb2.SavedShard] = {}
-        if job.saved is not None:
-            reusable = {name for name, _ in job.sizes.most_common(_MAX_FILES - 1)}
-            before = {
-                (saved_shard.variable, saved_shard.shard): saved_shard
-                for saved_shard in job.saved.shards
-                if all(array.file in reusable for array in saved_shard.arrays)
-            }
-        with contextlib.ExitStack() as captures:
-            changed = self._changed_shards(job, variables, manifest, before, captures)
-            arrays = [array for saved, _, _ in changed for array in saved.arrays]
-            return self._directory.write_arrays(manifest.generation, arrays, _captured(job.store, changed))
-
-    @staticmethod
-    def _changed_shards(
-        job: _Job,
-        variables: Sequence[HeldVariable],
-        manifest: state_pb2.Manifest,
-        before: Mapping[tuple[int, int], state_pb2.SavedShard],
-        captures: contextlib.ExitStack,
-    ) -> list[_ChangedShard]:
-        """Enter all shards in the manifest; return those to be written, of which `before` has no file to go on with."""
-        changed: list[_ChangedShard] = []
-        for held in variables:
-            for index, shard in held.shards.items():
-                known = before.get((held.spec.id, index))
-                saved = manifest.shards.add(variable=held.spec.id, shard=index)
-                with shard.lock:
-                    # Slots or averages created since, without an update, need not be saved.
-                    if known is not None and known.updates == shard.updates:
-                        # Not with the remembered updates of that generation: if they are of the previous coordinator,
-                        # they would be taken for those of this one, which numbers its functions anew.
-                        replay.note_shard(job.store, shard, saved)
-                        saved.arrays.extend(known.arrays)
-                    else:
-                        saved.arrays.extend(replay.arrays_to_save(held.spec.id, index, shard))
-                        captured = None
-                        if shard.row_limit:  # the next update may give it more rows than the file's header says
-                            replay.note_shard(job.store, shard, saved)
-                            captured = shard.capture(job.store.spill)
-                            for array in captured.values():
-                                captures.callback(array.close)
-                        changed.append((saved, shard, captured))
-        return changed
-
-
-class _MoreArraysError(Exception):
-    """A shard's arrays differ from those in the file's header: another optimizer has created its slots."""
-
-
-_ChangedShard = tuple[state_pb2.SavedShard, Shard, Mapping[str, Snapshot] | None]
-"""A shard to be written, with its entry, and its arrays if they were captured before."""
-
-
-def _captured(store: Store, shards: Sequence[_ChangedShard]) -> Iterator[Snapshot]:
-    """Yield snapshots of each shard's arrays, of the moment its first one is written, and enter its counts."""
-    for saved, shard, before in shards:
-        if before is not None:
-            yield from before.values()
-            continue
-        with shard.lock:
-            if replay.arrays_to_save(saved.variable, saved.shard, shard) != list(saved.arrays):
-                raise _MoreArraysError
-            replay.note_shard(store, shard, saved)
-            captured = shard.capture(store.spill)
-        try:
-            yield from captured.values()
-        finally:
-            for array in captured.values():
-                array.close()
-
-
-def _has_arrivals(before: state_pb2.Manifest, manifest: state_pb2.Manifest) -> bool:
-    """Return whether a generation has a shard that the one before lacks, though it has the variable."""
-    known = {(shard.variable, shard.shard) for shard in before.shards}
-    variables = {spec.id for spec in before.variables}
-    return any(shard.variable in variables and (shard.variable, shard.shard) not in known for shard in manifest.shards)
-
-
-def _sizes(manifest: state_pb2.Manifest) -> Counter[str]:
-    """Return the bytes in use, by file."""
-    sizes: Counter[str] = Counter()
-    for shard in manifest.shards:
-        for array in shard.arrays:
-            sizes[array.file] += array.bytes + 1  # an empty file would not count
-    return sizes
