@@ -29,7 +29,7 @@ from pscluster.coordinator import (
 )
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.jax.arrays import direct_put, on_device
-from pscluster.ps.handles.variable import read_variables
+from pscluster.ps.handles.reads import read_variables
 from pscluster.ps.optim.tabulated import MAX_RATES
 
 ONE_THREAD = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}

@@ -22,7 +22,8 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.jax.arrays import is_traced, on_device
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, nonfinite
-from pscluster.ps.handles.variable import Variable, read_variables
+from pscluster.ps.handles.reads import read_variables
+from pscluster.ps.handles.variable import Variable
 
 
 @dataclass(frozen=True, eq=False, repr=False)

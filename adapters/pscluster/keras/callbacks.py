@@ -18,7 +18,8 @@ from pscluster.core.errors import MisuseError
 from pscluster.keras.copies import Copy, to_numpy
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import apply_all
-from pscluster.ps.handles.variable import Variable, read_variables
+from pscluster.ps.handles.reads import read_variables
+from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 

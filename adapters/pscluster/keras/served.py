@@ -33,8 +33,9 @@ from pscluster.keras.tables import chosen
 from pscluster.ps.handles.metrics import MetricLike
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import Applied, Parameter, apply_all, assign_all, create_variables, is_finite
+from pscluster.ps.handles.reads import read_variables
 from pscluster.ps.handles.scope import current_creator
-from pscluster.ps.handles.variable import Variable, read_variables
+from pscluster.ps.handles.variable import Variable
 
 # The functions of the models that this process serves; workers have them in place of their handles.
 _functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakref.WeakKeyDictionary()

@@ -24,7 +24,8 @@ from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import distinct
-from pscluster.ps.handles.variable import Variable, distinct_rows
+from pscluster.ps.handles.reads import distinct_rows
+from pscluster.ps.handles.variable import Variable
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from pscluster.core.dtypes import array_of as numbers_of
 from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Array, Gradient, Ids
 from pscluster.ps.handles.parameters import Applied, nonfinite
-from pscluster.ps.handles.variable import Variable, rows_and_variables
+from pscluster.ps.handles.reads import rows_and_variables
+from pscluster.ps.handles.variable import Variable
 from pscluster.torch.structure import Structure
 from pscluster.torch.tables import Table
 from pscluster.torch.tensors import array_of, name_of, tensor_of

@@ -18,7 +18,8 @@ from pscluster.core.errors import InvalidUpdateError, MisuseError
 from pscluster.ps.handles.indexing import Ids
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.parameters import apply_all, assign_all
-from pscluster.ps.handles.variable import Variable, read_variables
+from pscluster.ps.handles.reads import read_variables
+from pscluster.ps.handles.variable import Variable
 from pscluster.torch.local import Pool, pool_of
 from pscluster.torch.structure import plain_name
 from pscluster.torch.tensors import array_of, tensor_of

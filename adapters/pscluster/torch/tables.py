@@ -25,7 +25,8 @@ from torch.nn import functional
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids, IndexedSlices
 from pscluster.ps.handles.parameters import distinct
-from pscluster.ps.handles.variable import Variable, distinct_rows
+from pscluster.ps.handles.reads import distinct_rows
+from pscluster.ps.handles.variable import Variable
 from pscluster.torch.structure import Owner
 from pscluster.torch.tensors import array_of, tensor_of
 

@@ -55,8 +55,9 @@ from pscluster.ps.handles.lookup import (
     embedding_lookup_sparse,
     safe_embedding_lookup_sparse,
 )
+from pscluster.ps.handles.sharded import ShardedVariable
 from pscluster.ps.handles.table import EmbeddingTable
-from pscluster.ps.handles.variable import ShardedVariable, Variable
+from pscluster.ps.handles.variable import Variable
 from pscluster.worker.collectives.replica import ReplicaContext, replica_context
 from pscluster.worker.data.per_worker import InputContext
 from pscluster.worker.losses import compute_average_loss, scale_regularization_loss

@@ -18,7 +18,7 @@ from pscluster.core.errors import ProtocolError, StaleError
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES
 from pscluster.ps.client.reads import MAX_PLANS
-from pscluster.ps.handles.variable import rows_and_variables
+from pscluster.ps.handles.reads import rows_and_variables
 from pscluster.ps.server import creation
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole

@@ -14,7 +14,7 @@ from pscluster.core.handles import Handle
 from pscluster.core.values import map_structure
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.exchanges import Traffic
-from pscluster.ps.handles.variable import read_structure
+from pscluster.ps.handles.reads import read_structure
 
 
 class ReduceOp(enum.Enum):

@@ -29,7 +29,8 @@ from pscluster.core.geometry import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.recut_steps import RecutSteps
-from pscluster.ps.handles.variable import SlotVariable, Variable
+from pscluster.ps.handles.slots import SlotVariable
+from pscluster.ps.handles.variable import Variable
 from pscluster.ps.spec import AVERAGE, MOVE_BYTES, RESERVED, row_order_message
 from pscluster.v1 import ps_pb2
 

@@ -14,8 +14,10 @@ from typing import Any
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
 from pscluster.ps.handles.indexing import Array, Ids
+from pscluster.ps.handles.reads import rows_and_variables
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
-from pscluster.ps.handles.variable import JoinedVariable, Variable, rows_and_variables, takes_whole_reads
+from pscluster.ps.handles.sharded import JoinedVariable
+from pscluster.ps.handles.variable import Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _named(lookups: object) -> list[tuple[Variable, Ids] | Variable]:
 
 
 def _checked(item: Any) -> tuple[Variable, Ids] | Variable:
-    if isinstance(item, Variable) and takes_whole_reads(item):
+    if isinstance(item, Variable) and item.takes_whole_reads:
         return item
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Variable):
         raise MisuseError(f"lookups returned a list with {type_of(item)}: {_WANTED}")

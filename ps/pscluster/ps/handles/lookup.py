@@ -12,7 +12,8 @@ from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array, converted
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.handles.indexing import Array
-from pscluster.ps.handles.variable import Variable, distinct_rows
+from pscluster.ps.handles.reads import distinct_rows
+from pscluster.ps.handles.variable import Variable
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 Bags = Sequence[npt.ArrayLike] | npt.NDArray[Any]

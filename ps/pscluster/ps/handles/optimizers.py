@@ -25,8 +25,10 @@ from pscluster.ps.handles.indexing import Array, Gradient, IndexedSlices, gradie
 from pscluster.ps.handles.replicas import combined, current_replica, may_be_dropped, replicas_out_of_step, shared_out
 from pscluster.ps.handles.row_requests import gradient_updates
 from pscluster.ps.handles.scope import current_creator
+from pscluster.ps.handles.sharded import JoinedVariable
+from pscluster.ps.handles.slots import SlotVariable
 from pscluster.ps.handles.table import EmbeddingTable
-from pscluster.ps.handles.variable import JoinedVariable, SlotVariable, Variable
+from pscluster.ps.handles.variable import Variable
 from pscluster.ps.optim import rules
 from pscluster.ps.optim.kernels import deduplicate
 from pscluster.ps.optim.schedules import LearningRateSchedule

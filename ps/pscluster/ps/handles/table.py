@@ -98,6 +98,7 @@ class EmbeddingTable(Variable):
         array([1., 0.], dtype=float32)
     """
 
+    takes_whole_reads = False
     dim: int
     max_bytes: int | None
     _optimizer_name: str
