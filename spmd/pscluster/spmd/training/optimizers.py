@@ -20,6 +20,7 @@ from pscluster.core.functions.policy import SerializationPolicy
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.handles import optimizers
+from pscluster.ps.handles.optimizer import LearningRate
 from pscluster.ps.handles.scope import VariableRequest, creating_with
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.optim.specs import rule_of
@@ -79,12 +80,12 @@ class Optimizer:
         return self._handle.iterations
 
     @property
-    def learning_rate(self) -> optimizers.LearningRate:
+    def learning_rate(self) -> LearningRate:
         """The rate, or its schedule."""
         return self._handle.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: optimizers.LearningRate) -> None:
+    def learning_rate(self, value: LearningRate) -> None:
         if is_tracing():
             raise MisuseError("the learning rate can't be set while a function is traced: set it outside")
         session_of(self.mesh).wait()  # what was computed before is applied with the old one
