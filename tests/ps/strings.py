@@ -7,7 +7,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.row_ids import mixed, numbers_of
+from pscluster.core.splitmix import mixed
+from pscluster.ps.row_ids import numbers_of
 
 
 @functools.cache

@@ -19,12 +19,14 @@ be picked so that they meet on one shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from pscluster.core.splitmix import GOLDEN, MASK, MULTIPLIERS, drawn
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -33,8 +35,7 @@ _Step = Callable[[_Words], None]
 RowOrderKind = Literal["range", "modulo", "hash"]
 KINDS: tuple[RowOrderKind, ...] = get_args(RowOrderKind)
 
-_MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
-_MASK = (1 << 64) - 1
+_MULTIPLIERS = GOLDEN, *MULTIPLIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RowOrder:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"there is no order of rows {self.kind!r}; choose one of {', '.join(KINDS)}")
-        if not 0 <= self.seed <= _MASK:
+        if not 0 <= self.seed <= MASK:
             raise ValueError(f"the seed of an order of rows must lie in 0..2**64 - 1, but it is {self.seed}")
         if self.seed and self.kind != "hash":
             raise ValueError(f"only the order of rows 'hash' has a seed, but {self.kind!r} has {self.seed}")
@@ -90,8 +91,8 @@ class _Hash:
         self._shift = np.uint64((bits + 1) // 2)
         # (to add, to multiply by, the multiplier's inverse)
         self._rounds = [
-            (np.uint64(add), np.uint64(multiplier), np.uint64(pow(multiplier, -1, 1 << 64)))
-            for add, multiplier in zip(_splitmix64(seed), _MULTIPLIERS, strict=False)
+            (add, np.uint64(multiplier), np.uint64(pow(multiplier, -1, 1 << 64)))
+            for add, multiplier in zip(drawn(seed, len(_MULTIPLIERS)), _MULTIPLIERS, strict=True)
         ]
 
     @staticmethod
@@ -131,11 +132,3 @@ class _Hash:
             words *= inverse
             words -= add
             words &= self._mask
-
-
-def _splitmix64(seed: int) -> Iterator[int]:
-    while True:
-        seed = (seed + _MULTIPLIERS[0]) & _MASK
-        mixed = ((seed ^ (seed >> 30)) * _MULTIPLIERS[1]) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * _MULTIPLIERS[2]) & _MASK
-        yield mixed ^ (mixed >> 31)

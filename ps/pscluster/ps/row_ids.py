@@ -24,13 +24,13 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
+from pscluster.core.splitmix import Hashes, mixed
 from pscluster.v1 import ps_pb2
 
 RowIds = npt.NDArray[Any]
 """Ids of either kind: int64, or bytes."""
 
 Strings = npt.NDArray[np.bytes_]
-Hashes = npt.NDArray[np.uint64]
 
 LEAST_ID_BYTES = 16
 """What a row has for an id that is a string, at least: 8 are an int64."""
@@ -44,18 +44,6 @@ _SHOWN = 40
 """Characters of a string that a message shows."""
 
 _USE_BYTES = 4 * USE_COLUMNS
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-
-
-def mixed(numbers: Hashes) -> Hashes:
-    """Return a hash of each number: the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a permutation."""
-    z = numbers + np.uint64(_GOLDEN)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58_476D_1CE4_E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D0_49BB_1331_11EB)
-    z ^= z >> np.uint64(31)
-    return z
 
 
 def numbers_of(ids: RowIds) -> Hashes:

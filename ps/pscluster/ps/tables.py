@@ -21,18 +21,10 @@ import numpy.typing as npt
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
 from pscluster.core.geometry import Partition, integers
+from pscluster.core.splitmix import mixed
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec
-from pscluster.ps.row_ids import (
-    LEAST_ID_BYTES,
-    MOST_ID_BYTES,
-    RowIds,
-    columns_of,
-    dtype_in,
-    mixed,
-    numbers_of,
-    string_ids,
-)
+from pscluster.ps.row_ids import LEAST_ID_BYTES, MOST_ID_BYTES, RowIds, columns_of, dtype_in, numbers_of, string_ids
 from pscluster.ps.spec import partition_of
 from pscluster.ps.table_policies import check_policies
 from pscluster.v1 import ps_pb2

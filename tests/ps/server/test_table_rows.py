@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.core.geometry import Partition
+from pscluster.core.splitmix import mixed
 from pscluster.ps.initializers import (
     Constant,
     GlorotUniform,
@@ -24,7 +25,6 @@ from pscluster.ps.initializers import (
     Zeros,
 )
 from pscluster.ps.optim.rules import Adagrad, Adam
-from pscluster.ps.row_ids import mixed
 from pscluster.ps.server import reserved_rows
 from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
 from pscluster.ps.server.shard import Shard

@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.row_ids import RowIds, mixed, numbers_of
+from pscluster.core.splitmix import mixed
+from pscluster.ps.row_ids import RowIds, numbers_of
 
 Ids = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int32]

@@ -23,7 +23,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.row_ids import Hashes, RowIds, mixed, numbers_of
+from pscluster.core.splitmix import Hashes, mixed
+from pscluster.ps.row_ids import RowIds, numbers_of
 from pscluster.ps.tables import Ids, Rows
 from pscluster.v1 import ps_pb2
 

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.ps.row_ids import RowIds, are_strings, hashes, mixed
+from pscluster.core.splitmix import mixed
+from pscluster.ps.row_ids import RowIds, are_strings, hashes
 from pscluster.ps.tables import Ids, Rows, tails_of
 
 _MIN_SLOTS = 1 << 10
