@@ -17,10 +17,11 @@ from tests.ps.strings import colliding, text_of
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.geometry import Partition
 from pscluster.core.transport.frames import padding
+from pscluster.ps import row_index
 from pscluster.ps.initializers import RandomUniform
 from pscluster.ps.optim.kernels import Groups
 from pscluster.ps.row_ids import columns_of, dtype_in, numbers_of, rows_by, string_ids, texts_of
-from pscluster.ps.server import creation, reads, table_rows, update_checks, updates
+from pscluster.ps.server import creation, reads, update_checks, updates
 from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.payload import Payload
 from pscluster.ps.server.shard import Shard
@@ -47,7 +48,7 @@ def no_fills(optimizer: int) -> Mapping[str, float]:
 @pytest.fixture(autouse=True)
 def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have strings of one hash meet in the index, too."""
-    monkeypatch.setattr(table_rows, "_KEY", 0)
+    monkeypatch.setattr(row_index, "_KEY", 0)
 
 
 class Table:
@@ -135,8 +136,8 @@ def test_strings_of_one_hash_are_rows_of_their_own(monkeypatch: pytest.MonkeyPat
     assert groups.ids[groups.inverse].tolist() == strings(texts[:3] * 2 + ["x", texts[1]]).tolist()
     table = Table()
     with monkeypatch.context() as patch:
-        patch.setattr(table_rows, "_KEY", 7)
-        assert len(np.unique(rows_of(table.shard, DIM)._first_slots(ids))) > 15
+        patch.setattr(row_index, "_KEY", 7)
+        assert len(np.unique(row_index.RowIndex()._first_slots(ids))) > 15
     for count in range(1, 20):
         table.update(texts[:count])
     table.check()

@@ -2,8 +2,8 @@
 
 A shard's array holds the rows that are in use, of each its values, then its id and a number that is not 0
 (`TableSpec`). So all that copies, saves, logs or moves a shard carries the ids as well, and nothing else has to be
-kept: `TableRows`, the index from ids to row numbers ("places"), is made anew from the array when it is first needed,
-and dropped when the array gets other rows. Ids are int64 or, whole, strings (`row_ids`).
+kept: `TableRows`, with the index from ids to row numbers ("places"), is made anew from the array when it is first
+needed, and dropped when the array gets other rows. Ids are int64 or, whole, strings (`row_ids`).
 
     no row  --(an update of its id: placed at the end, with its initial values)-->  in use
     in use  --(dropped: the last row takes its place)-->  no row
@@ -13,17 +13,14 @@ Reads make no rows: what has had no update is computed (`InitialRows`). An updat
 are never sent nor stored, so that a replay may give other places to the same rows. Optimizer slots have one row for
 each of the array's.
 
-Memory: arrays have the rows in use, and grow where they are (`reserved_rows`), row by row without copies. The index is
-a hash table of row numbers, 4 bytes each, whose ids are compared in the rows themselves. Slot after slot is tried at
-distances of 1, 2, 3 and so on, which reaches all of them, for a batch of ids at a time. It is at most 0.6 full, and
-doubles. The slot of a row that was dropped is marked, since others were reached over it, until the index is made anew.
+Memory: arrays have the rows in use, and grow where they are (`reserved_rows`), row by row without copies. The index
+(`row_index`) has no ids: they are compared in the rows themselves.
 
 Pure; `tables` applies it to shards, under their locks.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,16 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.splitmix import mixed
-from pscluster.ps.row_ids import RowIds, are_strings, hashes
+from pscluster.ps.row_ids import RowIds
+from pscluster.ps.row_index import RowIndex
 from pscluster.ps.tables import Ids, Rows, tails_of
-
-_MIN_SLOTS = 1 << 10
-_FULL = 0.6
-"""The share of its slots that an index uses at most: with more, searches become long."""
-
-_KEY = secrets.randbits(64)
-"""Of the hashes that an index has of strings. Users' names may have been chosen by others, who do not know it."""
 
 _AT_ONCE = 1 << 20
 """Rows that are entered at once when an index is made."""
@@ -53,9 +43,9 @@ class TableRows:
         """Take the array, with all that is reserved for it, and how many of its rows are in use."""
         self.dim, self.count = dim, count
         self.attach(space)
-        self._slots = np.zeros(_MIN_SLOTS // 2, np.int32)  # row number + 1; 0: free; -1: of a row that was dropped
-        self._dropped = 0  # slots marked so, at most
-        self._reserve(max(self.count, int(_FULL * _MIN_SLOTS)))  # more than there are, so that all are entered
+        self._index = RowIndex()
+        self._index.make_room(count)
+        self._enter_all()
 
     def attach(self, space: Rows) -> None:
         """Go on with an array that has the same rows."""
@@ -80,40 +70,7 @@ class TableRows:
 
     def find(self, ids: RowIds) -> Ids:
         """Return the places of these ids' rows, and -1 for those that have none."""
-        if self._dropped:
-            return self._search(ids)[1]
-        slots, mask = self._slots, len(self._slots) - 1
-        at = self._first_slots(ids)
-        places = slots.take(at).astype(np.int64)
-        places -= 1
-        # A free slot ends the search: its place is -1, which indexes the last row of the space, whatever that is.
-        open_ = np.flatnonzero((self._ids[places] != ids) & (places >= 0))
-        at, wanted, step = at[open_], ids[open_], 1
-        while len(open_):
-            at += step
-            at &= mask
-            found = slots.take(at).astype(np.int64)
-            found -= 1
-            places[open_] = found
-            on = np.flatnonzero((self._ids[found] != wanted) & (found >= 0))
-            open_, at, wanted, step = open_[on], at[on], wanted[on], step + 1
-        return places
-
-    def _search(self, ids: RowIds) -> tuple[Ids, Ids]:
-        """Return the slots that the search for ids ends at, and the places, as `find` does, past slots of no row."""
-        slots, mask = self._slots, len(self._slots) - 1
-        at = self._first_slots(ids)
-        places = np.full(len(ids), -1, np.int64)
-        open_, step = np.arange(len(ids)), 1
-        while len(open_):
-            found = slots.take(at[open_]).astype(np.int64)
-            found -= 1
-            places[open_] = found
-            # -2 is no place, but what it indexes can be compared.
-            open_ = open_[(found != -1) & ((found < 0) | (self._ids[found] != ids[open_]))]
-            at[open_] = (at[open_] + step) & mask
-            step += 1
-        return at, places
+        return self._index.find(ids, self._ids)
 
     def missing(self, ids: RowIds) -> RowIds:
         """Return those ids that have no row, each once, ascending."""
@@ -133,10 +90,8 @@ class TableRows:
         tail = np.ones(self.count - kept, np.bool_)
         tail[places[places >= kept] - kept] = False
         moved = np.flatnonzero(tail) + kept
-        at = self._search(self._ids[np.concatenate((places, moved))])[0]
-        self._slots[at[: len(places)]] = -1
-        self._slots[at[len(places) :]] = free + 1
-        self._dropped += len(places)
+        changed = self._ids[np.concatenate((places, moved))]
+        self._index.replace(changed, np.concatenate((np.full(len(places), -1), free)), self._ids)
         self.count = kept
         return moved, free
 
@@ -149,12 +104,13 @@ class TableRows:
 
     def append(self, ids: RowIds, values: Rows, use: int = 1) -> None:
         """Make rows for ids that have none, each once. The array must have got them."""
-        self._reserve(self.count + len(ids))
+        if self._index.make_room(self.count + len(ids)):
+            self._enter_all()
         places = slice(self.count, self.count + len(ids))
         self.values[places] = values
         self._ids[places] = ids
         self._in_use[places] = use
-        self._enter(ids, np.arange(places.start, places.stop))
+        self._index.enter(ids, np.arange(places.start, places.stop))
         self.count = places.stop
 
     @contextmanager
@@ -167,32 +123,7 @@ class TableRows:
         finally:
             self._tails[places] = tails
 
-    def _reserve(self, count: int) -> None:
-        """Have enough slots for this many rows; enter all again if there are more slots than before."""
-        size = len(self._slots)
-        if count + self._dropped <= _FULL * size:
-            return
-        full = _FULL if not self._dropped else 0.75 * _FULL  # not to be made anew soon, where rows come and go
-        while count > full * size:
-            size *= 2
-        self._dropped = 0
-        self._slots = np.zeros(size, np.int32)
+    def _enter_all(self) -> None:
         for start in range(0, self.count, _AT_ONCE):
             stop = min(start + _AT_ONCE, self.count)
-            self._enter(self._ids[start:stop].copy(), np.arange(start, stop))
-
-    def _enter(self, ids: RowIds, places: Ids) -> None:
-        """Enter rows that the index does not have."""
-        slots, mask = self._slots, len(self._slots) - 1
-        at, step = self._first_slots(ids), 1
-        entries = (places + 1).astype(np.int32)
-        while len(at):
-            free = slots.take(at) <= 0
-            slots[at[free]] = entries[free]  # of several that want one slot, the last gets it
-            lost = np.flatnonzero(slots.take(at) != entries)
-            at, entries = (at[lost] + step) & mask, entries[lost]
-            step += 1
-
-    def _first_slots(self, ids: RowIds) -> Ids:
-        numbers = hashes(ids, _KEY) if are_strings(ids) else mixed(ids.view(np.uint64))
-        return (numbers & np.uint64(len(self._slots) - 1)).view(np.int64)
+            self._index.enter(self._ids[start:stop].copy(), np.arange(start, stop))
