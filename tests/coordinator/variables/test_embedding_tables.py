@@ -101,7 +101,8 @@ def test_initial_values_are_the_same_however_it_is_cut(job: Job, table: Embeddin
     ids = np.array([[0, -1, 5, MOST], [5, 5, -MOST - 1, 77]])
     rows = table.lookup(ids)
     assert rows.shape == (2, 4, DIM)
-    assert f"dim={DIM} ids=int capacity={table.capacity} on /job:ps/task:0, " in repr(table)
+    # On whichever servers have the least: the test before has moved shards.
+    assert f"dim={DIM} ids=int capacity={table.capacity} on /job:ps/task:" in repr(table)
     np.testing.assert_array_equal(rows, initial_rows(job, ids))
     np.testing.assert_array_equal(rows, embedding_lookup([table, table], [ids, ids])[1])
     np.testing.assert_allclose(embedding_bag(table, ids), rows.mean(1), rtol=1e-6)
