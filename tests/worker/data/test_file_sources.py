@@ -8,7 +8,10 @@ import json
 import os
 import pickle
 import tarfile
+import threading
+import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from pscluster.core.errors import DatasetError, MisuseError
 from pscluster.core.functions import policy
 from pscluster.core.values.decoding import decode
 from pscluster.core.values.encoding import encode
+from pscluster.worker.data.files.columns import need_arrow
 from pscluster.worker.data.pipelines import Pipeline
 from pscluster.worker.data.sources import Blocks, Ranges, source_of
 
@@ -545,6 +549,26 @@ def test_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (sources.parquet, sources.csv, sources.json_lines, sources.arrow):
         with pytest.raises(MisuseError, match=r"pip install 'pscluster\[parquet\]', on the workers, too"):
             make("a.txt")
+
+
+def test_a_module_is_had_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread is just importing is waited for: several read the first files."""
+    import sys
+
+    gate: Any = types.ModuleType("gate_of_half_made")
+    gate.begun, gate.go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, gate.__name__, gate)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_made.py").write_text(f"import {gate.__name__} as gate\ngate.begun.set()\ngate.go.wait(60)\nx = 1")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(need_arrow, "half_made")
+        assert gate.begun.wait(60)
+        second = threads.submit(need_arrow, "half_made")
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        gate.go.set()
+        assert (first.result(60).x, second.result(60).x) == (1, 1)
+    del sys.modules["half_made"]
 
 
 def test_ranges_are_read_by_split(folder: Path) -> None:

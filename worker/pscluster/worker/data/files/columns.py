@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,10 +24,8 @@ Columns = dict[str, npt.NDArray[Any]]
 
 def need_arrow(module: str = "pyarrow") -> Any:
     """Return pyarrow, or a module of it. MisuseError, with the mend, if it is not installed."""
-    if (imported := sys.modules.get(module)) is not None:  # for each column of each block
-        return imported
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module)  # waits for another thread that imports it, as sys.modules does not
     except ImportError as error:
         raise MisuseError(
             f"pyarrow reads these files, and can't be imported here ({error}): pip install 'pscluster[parquet]', "
