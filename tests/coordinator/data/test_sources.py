@@ -123,7 +123,9 @@ def test_fit_and_evaluate(coordinator: ClusterCoordinator, strategy: ParameterSe
     assert told[-1].examples is None
 
 
-def test_errors_reach_the_script(coordinator: ClusterCoordinator, folder: Path) -> None:
+def test_errors_reach_the_script(
+    coordinator: ClusterCoordinator, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With the file and the line; bad blocks can be skipped."""
     source = sources.csv(f"{folder}/*.csv", block_bytes=1 << 20)
     with (folder / "2.csv").open("r+") as file:
@@ -133,6 +135,8 @@ def test_errors_reach_the_script(coordinator: ClusterCoordinator, folder: Path) 
     seen = [coordinator.schedule(lambda part: sum(len(b["n"]) for b in part), args=(part,)) for part in data]
     assert coordinator.fetch(seen, TIMEOUT) == [1000, 1000, 0, 1000]
     assert data.skipped == 1
+    assert "skipped 1 block: dataset 'mine': the block at bytes 0 to" in caplog.text
+    assert "other types=" not in caplog.text  # a value is missing or too many
     (folder / "3.csv").unlink()
     failing = coordinator.distribute_dataset(source, name="strict", retries=0)
     coordinator.schedule(lambda part: list(part), args=(list(failing)[3],))

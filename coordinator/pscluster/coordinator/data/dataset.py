@@ -454,9 +454,9 @@ class DistributedDataset(StaysHere):
             self._seconds += seconds
             self._waited += waited
             self.skipped += sum(skip.examples for skip in skipped)
+        noun = self.shape.noun
         for skip in skipped:
-            noun = "example" if skip.examples == 1 else "examples"
-            logger.warning("skipped %d %s: %s", skip.examples, noun, skip.why)
+            logger.warning("skipped %d %s: %s", skip.examples, noun if skip.examples == 1 else f"{noun}s", skip.why)
 
     def __repr__(self) -> str:
         return f"<DistributedDataset {self.name!r}>"

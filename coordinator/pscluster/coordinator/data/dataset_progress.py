@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -26,7 +26,7 @@ from pscluster.coordinator.data.epoch_coverage import EpochCoverage
 from pscluster.coordinator.data.file_lists import FileList
 from pscluster.coordinator.job.progress import POSITIONS, load, save
 from pscluster.coordinator.scheduling.waiting import result_of
-from pscluster.core.errors import MisuseError
+from pscluster.core.errors import CheckpointMisfitError, MisuseError
 from pscluster.core.functions.definitions import CapturedFunction
 from pscluster.core.handles import Handle
 from pscluster.ps.client.client import PsClient
@@ -180,6 +180,15 @@ class Position:
             self.term += 1
 
 
+@contextlib.contextmanager
+def _naming(dataset: str) -> Iterator[None]:
+    """Begin what is said of a saved position with the name of its dataset."""
+    try:
+        yield
+    except CheckpointMisfitError as error:
+        raise CheckpointMisfitError(f"dataset {dataset!r}: {error}") from None
+
+
 class Endings(Protocol):
     """Knows which functions have ended: the dispatcher."""
 
@@ -237,7 +246,8 @@ class DatasetProgress:
                     f"another dataset named {name!r} is in use, with a position of its own: give this one another name"
                 )
             state = self._unclaimed.get(name) if position is None else position.state()[0]
-            coverage = EpochCoverage(length, used, state, files)
+            with _naming(name):
+                coverage = EpochCoverage(length, used, state, files)
             if position is None:
                 position = self._positions[name] = Position()
             position.begin(coverage, owner)
@@ -289,7 +299,10 @@ class DatasetProgress:
         """Continue from the positions of the checkpoint that was restored: all of them, or none."""
         saved = load(self._client, POSITIONS)
         with self._lock:
-            coverages = {name: position.at(saved.pop(name, None)) for name, position in self._positions.items()}
+            coverages: dict[str, EpochCoverage] = {}
+            for name, position in self._positions.items():
+                with _naming(name):
+                    coverages[name] = position.at(saved.pop(name, None))
             for name, coverage in coverages.items():
                 self._positions[name].restore(coverage)
             self._unclaimed = saved

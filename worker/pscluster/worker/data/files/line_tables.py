@@ -79,7 +79,8 @@ class Csv(_Columns):
             line = None if row is None else row + (first and self.has_header)
             if row is not None and not self.quoted_breaks:
                 line = nth_line(data, row) + (first and self.has_header)
-        raise BadLineError(line, f"can't be parsed: {why}; or give other types= for its columns")
+        mend = "; or give other types= for its columns" if "conversion" in why else ""
+        raise BadLineError(line, f"can't be parsed: {why}{mend}")
 
 
 def read_csv(csv_format: Csv, data: bytes, schema: Any = None, *, use_threads: bool = True) -> Any:
