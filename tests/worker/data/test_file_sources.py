@@ -564,9 +564,11 @@ def test_a_module_is_had_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         first = threads.submit(need_arrow, "half_made")
         assert gate.begun.wait(60)
         second = threads.submit(need_arrow, "half_made")
-        with pytest.raises(TimeoutError):
-            second.result(0.05)
-        gate.go.set()
+        try:
+            with pytest.raises(TimeoutError):
+                second.result(0.05)
+        finally:
+            gate.go.set()
         assert (first.result(60).x, second.result(60).x) == (1, 1)
     del sys.modules["half_made"]
 
