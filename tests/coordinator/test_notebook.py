@@ -242,6 +242,8 @@ def test_the_first_cell_runs_again(notebook: Notebook) -> None:
     assert "still running" not in told.text
     assert all(map(is_gone, old))
     assert len(notebook.pids()) == 3
+    told = notebook.run(TRAIN)
+    assert re.search(r"'(sgd|loss|<w> & co)' in this job: it was deleted, or is of an earlier job; make it", told.error)
     assert notebook.run("SIZE = 1\n" + MODEL).text == ""
     told = notebook.run("strategy = ParameterServerStrategy(cluster)\ncoordinator = ClusterCoordinator(strategy)")
     assert "its variables are gone" in told.text
