@@ -339,7 +339,7 @@ def test_ids_as_lists_and_numbers() -> None:
         (np.zeros(0, np.float32), "float32"),
         ([True], "bool"),
         (np.True_, "bool"),
-        (["1"], "<U1"),
+        (["1"], "str, such as '1'"),
         ([None], "object"),
         (np.array([1], "m8[s]"), "timedelta64"),
     ],

@@ -16,7 +16,7 @@ from tests.fakes import FakeCall
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator import ParameterServerStrategy, Variable
-from pscluster.core.errors import PSUnavailableError, UnavailableError
+from pscluster.core.errors import PSUnavailableError, ShardMovedError, UnavailableError
 from pscluster.core.ids import make_identity
 from pscluster.core.transport.channels import PeerAddress
 from pscluster.core.transport.frames import pack
@@ -25,6 +25,8 @@ from pscluster.core.transport.watchdog import Liveness
 from pscluster.ps.client import exchanges
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.connections import Server, Session
+from pscluster.ps.client.exchanges import Exchanges
+from pscluster.ps.request_metrics import ClientMetrics
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
 from pscluster.v1 import node_pb2, ps_pb2
@@ -270,3 +272,26 @@ def test_a_pull_that_is_given_up_holds_nothing() -> None:
     frames.close()
     assert shard._snapshots == []
     assert service.drain.close(0.0), "nothing is under way"
+
+
+def test_a_server_that_is_removed_while_it_is_asked_is_not_lost() -> None:
+    """Its part of the job is over as soon as all workers know; an answer that was on its way then is no loss."""
+    peers = [PeerAddress("ps", index, f"127.0.0.1:{index + 1}") for index in range(2)]
+    requests = Exchanges(peers, make_identity("worker", 0), ClientMetrics(2), RETRY_SECONDS, RETRY_SECONDS)
+    server, lost = requests.servers[1], list[PSUnavailableError]()
+    server.store_id, requests.on_lost = 5, lost.append
+
+    def hello(timeout: float) -> node_pb2.HelloReply:
+        del timeout
+        requests.remove_server()
+        return node_pb2.HelloReply()  # it has no job any more
+
+    def attempt() -> None:
+        raise UnavailableError("the connection was closed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "hello", hello)
+        with pytest.raises(ShardMovedError, match="ps 1 was removed from the job"):
+            requests.retrying(server, attempt)
+    assert lost == []
+    requests.close("the test is over")

@@ -201,6 +201,7 @@ class Exchanges:
         try:
             server.check_store_id(timeout)
         except PSUnavailableError as error:
+            server.check()  # if it was removed meanwhile, it has let go of the job rather than lost it
             self._report_lost(server, error)
             raise
 
