@@ -10,6 +10,7 @@ which the values were received. Embeddings that are tables have no value in a co
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class Copy(ABC):
         self.tables = [Table(layers[id(trainable[index])]) for index in tables]
         self.trainable = [variable for index, variable in enumerate(trainable) if index not in tables]
         self._has_own_step = has_own(model, "train_step")
+        self._takes_training = "training" in inspect.signature(model.call).parameters
         self._applied: AppliedGradients | None = None
         self._built = False
         self._additive = False
@@ -104,6 +106,23 @@ class Copy(ABC):
                     )
             self._additive = True
         return loss, [one - begin for one, begin in zip(after, start, strict=True)], size
+
+    def predict(self, values: Sequence[Array], batch: Any, tables: Sequence[Variable] = ()) -> Any:
+        """Return the outputs for a batch, as arrays. MisuseError if the model has a `predict_step` of its own."""
+        import keras
+
+        if has_own(self.model, "predict_step"):
+            raise MisuseError(
+                f"{type(self.model).__name__} has a predict_step of its own, which workers don't call: override call, "
+                "or predict with served.to_keras()"
+            )
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        outputs = self._predict(values, tables, keras.tree.map_structure(_as_keras_takes_it, x))
+        return keras.tree.map_structure(to_numpy, outputs)
+
+    def _mode(self, training: bool) -> dict[str, bool]:
+        """Return what to give to a call of the model, which may not tell training from inference."""
+        return {"training": training} if self._takes_training else {}
 
     def results(self, sums: Sequence[Array]) -> dict[str, Any]:
         """Return the metrics whose variables have been changed by these amounts in all."""
@@ -164,6 +183,10 @@ class Copy(ABC):
     @abstractmethod
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         """Do what `train` does."""
+
+    @abstractmethod
+    def _predict(self, values: Sequence[Array], tables: Sequence[Variable], x: Any) -> Any:
+        """Return the outputs."""
 
     @abstractmethod
     def _evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,20 @@ class JaxCopy(Copy):
         self._states = [variable.value for variable in self.local]
         self._changed: list[int] = []  # of those that were read; known once the step has been traced
         jit = jax.jit if model.jit_compile and not model.run_eagerly else lambda function: function
-        self._train_step, self._test_step = jit(self._trained), jit(self._tested)
-        self._ids = {training: jit(partial(self._looked_up, training)) for training in (True, False)}
-        self._checked: set[bool] = set()
+        self._train_step, self._test_step, self._outputs = jit(self._trained), jit(self._tested), jit(self._predicted)
+        runs: dict[str, Callable[..., Any]] = {
+            "train": partial(self._losses, training=True),
+            "test": partial(self._losses, training=False),
+            "predict": self._called,
+        }
+        self._runs = runs
+        self._ids = {kind: jit(partial(self._looked_up, run)) for kind, run in runs.items()}
+        self._checked: set[str] = set()
 
     def _train(self, values: Sequence[Array], tables: Sequence[Variable], x: Any, y: Any, weights: Any) -> StepOutcome:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, self.initial_metrics, x, y, weights, training=True)
+        fetched = self._fetched(tables, trainable, others, self.initial_metrics, x, y, weights, of="train")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         loss, logs, (gradients, of_rows), changes, self._states = self._train_step(
             (trainable, rows), places, others, self._states, self.initial_metrics, x, y, weights
@@ -64,38 +70,36 @@ class JaxCopy(Copy):
     ) -> tuple[float, list[Any]]:
         split = len(self.trainable)
         trainable, others = values[:split], values[split:]
-        fetched = self._fetched(tables, trainable, others, metrics, x, y, weights, training=False)
+        fetched = self._fetched(tables, trainable, others, metrics, x, y, weights, of="test")
         rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
         loss, after = self._test_step((trainable, rows), places, others, self._states, metrics, x, y, weights)
         return float(loss), [np.asarray(value) for value in after]
 
+    def _predict(self, values: Sequence[Array], tables: Sequence[Variable], x: Any) -> Any:
+        split = len(self.trainable)
+        trainable, others = values[:split], values[split:]
+        fetched = self._fetched(tables, trainable, others, x, of="predict")
+        rows, places = [of.padded() for of in fetched], [of.places for of in fetched]
+        return self._outputs((trainable, rows), places, others, self._states, x)
+
     # Tables
 
-    def _fetched(self, tables: Sequence[Variable], *arguments: Any, training: bool) -> list[Rows]:
-        """Compute the ids that a step looks up, and fetch their rows."""
+    def _fetched(self, tables: Sequence[Variable], *arguments: Any, of: str) -> list[Rows]:
+        """Compute the ids that a step looks up, one `of` training, test or prediction, and fetch their rows."""
         if not self.tables:
             return []
         zeros = [np.zeros(table.width, table.dtype) for table in self.tables]
         trainable, others, *batch = arguments
-        if training not in self._checked:
-            self._check_lookups(training, zeros, trainable, others, self._states, *batch)
-            self._checked.add(training)
-        lookups = self._ids[training](zeros, trainable, others, self._states, *batch)
+        if of not in self._checked:
+            self._check_lookups(self._runs[of], zeros, trainable, others, self._states, *batch)
+            self._checked.add(of)
+        lookups = self._ids[of](zeros, trainable, others, self._states, *batch)
         return fetch(tables, [[np.asarray(ids) for ids in of_table] for of_table in lookups])
 
     def _looked_up(
-        self,
-        training: bool,
-        zeros: Any,
-        trainable: Any,
-        non_trainable: Any,
-        states: Any,
-        metrics: Any,
-        x: Any,
-        y: Any,
-        weights: Any,
+        self, run: Callable[..., Any], zeros: Any, trainable: Any, non_trainable: Any, states: Any, *batch: Any
     ) -> list[list[Any]]:
-        """Return the ids of each table's lookups, in the order of the calls."""
+        """Return the ids of each table's lookups, in the order of the calls that `run` makes."""
         found: list[list[Any]] = [[] for _ in self.tables]
 
         def look_up(number: int, ids: Any) -> Any:
@@ -103,17 +107,15 @@ class JaxCopy(Copy):
             return self.tables[number].zeros(ids) + zeros[number]
 
         with self._looking_up([partial(look_up, number) for number in range(len(self.tables))]):
-            self._losses(
-                (trainable, []), self._in_order(non_trainable, states), metrics, x, y, weights, training=training
-            )
+            run((trainable, []), self._in_order(non_trainable, states), *batch)
         return found
 
-    def _check_lookups(self, training: bool, *arguments: Any) -> None:
+    def _check_lookups(self, run: Callable[..., Any], *arguments: Any) -> None:
         """Raise MisuseError if ids depend on the rows of tables, or are computed within a loop."""
         import jax
 
         try:
-            traced = jax.make_jaxpr(partial(self._looked_up, training))(*arguments)
+            traced = jax.make_jaxpr(partial(self._looked_up, run))(*arguments)
         except jax.errors.UnexpectedTracerError as error:
             raise MisuseError(
                 f"an embedding of {[table.path for table in self.tables]} is looked up in a loop, a vmap or a remat of "
@@ -210,6 +212,14 @@ class JaxCopy(Copy):
         before = self._in_order(non_trainable, states)
         _, (loss, y_pred, _, metrics) = self._with_rows(values, places, before, metrics, x, y, weights, training=False)
         return loss, self._metrics_after(metrics, x, y, y_pred, weights)[1]
+
+    def _called(self, values: Any, others: Any, x: Any) -> Any:
+        outputs, _ = self.model.stateless_call(list(values[0]), others, x, **self._mode(training=False))
+        return outputs
+
+    def _predicted(self, values: Any, places: Any, non_trainable: Any, states: Any, x: Any) -> Any:
+        with self._taking(values[1], places):
+            return self._called(values, self._in_order(non_trainable, states), x)
 
     def _in_order(self, non_trainable: Any, states: Any) -> list[Any]:
         import jax.numpy as jnp

@@ -45,7 +45,7 @@ _functions: weakref.WeakKeyDictionary[FunctionHandle, Callable[[], Any]] = weakr
 class ServedModel:
     """A Keras model whose weights are on the parameter servers; `serve` makes it.
 
-    `coordinator.fit` and `coordinator.evaluate` take it in place of a step function. Steps can capture it, as they do
+    `coordinator.fit`, `evaluate` and `predict` take it in place of a step function. Steps can capture it, as they do
     variables, or get it as an argument.
 
     Attributes:
@@ -133,7 +133,20 @@ class ServedModel:
         sums = [np.asarray(change, np.float64).ravel() for change in changes]
         return np.concatenate([[loss * size, size], *sums]), ModelMetrics.form_of(batch)
 
-    # What fit and evaluate use: see `pscluster.worker.training.MakesSteps`
+    def predict_on_batch(self, batch: Any) -> Any:
+        """Return the outputs of the model for a batch, as NumPy arrays: a step for `predict`, on a worker.
+
+        Args:
+            batch: x, (x, y) or (x, y, sample_weight); x alone is used.
+
+        Raises:
+            MisuseError: the model has a `predict_step` of its own.
+            PSUnavailableError: a server is unreachable.
+        """
+        _, variables, tables = self._read_in_steps()
+        return self._copy.predict(read_variables(variables), batch, tables)
+
+    # What fit, evaluate and predict use: see `pscluster.worker.training.MakesSteps`
 
     def training_step(self) -> Callable[[Any], Any]:
         """Return the step of `fit`."""
@@ -147,6 +160,10 @@ class ServedModel:
                 "compute_loss or compute_metrics, which are called, or evaluate served.to_keras()"
             )
         return partial_of(f"{self.name}.test_on_batch", test_on_batch, self)
+
+    def prediction_step(self) -> Callable[[Any], Any]:
+        """Return the step of `predict`."""
+        return partial_of(f"{self.name}.predict_on_batch", predict_on_batch, self)
 
     def evaluation_metric(self) -> MetricLike:
         """Return the metric of `evaluate`, whose result has all of the model's, by name."""
@@ -245,6 +262,11 @@ def train_on_batch(served: ServedModel, batch: Any) -> dict[str, float]:
 def test_on_batch(served: ServedModel, batch: Any) -> tuple[Any, Any]:
     """Call the method, as above."""
     return served.test_on_batch(batch)
+
+
+def predict_on_batch(served: ServedModel, batch: Any) -> Any:
+    """Call the method, as above."""
+    return served.predict_on_batch(batch)
 
 
 def serve(

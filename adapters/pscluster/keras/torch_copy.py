@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ class TorchCopy(Copy):
 
     def __init__(self, model: Any, tables: Sequence[int] = ()) -> None:
         super().__init__(model, tables)
-        self._takes_training = "training" in inspect.signature(model.call).parameters
         self._warned = False
 
     def load(self, values: Sequence[Array]) -> None:
@@ -92,6 +90,13 @@ class TorchCopy(Copy):
             model.compute_metrics(x, y, y_pred, weights)
         return float(loss), [np.array(to_numpy(variable)) for variable in model.metrics_variables]
 
+    def _predict(self, values: Sequence[Array], tables: Sequence[Variable], x: Any) -> Any:
+        import torch
+
+        self.load(values)
+        with torch.no_grad(), self._looking_up(tables):
+            return self._call(x, training=False)
+
     @contextlib.contextmanager
     def _looking_up(self, variables: Sequence[Variable]) -> Iterator[list[list[tuple[Rows, Any]]]]:
         """Fetch rows as they are looked up in the block. Yields for each table what was fetched, and the leaf of it."""
@@ -111,7 +116,7 @@ class TorchCopy(Copy):
             yield leaves
 
     def _call(self, x: Any, *, training: bool) -> Any:
-        return self.model(x, training=training) if self._takes_training else self.model(x)
+        return self.model(x, **self._mode(training))
 
     def _warn_of_missing(self, gradients: Sequence[Any]) -> None:
         """Log once, as Keras does, which weights the loss does not depend on."""

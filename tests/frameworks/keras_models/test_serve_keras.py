@@ -119,6 +119,7 @@ def test_fit_evaluates_and_saves(strategy: ParameterServerStrategy, tmp_path: Pa
     assert results["loss"] == history.history["val_loss"][-1]
     model = served.to_keras()
     assert results == pytest.approx(model.evaluate(X, Y, verbose=0, return_dict=True), rel=1e-5)
+    np.testing.assert_allclose(coordinator.predict(served, validation), model.predict(X, verbose=0), atol=1e-5)
     model.save(tmp_path / "whole.keras")
     loaded = keras.models.load_model(tmp_path / "whole.keras")
     assert results == pytest.approx(loaded.evaluate(X, Y, verbose=0, return_dict=True), rel=1e-5)
@@ -201,6 +202,9 @@ def test_nested_inputs_and_weighted_outputs(strategy: ParameterServerStrategy) -
     results = coordinator.evaluate(served, data)
     expected = plain.evaluate(x, y, sample_weight=weights, batch_size=len(X) // 4, verbose=0, return_dict=True)
     assert results == pytest.approx(expected, rel=1e-4)
+    predicted = coordinator.predict(served, coordinator.distribute_dataset(x).batch(32))
+    for name, of_output in plain.predict(x, verbose=0).items():
+        np.testing.assert_allclose(predicted[name], of_output, atol=1e-5)
     coordinator.fit(served, coordinator.distribute_dataset((x, y, weights)).batch(len(X)), verbose=0)
     plain.train_on_batch(x, y, sample_weight=weights)
     for mine, theirs in zip(weights_of(served.to_keras()), weights_of(plain), strict=True):
@@ -310,6 +314,17 @@ def test_an_optimizer_of_ours_is_used_in_place_of_the_models(strategy: Parameter
     assert served.optimizer.iterations == 1
 
 
+class Scoring(keras.Sequential):
+    def predict_step(self, data: Any) -> Any:
+        return data
+
+
+def scoring() -> Any:
+    model = Scoring([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    return model
+
+
 def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp_path: Path) -> None:
     with strategy.scope():
         served = pscluster.keras.serve(
@@ -317,6 +332,7 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
         )
         other = pscluster.keras.serve(lambda: classifier("sgd"), name="b")
         unlabeled = pscluster.keras.serve(lambda: classifier("sgd"), name="c")
+        own = pscluster.keras.serve(scoring, name="d")
     coordinator = ClusterCoordinator(strategy)
     with pytest.raises(FunctionError, match=r"'sequential/dense/kernel' of shape \(8, 5\) where 'a' has .*\(8, 4\)"):
         coordinator.schedule(lambda: served.train_on_batch(BATCHES[0])).fetch()
@@ -333,8 +349,8 @@ def test_what_is_wrong_in_a_step_is_named(strategy: ParameterServerStrategy, tmp
         other.train_on_batch((np.float32(1),))
     with pytest.raises(MisuseError, match="is an ndarray without labels, which the loss of 'sequential' needs: give"):
         unlabeled.train_on_batch(X[:4])
-    with pytest.raises(TypeError, match=r"predict takes a step function, not a ServedModel: its to_keras\(\)\.predict"):
-        coordinator.predict(other, coordinator.distribute_dataset(X).batch(4))  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="Scoring has a predict_step of its own, which workers don't call"):
+        own.predict_on_batch(X[:4])
     (tmp_path / "text.keras").write_text("text")
     with pytest.raises(ValueError, match=r"text\.keras' has no weights that 'b' can load: File is not a zip file"):
         other.load_weights(tmp_path / "text.keras")

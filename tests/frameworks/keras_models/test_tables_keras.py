@@ -63,6 +63,7 @@ def test_every_step_is_that_of_one_process(strategy: ParameterServerStrategy, tm
     data = coordinator.distribute_dataset((x, y)).batch(16)
     expected = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     assert coordinator.evaluate(served, data) == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(coordinator.predict(served, data), model.predict(x, verbose=0), atol=1e-5)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert loaded.evaluate(x, y, verbose=0, return_dict=True) == pytest.approx(expected, rel=1e-4)

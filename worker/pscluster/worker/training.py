@@ -24,7 +24,7 @@ _LOSS = ["loss"]
 
 @runtime_checkable
 class MakesSteps(Protocol):
-    """A model of a framework, which `fit` and `evaluate` take in place of a step function."""
+    """A model of a framework, which `fit`, `evaluate` and `predict` take in place of a step function."""
 
     def training_step(self) -> Callable[[Any], Any]:
         """Return the step of `fit`."""
@@ -34,6 +34,9 @@ class MakesSteps(Protocol):
 
     def evaluation_metric(self) -> MetricLike:
         """Return the metric; it may have `several` results, as a dict."""
+
+    def prediction_step(self) -> Callable[[Any], Any]:
+        """Return the step of `predict`."""
 
 
 class FrameworkCallback(Protocol):

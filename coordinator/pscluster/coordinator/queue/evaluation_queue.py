@@ -95,7 +95,7 @@ class EvaluationQueue(DataQueue):
 
     def predict(
         self,
-        step: Callable[[Any], Any],
+        step: Callable[[Any], Any] | MakesSteps,
         dataset: DistributedDataset,
         *,
         shards: int | Literal["auto"] = "auto",
@@ -108,7 +108,7 @@ class EvaluationQueue(DataQueue):
 
         Args:
             step: called on workers with each element; returns an array with an example a row, a number, or a structure
-                of these, the same for all elements.
+                of these, the same for all elements. Or a served Keras model.
             dataset: its first epoch is read once; its position does not change. With `on_error="skip"` outputs of
                 examples that can't be read are missing.
             shards: how many functions; "auto": five a worker.
@@ -125,9 +125,7 @@ class EvaluationQueue(DataQueue):
             WaitTimeoutError: `timeout` seconds have passed.
         """
         if isinstance(step, MakesSteps):
-            raise TypeError(
-                f"predict takes a step function, not {type_of(step)}: its to_keras().predict(x) predicts here"
-            )
+            step = step.prediction_step()
         shards = self._checked_shards("predict", step, dataset, shards)
         captured = self.captured(step)
         predict_shard = partial_of(captured.function.name, outputs_of, captured)

@@ -30,7 +30,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "pscluster.jax.served": ("ServedParams",),
     "pscluster.keras.copies": ("Weight",),
     "pscluster.keras.metrics": ("ModelMetrics",),
-    "pscluster.keras.served": ("ServedModel", "test_on_batch", "train_on_batch"),
+    "pscluster.keras.served": ("ServedModel", "predict_on_batch", "test_on_batch", "train_on_batch"),
     "pscluster.ps.client.exchanges": ("Traffic",),  # returned by `strategy.traffic()`
     "pscluster.ps.initializers": (
         *("Initializer", "Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal"),
