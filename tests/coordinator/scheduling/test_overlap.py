@@ -23,6 +23,7 @@ from pscluster.coordinator import (
     Variable,
     callbacks,
     embedding_lookup,
+    exact_reads,
     optimizers,
 )
 from pscluster.core.errors import EndOfDatasetError, FunctionError, FunctionTimeoutError, MisuseError
@@ -91,6 +92,25 @@ def test_rows_lack_at_most_the_last_two_steps(strategy: ParameterServerStrategy,
         assert max(lag) in (1, 2)
     assert np.all(table.numpy() == STEPS)
     assert np.all(whole.numpy() == STEPS)
+
+
+def test_exact_reads_are_not_of_what_was_fetched(strategy: ParameterServerStrategy, coordinator: Any) -> None:
+    """That came as `wire_dtype` says."""
+    values = np.linspace(0, 1, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+    with strategy.scope():
+        table = Variable(values, wire_dtype="int8")
+
+    def step(ids: Any) -> Any:
+        with exact_reads():
+            exact = embedding_lookup(table, ids), table.numpy()
+        return *exact, embedding_lookup(table, ids), table.numpy()
+
+    ids = np.array([40, 3])
+    *exact, rows, whole = coordinator.schedule(step, args=(ids,), lookups=lambda ids: [(table, ids), table]).fetch()
+    for got, expected in zip(exact, (values[ids], values), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for got, expected in ((rows, values[ids]), (whole, values)):
+        assert 0 < np.abs(got - expected).max() < 0.01
 
 
 def test_values_are_those_of_steps_in_turn(strategy: ParameterServerStrategy, coordinator: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from pscluster.core.context import FunctionContext, current_function, in_background, on_behalf_of
+from pscluster.core.context import FunctionContext, current_function, encodes_reads, in_background, on_behalf_of
 from pscluster.ps.client.push_order import Owner, PushOrder
 
 MOST_BYTES = 64 << 20
@@ -218,8 +218,8 @@ class StepOverlap:
 
 
 def fetched_rows() -> Any:
-    """Return the FetchedRows of the step that runs on this thread; None if there are none."""
+    """Return the FetchedRows of the step that runs on this thread; None if there are none, or reads are exact."""
     function = current_function()
-    if function is None or function.overlap is None or in_background():
+    if function is None or function.overlap is None or in_background() or not encodes_reads(function):
         return None
     return function.overlap.fetched
