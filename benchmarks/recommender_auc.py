@@ -82,7 +82,7 @@ def on_servers(ps: int, workers: int, overlap: int, tables: int, rows: int, step
             return itertools.cycle(own)
 
         def rows_of(batch: Any) -> Any:
-            return list(zip(embeddings, batch[0], strict=True))
+            return [*zip(embeddings, batch[0], strict=True), *parameters]
 
         coordinator.fit(
             step_by_hand(strategy, embeddings, parameters, adagrad),

@@ -65,7 +65,7 @@ class Bench:
         self._made: dict[tuple[int, int], Any] = {}
 
     def _model(self, tables: int, rows: int) -> tuple[Any, Any, Any]:
-        """A training step, the data of each worker, and what names the rows of a batch."""
+        """A training step, the data of each worker, and what names what a step reads of the servers."""
         if (tables, rows) not in self._made:
             strategy = self.strategy
             with strategy.scope():
