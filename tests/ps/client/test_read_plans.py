@@ -86,8 +86,20 @@ def test_many_small_variables_of_every_kind(strategy: ParameterServerStrategy) -
             value += 1
 
 
-def test_rows_and_whole_variables_by_one_request(strategy: ParameterServerStrategy) -> None:
-    """They are what separate reads give, also where they are too large for one reply, or there are none of either."""
+def test_rows_and_whole_variables_by_one_request(
+    strategy: ParameterServerStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what separate reads give, also where they are too large for one reply, or there are none of either.
+
+    No variable is cut otherwise meanwhile.
+    """
+    client, read_both = strategy.client, strategy.client.read_both
+
+    def checked(*arguments: Any) -> Any:
+        assert client.gate._inside
+        return read_both(*arguments)
+
+    monkeypatch.setattr(client, "read_both", checked)
     with strategy.scope():
         table = Variable(np.arange(20.0).reshape(10, 2), partitioner=FixedShardsPartitioner(2))
         small = [Variable(np.arange(3)), Variable(np.float32(7))]

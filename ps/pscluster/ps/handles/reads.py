@@ -79,17 +79,25 @@ def rows_and_variables(
 
     One request per server; but what was fetched for this step is not read again, and a synchronous step has two.
     """
-    function, fetched = current_function(), fetched_rows()
-    if fetched is not None or (function is not None and function.steps is not None):
-        ahead = [item for item in variables if fetched is not None and fetched.has_whole(item.id)]
-        there = {item.id: value for item, value in zip(ahead, read_variables(ahead), strict=True)}
-        others = iter(read_variables([item for item in variables if item.id not in there]))
-        values = [there[item.id] if item.id in there else next(others) for item in variables]
-        return distinct_rows(lookups), values
-    reads, rows = distinct_reads(lookups)
     if not (of := [*(table for table, _ in lookups), *variables]):
         return [], []
     client = one_client(of)
+    with client.gate:
+        return _rows_and_variables(client, lookups, variables)
+
+
+def _rows_and_variables(
+    client: PsClient, lookups: Sequence[tuple[ShardRequests, Ids]], variables: Sequence[ReadableVariable]
+) -> tuple[list[Array], list[Array]]:
+    function, fetched = current_function(), fetched_rows()
+    if fetched is not None or (function is not None and function.steps is not None):
+        ahead = [] if fetched is None else [item for item in variables if fetched.has_whole(item.id)]
+        there = {item.id for item in ahead}
+        others = [item for item in variables if item.id not in there]
+        both = [*read_variables(ahead), *read_variables(others)]
+        values = dict(zip((item.id for item in (*ahead, *others)), both, strict=True))
+        return distinct_rows(lookups), [values[item.id] for item in variables]
+    reads, rows = distinct_reads(lookups)
     found = client.read_both(reads, [item.id for item in variables], lambda: [item._whole() for item in variables])
     large = iter(read_variables([item for item, value in zip(variables, found, strict=True) if value is None]))
     return rows(), [next(large) if value is None else value for value in found]
