@@ -6,6 +6,9 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +91,24 @@ class Armed:
             until(lambda fault=fault: self.has_struck(fault), f"{fault} strikes")  # type: ignore[misc]
             if calls:
                 until(lambda fault=fault: self.how_it_ended(fault), f"{fault} has ended")  # type: ignore[misc]
+
+    def run_until_it_ends(self, script: str, folder: Path, *arguments: str, most: int) -> list[int]:
+        """Run a script as the coordinator, with the folder and arguments, and again whenever it was killed.
+
+        Return the exit codes, of which there are at most `most`.
+        """
+        path = folder / "train.py"
+        path.write_text(textwrap.dedent(script))
+        cluster = self.cluster
+        env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
+        env |= environment(self.folder)
+        command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
+        codes: list[int] = []
+        while not codes or codes[-1] == -signal.SIGKILL:
+            given = [*command, *cluster.hand_over_port("chief", 0), str(path), str(folder), *arguments]
+            codes.append(subprocess.run(given, env=env, timeout=TIMEOUT).returncode)
+            assert len(codes) <= most, codes
+        return codes
 
 
 @contextmanager

@@ -7,12 +7,8 @@ under "snapshot": there the only missing updates are those reported as lost, and
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -331,17 +327,7 @@ def test_deaths_of_the_coordinator(clusters: dict[str, Armed], points: tuple[str
     faults = OF_THE_COORDINATOR[points]
     armed = clusters["log"]
     armed.arm(*faults)
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    cluster = armed.cluster
-    env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token}
-    env |= environment(armed.folder)
-    command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
-    codes: list[int] = []
-    while not codes or codes[-1] == -signal.SIGKILL:
-        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path), points[0]]
-        codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
-        assert len(codes) < 3 + len(points), codes
+    codes = armed.run_until_it_ends(SCRIPT, tmp_path, points[0], most=2 + len(points))
     assert codes[-1] == 0, codes
     armed.until_struck(*faults, calls=False)
     assert (tmp_path / "result").read_text() == "9.0"

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.faults.armed import Armed, armed_cluster
-from tests.faults.arming.faults import CALL_KINDS, environment
+from tests.faults.arming.faults import CALL_KINDS
 from tests.faults.counting import Counting
 from tests.faults.support import status
 from tests.waiting import TIMEOUT, until
@@ -211,17 +208,7 @@ def test_the_coordinator_dies_amid_moves(tmp_path: Path) -> None:
     faults = [f"chief/{point}=kill@2" for point in CHIEF_DEATHS]
     with armed_cluster(tmp_path / "cluster", 2, 2, durability="log", revive=True) as armed:
         armed.arm(*faults)
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(SCRIPT))
-        cluster = armed.cluster
-        env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
-        env |= environment(armed.folder)
-        command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
-        codes: list[int] = []
-        while not codes or codes[-1] == -signal.SIGKILL:
-            arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path)]
-            codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
-            assert len(codes) < 3 + len(faults), codes
+        codes = armed.run_until_it_ends(SCRIPT, tmp_path, most=2 + len(faults))
         assert codes == [-signal.SIGKILL] * len(faults) + [0]
         armed.until_struck(*faults, calls=False)
         assert (tmp_path / "result").read_text() == "[8.0] 8 4"

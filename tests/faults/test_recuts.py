@@ -6,11 +6,7 @@ those of plain NumPy. Each fault strikes once amid a cut, which is then done or 
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.faults.armed import Armed, armed_cluster
-from tests.faults.arming.faults import environment
 from tests.waiting import TIMEOUT
 
 from pscluster.coordinator.api import (
@@ -332,17 +327,7 @@ def test_the_coordinator_dies_amid_cuts(armed: Armed, job: Job, tmp_path: Path) 
     job.strategy.close()
     faults = [f"chief/{point}=kill@2" for point in CHIEF_DEATHS]
     armed.arm(*faults)
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    cluster = armed.cluster
-    env = {**os.environ, "TF_CONFIG": cluster.tf_config("chief", 0), "PSCLUSTER_TOKEN": cluster.token or ""}
-    env |= environment(armed.folder)
-    command = [sys.executable, "-m", "pscluster.coordinator", "--log-level", "ERROR"]
-    codes: list[int] = []
-    while not codes or codes[-1] == -signal.SIGKILL:
-        arguments = [*command, *cluster.hand_over_port("chief", 0), str(path), str(tmp_path)]
-        codes.append(subprocess.run(arguments, env=env, timeout=TIMEOUT).returncode)
-        assert len(codes) < 3 + len(faults), codes
+    codes = armed.run_until_it_ends(SCRIPT, tmp_path, most=2 + len(faults))
     assert codes == [-signal.SIGKILL] * len(faults) + [0]
     armed.until_struck(*faults, calls=False)
     assert (tmp_path / "result").read_text() == "8 9 9"
