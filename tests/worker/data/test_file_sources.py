@@ -552,7 +552,7 @@ def test_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_module_is_had_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread is just importing is waited for: several read the first files."""
+    """A read waits for a module that another thread is importing: several read the first files."""
     import sys
 
     gate: Any = types.ModuleType("gate_of_half_made")

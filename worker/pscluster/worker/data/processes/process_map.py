@@ -1,9 +1,8 @@
 """A map of a dataset whose function is called in processes of their own, and the elements that come from it.
 
 An element's examples are cut into tasks, so that all processes work on one batch, and put together again, in their
-order. Elements are read and submitted ahead of the one that is waited for, while fewer than `_TASKS` tasks for each
-process are on their way or hold results; the element that is waited for always is. So what is ahead is bounded, and an
-element never waits for one behind it.
+order. The next element is always submitted. Later ones are read and submitted ahead while fewer than `_TASKS` tasks for
+each process are on their way or hold results. So what is ahead is bounded, and an element never waits for a later one.
 
     UNREAD --submit--> SUBMITTED --all its tasks have a result, or one has an error--> DONE --next()--> gone
 """

@@ -1,6 +1,6 @@
 """Memory that a worker and a process of its pool share: each writes there, in turn, what the other one reads.
 
-A slot holds a number, the progress, and after it a value: its encoding, and its large arrays behind that.
+A slot holds a number, the progress, and a value: its encoding, and then its large arrays.
 
 It has no name, and is gone with the last process that has it open. It grows to the largest value, and stays so.
 """
@@ -21,7 +21,7 @@ from pscluster.core.values import decode, encode
 from pscluster.v1 import value_pb2
 from pscluster.worker.data.sources import map_leaves
 
-_HEAD = struct.Struct("<QQQ")  # progress, the length of the encoding, the number of arrays behind it
+_HEAD = struct.Struct("<QQQ")  # progress, the length of the encoding, the number of arrays that follow
 _NUMBER = struct.Struct("<Q")
 _ALIGNMENT = 64
 _INLINE_BYTES = 4096
