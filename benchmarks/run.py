@@ -927,19 +927,24 @@ def _trainer_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
         bench.cost(title, "no step lost; the new rate within 5 s", "elastic", cases, follows, "trainer_costs.py")
 
 
+def _medians(of: dict[str, list[float]], one: str, other: str) -> tuple[dict[str, float], float, str]:
+    """Return the medians of what was measured in turn, in ms; by how much `one` exceeds `other`; and the spread."""
+    middle = {way: statistics.median(seconds) * 1e3 for way, seconds in of.items()}
+    spread = [a / b for a, b in zip(of[one], of[other], strict=True)]
+    return middle, middle[one] / middle[other], f"({min(spread):.2f} - {max(spread):.2f} in single rounds)"
+
+
 def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     """Measure what the adapters of torch, JAX and Keras cost, with `serve_costs.py` and `keras_costs.py`."""
 
     def added(answers: dict[str, dict[str, list[float]]]) -> tuple[str, bool]:
         shown, ratios = [], []
         for name, of in answers.items():
-            middle = {way: statistics.median(seconds) * 1e3 for way, seconds in of.items()}
-            ratios.append(middle["served"] / middle["by hand"])
-            spread = [a / b for a, b in zip(of["served"], of["by hand"], strict=True)]
+            middle, ratio, spread = _medians(of, "served", "by hand")
+            ratios.append(ratio)
             shown.append(
-                f"{name}: {middle['by hand']:.2f} ms by hand, {middle['served']:.2f} ms served, {ratios[-1]:.3f} x "
-                f"({min(spread):.2f} - {max(spread):.2f} in single rounds); of the worker's processor "
-                f"{middle['by hand, cpu']:.2f} and {middle['served, cpu']:.2f} ms"
+                f"{name}: {middle['by hand']:.2f} ms by hand, {middle['served']:.2f} ms served, {ratio:.3f} x "
+                f"{spread}; of the worker's processor {middle['by hand, cpu']:.2f} and {middle['served, cpu']:.2f} ms"
             )
         return "; ".join(shown), max(ratios) <= 1.03
 
@@ -976,12 +981,11 @@ def _serve_costs(bench: Bench, wanted: Callable[[str], bool]) -> None:
     def beside_keras(answers: dict[str, dict[str, list[float]]]) -> tuple[str, bool]:
         shown, ratios = [], []
         for name, of in answers.items():
-            middle = {way: statistics.median(seconds) * 1e3 for way, seconds in of.items()}
-            ratios.append(middle["Keras"] / middle["ours"])
-            spread = [a / b for a, b in zip(of["Keras"], of["ours"], strict=True)]
+            middle, ratio, spread = _medians(of, "Keras", "ours")
+            ratios.append(ratio)
             shown.append(
-                f"{name}: {middle['Keras']:.1f} ms a step in Keras, {middle['ours']:.1f} ms here, {ratios[-1]:.2f} x "
-                f"({min(spread):.2f} - {max(spread):.2f} in single rounds)"
+                f"{name}: {middle['Keras']:.1f} ms a step in Keras, {middle['ours']:.1f} ms here, {ratio:.2f} x "
+                f"{spread}"
             )
         return "; ".join(shown), min(ratios) >= 1.2
 
