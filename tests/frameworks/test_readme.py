@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 class Classifier(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(10, 4)
         self.out = torch.nn.Linear(4, 1)
 
@@ -57,6 +58,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 
 def model_fn():
+    keras.utils.set_random_seed(0)
     layers = [keras.layers.Embedding(10, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
     model.compile(keras.optimizers.Adam(0.05), keras.losses.BinaryCrossentropy(from_logits=True))
@@ -98,5 +100,6 @@ def test_lines(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         coordinator = ClusterCoordinator(strategy)
         exec(compile(lines_for(framework).replace("1e-3", "0.05"), README, "exec"), names)
         data = coordinator.distribute_dataset((ids, labels)).shuffle(seed=0).batch(16)
-        history = coordinator.fit(names["step"], data, epochs=6, verbose=0)
-    assert history.history["loss"][-1] < history.history["loss"][0] / 2
+        history = coordinator.fit(names["step"], data, epochs=20, verbose=0)
+    losses = history.history["loss"]  # of separable data, so that it goes towards 0; the order of two workers is open
+    assert losses[-1] < losses[0] / 2, losses
