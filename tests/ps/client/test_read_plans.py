@@ -93,13 +93,15 @@ def test_rows_and_whole_variables_by_one_request(
 
     No variable is cut otherwise meanwhile.
     """
-    client, read_both = strategy.client, strategy.client.read_both
+    client, reading_both = strategy.client, strategy.client.reading_both
 
     def checked(*arguments: Any) -> Any:
         assert client.gate._inside
-        return read_both(*arguments)
+        result = yield from reading_both(*arguments)
+        assert client.gate._inside
+        return result
 
-    monkeypatch.setattr(client, "read_both", checked)
+    monkeypatch.setattr(client, "reading_both", checked)
     with strategy.scope():
         table = Variable(np.arange(20.0).reshape(10, 2), partitioner=FixedShardsPartitioner(2))
         small = [Variable(np.arange(3)), Variable(np.float32(7))]

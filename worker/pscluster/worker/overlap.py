@@ -33,6 +33,7 @@ function has killed.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ from typing import Any, NamedTuple
 
 from pscluster.core.context import FunctionContext, current_function, on_behalf_of
 from pscluster.core.errors import FunctionCancelled
+from pscluster.core.phases import Begun
 from pscluster.ps.client.overlap import StepOverlap
+from pscluster.ps.client.own_thread import OwnThread
 from pscluster.ps.handles.fetched_rows import FetchedRows
 from pscluster.worker.training import StepLogs, logs_of_steps
 
@@ -101,12 +104,14 @@ class _Next:
     element: Any = None
     error: BaseException | None = None
     fetched: Future[FetchedRows] | None = None
+    sent: tuple[FetchedRows, Begun[None]] | None = None  # instead of that: requests whose replies nobody waits for
 
 
 class _Ahead(Iterator[Any]):
     """The elements of a function's steps, each with its rows. One is taken ahead; never more than the function takes.
 
-    Elements are taken on the function's thread, in the data's order.
+    Elements are taken on the function's thread, in the data's order. It also calls `lookups` and sends the requests for
+    the rows, unless that takes long (see `OwnThread`), and receives the replies when the step is to run.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class _Ahead(Iterator[Any]):
         self._function, self._overlap = function, overlap
         self._next: _Next | None = None
         self._is_first = True
+        self._own_thread = OwnThread()
 
     def __next__(self) -> Any:
         self._overlap.fetched = None
@@ -133,12 +139,12 @@ class _Ahead(Iterator[Any]):
         if taken.error is not None:
             raise taken.error
         self._next = None
+        fetched = None if taken.sent is None else self._received(*taken.sent)  # its connections serve the next request
         if self._has_next():
             self._next = self._taken()
         if self._next is None or self._next.error is not None:
             self._overlap.took_last()
-        if taken.fetched is not None:
-            self._overlap.fetched = taken.fetched.result()
+        self._overlap.fetched = fetched if taken.fetched is None else taken.fetched.result()
         return taken.element
 
     def _begin_step(self) -> None:
@@ -162,21 +168,56 @@ class _Ahead(Iterator[Any]):
             self._overlap.first = None
             return _Next(element, fetched=first)
         result: Future[FetchedRows] = Future()
-        self._overlap.submit_ahead(functools.partial(self._fetch, element, result))
+        rows = FetchedRows()
+        if self._function.steps is None and self._own_thread.takes():
+            begin = time.perf_counter()
+            try:
+                with on_behalf_of(self._function):
+                    self._name(element, rows)
+                    begun = Begun(rows.fetching())
+            except (FunctionCancelled, Exception) as error:  # of the step that it is for
+                result.set_exception(error)
+                return _Next(element, fetched=result)
+            self._own_thread.took(time.perf_counter() - begin)
+            if begun.is_under_way:
+                return _Next(element, sent=(rows, begun))
+            begun.close()
+            self._overlap.submit_ahead(functools.partial(self._fetch, rows, result))
+        else:
+            self._overlap.submit_ahead(functools.partial(self._name_and_fetch, element, rows, result))
         return _Next(element, fetched=result)
 
-    def _fetch(self, element: Any, result: Future[FetchedRows]) -> None:
+    def _name(self, element: Any, rows: FetchedRows) -> None:
         assert self._lookups is not None  # see __next__
+        self._function.check()
+        # A synchronous step reads variables as of its own clock.
+        rows.name(self._lookups(element), whole=self._function.steps is None)
+
+    def _name_and_fetch(self, element: Any, rows: FetchedRows, result: Future[FetchedRows]) -> None:
+        """Have the rows of an element named, and fetch them, on another thread."""
         try:
             with on_behalf_of(self._function):
-                self._function.check()
-                fetched = FetchedRows()
-                # A synchronous step reads variables as of its own clock.
-                fetched.fetch(self._lookups(element), whole=self._function.steps is None)
+                self._name(element, rows)
         except BaseException as error:
             result.set_exception(error)
         else:
-            result.set_result(fetched)
+            self._fetch(rows, result)
+
+    def _fetch(self, rows: FetchedRows, result: Future[FetchedRows]) -> None:
+        """Fetch what was named, on another thread."""
+        try:
+            with on_behalf_of(self._function):
+                self._function.check()
+                rows.fetch()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(rows)
+
+    def _received(self, rows: FetchedRows, begun: Begun[None]) -> FetchedRows:
+        with on_behalf_of(self._function):
+            begun.finish()
+        return rows
 
 
 class _AheadInRun(_Ahead):

@@ -100,9 +100,10 @@ class Prepared:
                 elif self.by_step:
                     element = ahead.next_of(args[0])
                     self._peeked.set()
-                    fetched.fetch(self._lookups(element))
+                    fetched.name(self._lookups(element))
                 else:
-                    fetched.fetch(self._lookups(*args, **kwargs))
+                    fetched.name(self._lookups(*args, **kwargs))
+                fetched.fetch()
         except BaseException as error:  # it is the function's
             # One whose data has ended, or can't be read, finds that out itself: perhaps it does not take that much.
             if not ahead.failed or self.context.is_cancelled:

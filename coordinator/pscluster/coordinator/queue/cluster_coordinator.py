@@ -137,9 +137,10 @@ class ClusterCoordinator(EvaluationQueue):
             callbacks: see `pscluster.coordinator.callbacks`. With a Keras model also Keras' own.
             verbose: 0: show nothing; 1 or "auto": progress, live in a terminal or notebook, and a line for each epoch;
                 2: only that line.
-            lookups: with `overlap` above 0: called on a worker with the next element while a step runs, on another
-                thread; returns the rows that its step will look up, `[(table, ids), ...]`, which are fetched meanwhile,
-                also for the first step of the next function on that worker. It must not change anything.
+            lookups: with `overlap` above 0: called on a worker with the next element before a step runs, or, if it
+                takes long, at the same time on another thread; returns the rows that the next step will look up,
+                `[(table, ids), ...]`, which are fetched while the step runs, also for the first step of the next
+                function on that worker. It must not change anything.
             overlap: how many earlier steps of its worker may have updates under way while a step runs: updates return
                 at once. Rows that `lookups` names may lack the updates of the worker's last `overlap + 1` steps, other
                 reads those of the last `overlap`. 0: none. With a `SynchronousStrategy` at most its staleness; rows

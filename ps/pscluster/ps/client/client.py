@@ -86,7 +86,7 @@ class PsClient:
         reader = Reader(job, self.exchanges, self.placements)
         self.updater = Updater(job, incarnation, self.exchanges, self.placements, self.metrics)
         self.placements.on_recut = self.updater.recut
-        self.read, self.read_planned, self.read_both = reader.read, reader.read_planned, reader.read_both
+        self.read, self.read_planned, self.reading_both = reader.read, reader.read_planned, reader.reading_both
         self.update = self.updater.update
         self._servers, self._timeout = self.exchanges.servers, request_timeout
         self._declared: dict[int, tuple[str, list[_Form]]] = {}  # optimizers

@@ -53,14 +53,25 @@ class Session:
         self.name = name
         self.nth = 0  # requests sent
         self.begin = 0.0  # when the last one was sent
+        self.rested = 0.0  # seconds since, for which nobody has waited for the reply
         self._exchange = watch(WatchedCall(stream.cancel, liveness.max_silence, liveness))
 
     def send(self, parts: Sequence[Buffer], timeout: float) -> None:
         self.nth += 1
-        self.begin = time.monotonic()
+        self.begin, self.rested = time.monotonic(), 0.0
         self._exchange.begin(timeout)
         for frame in _frames(parts, self.stream.frame_bytes):
             self.stream.send(*frame)
+
+    def rest(self) -> None:
+        """Begin a time in which nobody waits for the reply: how long that takes says nothing about the server."""
+        self._exchange.end()
+        self.rested = time.monotonic()
+
+    def resume(self, timeout: float) -> None:
+        """Wait for the reply from now on, for at most `timeout` seconds."""
+        self.rested = time.monotonic() - self.rested
+        self._exchange.begin(timeout)
 
     def receive(self) -> bytes:
         try:

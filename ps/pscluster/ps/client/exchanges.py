@@ -22,6 +22,7 @@ from pscluster.core.context import FunctionContext, current_function, in_backgro
 from pscluster.core.errors import PSUnavailableError, ShardMovedError, StaleError, UnavailableError, from_kind, from_rpc
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.trace import BACKGROUND, SESSION_HEADER, Asked
+from pscluster.core.phases import Phases, run
 from pscluster.core.transport.channels import HELLO_SECONDS, PeerAddress, explain
 from pscluster.core.transport.frames import Buffer, parts_of, pieces, unpack
 from pscluster.core.transport.retry import may_pass, until
@@ -221,6 +222,15 @@ class Exchanges:
         Small requests go over sessions, large ones in frames; `finish` gets each server's reply, of large ones on a
         thread of the pool.
         """
+        run(self.sending_updates(requests, finish, function))
+
+    def sending_updates(
+        self,
+        requests: Mapping[int, tuple[ps_pb2.Request, Sequence[Buffer]]],
+        finish: Callable[[int, ps_pb2.UpdateReply], None],
+        function: FunctionContext | None,
+    ) -> Phases[None]:
+        """Do what `send_updates` does. If all requests are small, they are under way once it has begun."""
         small: dict[int, Sequence[Buffer]] = {}
         large: list[Callable[[], None]] = []
         for index, (request, buffers) in requests.items():
@@ -230,10 +240,17 @@ class Exchanges:
                 small[index] = parts_of(request, buffers)
             else:
                 large.append(functools.partial(self._push_updates, index, request, buffers, finish, function))
-        if small:
-            self.exchange("push", small, lambda index, reply, _: finish(index, reply.update), function)
+
+        def take(index: int, reply: ps_pb2.Reply, _: memoryview) -> None:
+            finish(index, reply.update)
+
         if large:
+            yield False
+            if small:
+                self.exchange("push", small, take, function)
             self.on_each(large)
+        else:
+            yield from self.exchanging("push", small, take, function)
         items = (item for request, _ in requests.values() for item in request.update.items)
         self.pushed += sum(item.value_bytes + bytes_by(item.rows) for item in items)
 
@@ -258,6 +275,31 @@ class Exchanges:
         function: FunctionContext | None,
     ) -> None:
         """Send small requests to all servers; then receive each server's reply in turn, and give it to `finish`."""
+        self._receive_all(kind, requests, self._send_all(requests), finish, function)
+
+    def exchanging(
+        self,
+        kind: str,
+        requests: Mapping[int, Sequence[Buffer]],
+        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+        function: FunctionContext | None,
+    ) -> Phases[None]:
+        """Do what `exchange` does. The requests are under way once it has begun."""
+        begun = self._send_all(requests)
+        for session in begun.values():
+            session.rest()
+        try:
+            yield True
+        except BaseException:
+            for session in begun.values():
+                session.close()
+            raise
+        for session in begun.values():
+            session.resume(self.timeout)
+        self._receive_all(kind, requests, begun, finish, function)
+
+    def _send_all(self, requests: Mapping[int, Sequence[Buffer]]) -> dict[int, Session]:
+        """Send small requests to all servers. Return the sessions of those that could be sent."""
         begun: dict[int, Session] = {}
         try:
             for index, data in requests.items():
@@ -271,6 +313,17 @@ class Exchanges:
                 session.close()  # an unread reply must not meet the next request
             raise
         reach("client.exchange.after")
+        return begun
+
+    def _receive_all(
+        self,
+        kind: str,
+        requests: Mapping[int, Sequence[Buffer]],
+        begun: dict[int, Session],
+        finish: Callable[[int, ps_pb2.Reply, memoryview], None],
+        function: FunctionContext | None,
+    ) -> None:
+        """Receive each server's reply in turn. Requests that could not be sent are sent now."""
         failure: BaseException | None = None
         for index, data in requests.items():
             try:
@@ -303,9 +356,9 @@ class Exchanges:
             except BaseException:
                 session.close()
                 raise
-            asked = session.name, session.nth
+            asked, rested = (session.name, session.nth), session.rested
             server.give_back(session)
-            self.count(kind, index, asked, begin, sum(map(len, request)), len(data), function)
+            self.count(kind, index, asked, begin, sum(map(len, request)), len(data), function, rested)
             reply, payload = unpack(data, ps_pb2.Reply)
             if reply.HasField("refusal"):
                 raise from_kind(reply.refusal.kind, reply.refusal.message)
@@ -326,14 +379,21 @@ class Exchanges:
         sent: int,
         received: int,
         function: FunctionContext | None,
+        rested: float = 0.0,
     ) -> None:
-        """Count an answered request. `asked` is its session's name and its position there; sizes are bytes."""
+        """Count an answered request.
+
+        Args:
+            asked: its session's name and its position there.
+            sent: bytes, as are those `received`.
+            rested: seconds since it was sent, for which nobody has waited for the reply.
+        """
         end, metrics = time.monotonic(), self._metrics
         if kind == "pull":
-            metrics.pulls[index].add(end - begin)
+            metrics.pulls[index].add(end - begin - rested)
             metrics.pulled_bytes[index] += received
         else:
-            metrics.pushes[index].add(end - begin)
+            metrics.pushes[index].add(end - begin - rested)
             metrics.pushed_bytes[index] += sent
         if function is not None and function.function:
             name, nth = asked

@@ -1,24 +1,34 @@
-"""Overlapping steps: pushes that return at once, and work that is done ahead, on threads of the client's pool.
+"""Overlapping steps: pushes that return at once, and work that is done ahead.
 
-What is sent when, and what that means for functions, is decided by `push_order`. Here are the lock, the threads and the
-waits. At most two threads of the pool are in use: one that sends pushes while there are any, one that does what is
-submitted ahead (calls `lookups`, fetches rows). Both work on behalf of the function that is concerned: what they do
-ends as the function's own calls would when it is told to stop.
+What is sent when, by whom, and what that means for functions, is decided by `push_order`. Here are the lock, the
+threads and the waits. A step that pushes once sends that itself, and receives the acknowledgement when a later step
+needs it: until then it lies in the kernel. That takes no other thread (see `own_thread`). A thread of the pool sends
+large pushes, and several of one step. One more does what is submitted ahead (calls `lookups`, fetches rows). All work
+on behalf of the function that is concerned: what they do ends as the function's own calls would when it is told to
+stop.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from pscluster.core.context import FunctionContext, current_function, encodes_reads, in_background, on_behalf_of
-from pscluster.ps.client.push_order import Owner, PushOrder
+from pscluster.core.phases import Begun, Phases, run
+from pscluster.ps.client.own_thread import OWN_BYTES, OwnThread
+from pscluster.ps.client.push_order import Owner, PushOrder, Sender
 
 MOST_BYTES = 64 << 20
 """Of pushes that are queued, beyond the first: a step that pushes more waits until they are sent."""
+
+MakePush = Callable[[], Phases[None]]
+
+_Sent = tuple[FunctionContext, Begun[None]]
 
 Submit = Callable[[Callable[[], None]], Future[None]]
 Ended = Callable[[BaseException | None], object]
@@ -38,7 +48,9 @@ class OverlapQueue:
         self.on_change: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._order: PushOrder[tuple[FunctionContext, Callable[[], None]]] = PushOrder(most_bytes)
+        self._order: PushOrder[tuple[FunctionContext, MakePush]] = PushOrder(most_bytes)
+        self._sent: _Sent | None = None  # the first push, while its acknowledgement is unclaimed
+        self._own_thread = OwnThread()
         self._ended: dict[Owner, Ended] = {}  # of functions that have returned
         self._ahead: deque[Callable[[], None]] = deque()
 
@@ -56,17 +68,76 @@ class OverlapQueue:
 
     def _wait(self, context: FunctionContext, until: Callable[[], bool]) -> None:
         """Wait until this holds, or raise FunctionCancelled. Under the lock."""
-        self._changed.wait_for(lambda: until() or context.is_cancelled)
+
+        def is_over() -> bool:
+            if not until():
+                self._pass_on()  # else it might never hold
+                return context.is_cancelled
+            return True
+
+        self._changed.wait_for(is_over)
         context.check()
 
-    def add(self, context: FunctionContext, owner: Owner, send: Callable[[], None], nbytes: int) -> None:
-        """Queue a push. Raise the error of an earlier one of the function."""
+    def add(self, context: FunctionContext, owner: Owner, push: MakePush, nbytes: int) -> None:
+        """Queue a push, or send it. Raise the error of an earlier one of the function."""
+        if not owner.of_step:
+            self._acknowledge()  # what an earlier step has sent has been answered by now
         with self._lock:
             self._wait(context, lambda: self._order.may_add(owner, nbytes))
             _raise_error_of(owner)
-            start = self._order.add(owner, (context, send), nbytes)
-        if start:
+            here = self._order.is_empty and nbytes <= OWN_BYTES and self._own_thread.takes()
+            start = self._order.add(owner, (context, push), nbytes, here=here)
+            self._pass_on()
+        if start and here:
+            self._send_here(context, push)
+            _raise_error_of(owner)
+        elif start:
             self._run(self._send_all)
+
+    def _send_here(self, context: FunctionContext, push: MakePush) -> None:
+        """Send the first push, and do not wait for its acknowledgement."""
+        begin = time.perf_counter()
+        try:
+            with on_behalf_of(context):
+                context.check()
+                begun = Begun(push())
+        except BaseException as error:  # it is the function's
+            self._acknowledged_here(error)
+            return
+        self._own_thread.took(time.perf_counter() - begin)
+        with self._lock:
+            if self._order.sent():
+                self._run(partial(self._send_all, (context, begun)))
+            else:
+                self._sent = context, begun
+                self._changed.notify_all()  # who waits may have to pass it on
+
+    def _claimed(self, sender: Sender) -> _Sent | None:
+        """Return what was sent, if nobody waits for its acknowledgement; this sender does now. Under the lock."""
+        if not self._order.claim(sender):
+            return None
+        sent, self._sent = self._sent, None
+        return sent
+
+    def _acknowledge(self) -> None:
+        """Receive the acknowledgement that nobody waits for, if there is one."""
+        with self._lock:
+            sent = self._claimed(Sender.STEP)
+        if sent is not None:
+            self._acknowledged_here(_error_of(sent))
+
+    def _acknowledged_here(self, error: BaseException | None) -> None:
+        """Note how the push that a step has sent has ended."""
+        with self._lock:
+            callbacks = self._callbacks(self._order.acknowledged(error))
+            if self._order.go_on():
+                self._run(self._send_all)
+        self._tell(callbacks)
+
+    def _pass_on(self) -> None:
+        """Have a thread of the pool receive the acknowledgement that nobody waits for, if any. Under the lock."""
+        if (sent := self._claimed(Sender.POOL)) is not None:
+            self._run(partial(self._send_all, sent))
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -74,7 +145,11 @@ class OverlapQueue:
         except RuntimeError:  # the pool is closed: the job is over, and what is sent says so
             threading.Thread(target=work, name="overlap", daemon=True).start()
 
-    def _send_all(self) -> None:
+    def _send_all(self, sent: _Sent | None = None) -> None:
+        """Receive the acknowledgement of what was sent; then send all that is queued."""
+        if sent is not None:
+            self._acknowledged(_error_of(sent))
+            del sent
         while True:
             with self._lock:
                 push, ended = self._order.next()
@@ -82,18 +157,22 @@ class OverlapQueue:
             self._tell(callbacks)
             if push is None:
                 return
-            context, send = push.payload
+            context, phases = push.payload
             error: BaseException | None = None
             try:
                 with on_behalf_of(context):
                     context.check()
-                    send()
+                    run(phases())
             except BaseException as raised:  # it is the function's
                 error = raised
-            with self._lock:
-                callbacks = self._callbacks(self._order.sent(error))
-            del push, send, error
-            self._tell(callbacks)
+            self._acknowledged(error)
+            del push, phases, error
+
+    def _acknowledged(self, error: BaseException | None) -> None:
+        """Note how the push that a thread of the pool has sent has ended."""
+        with self._lock:
+            callbacks = self._callbacks(self._order.acknowledged(error))
+        self._tell(callbacks)
 
     def _callbacks(self, ended: list[Owner]) -> list[Callable[[], object]]:
         """Return what to call, without the lock. Under the lock."""
@@ -106,6 +185,8 @@ class OverlapQueue:
         self.on_change()
 
     def begin_step(self, context: FunctionContext, owner: Owner, overlap: int) -> None:
+        if not self.may_begin(overlap):
+            self._acknowledge()
         with self._lock:
             self._wait(context, lambda: owner.error is not None or self._order.may_begin(overlap))
             _raise_error_of(owner)
@@ -117,6 +198,7 @@ class OverlapQueue:
 
     def wait_own(self, context: FunctionContext, owner: Owner, *, all_steps: bool) -> None:
         if owner.outstanding:
+            self._acknowledge()
             with self._lock:
                 self._wait(context, lambda: not (owner.outstanding if all_steps else owner.of_step))
         _raise_error_of(owner)
@@ -125,6 +207,7 @@ class OverlapQueue:
         with self._lock:
             if not (now := self._order.returned(owner)):
                 self._ended[owner] = ended
+                self._pass_on()
         if now:
             ended(owner.error)
 
@@ -147,6 +230,17 @@ class OverlapQueue:
                 self._ahead.popleft()
                 if not self._ahead:
                     return
+
+
+def _error_of(sent: _Sent) -> BaseException | None:
+    """Return what receiving the acknowledgement of a push has raised."""
+    context, begun = sent
+    try:
+        with on_behalf_of(context):
+            begun.finish()
+    except BaseException as raised:  # it is the function's
+        return raised
+    return None
 
 
 def _raise_error_of(owner: Owner) -> None:
@@ -180,12 +274,12 @@ class StepOverlap:
         self.took_last: Callable[[], object] = lambda: None
         """Called by a function of several steps when the last one has begun, and rows of a later one may be fetched."""
 
-    def push(self, send: Callable[[], None], nbytes: int) -> None:
-        """Have this sent by another thread, after all that was pushed before.
+    def push(self, push: MakePush, nbytes: int) -> None:
+        """Have this sent after all that was pushed before, and do not wait for its acknowledgement.
 
         Raise the error of an earlier push of the function, or FunctionCancelled.
         """
-        self._queue.add(self._context, self._owner, send, nbytes)
+        self._queue.add(self._context, self._owner, push, nbytes)
 
     def begin_step(self) -> None:
         """Begin another step of the function, once at most `overlap` earlier ones have outstanding pushes.

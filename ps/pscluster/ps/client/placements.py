@@ -15,6 +15,7 @@ otherwise, and then has other shards: see `cuts`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pscluster.core.errors import ShardMovedError
+from pscluster.core.phases import Begun, Phases, run
 from pscluster.ps.client.cuts import Cut, SharedCut, origin_of
 from pscluster.v1 import ps_pb2
 
@@ -88,6 +90,15 @@ class Placements:
             return self.learn(self._describe(server))
         except ShardMovedError:
             return self.learn(self._describe(0))
+
+    def following_begun(self, attempt: Callable[[], Phases[T]]) -> Phases[T]:
+        """Do what `following` does. The first attempt is begun, once this is; the others are made at once."""
+        first: list[Begun[T]] = []
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(ShardMovedError):  # it is raised again below
+                first.append(stack.enter_context(contextlib.closing(Begun(attempt()))))
+            yield bool(first) and first[0].is_under_way
+            return self.following(lambda: first.pop().finish() if first else run(attempt()))
 
     def following(self, attempt: Callable[[], T]) -> T:
         """Return what the attempt returns, which is repeated when a shard turns out to have moved."""

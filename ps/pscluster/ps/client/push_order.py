@@ -1,13 +1,26 @@
-"""Decide when pushes that return at once are sent, when a step may begin, and when a function has ended. Pure.
+"""Decide when and by whom pushes that return at once are sent, when a step may begin, and a function has ended. Pure.
 
 A worker runs functions one after another, each of one step or several. Where steps overlap, an update is queued by the
-step that makes it (`add`), and another thread sends one after the other, in the order in which they were made. A push:
+step that makes it (`add`), and they are sent one after the other, in the order in which they were made. A push:
 
-    QUEUED --next------------------> SENDING --sent---------> (acknowledged)
-                                             --sent(error)--> (failed)     the error is its function's
+    QUEUED --add, by its step------> SENDING --acknowledged---------> (acknowledged)
+           --next, by the pool-----> SENDING --acknowledged(error)--> (failed)     the error is its function's
     QUEUED --next, and an earlier push of its function
              has failed-----------> (dropped)   the function would not have come so far
            --next, and its function was told to stop--> SENDING, where the sender raises that as its error
+
+There is at most one sender. A step's own thread sends a push, but does not wait for the acknowledgement. Whoever needs
+that later claims it; and if more pushes follow, a thread of the pool does, and sends them. With it goes what it sends:
+
+    NOBODY --add----------------------------------> STEP, or POOL
+    STEP   --sent, and no other push is queued----> UNCLAIMED    the acknowledgement will lie in the kernel
+           --sent, and others are queued----------> POOL
+    UNCLAIMED --a step needs the acknowledgement--> STEP
+              --a step adds a push, or waits for anything
+                else, or the function has returned--> POOL
+    STEP   --acknowledged, none is queued---------> NOBODY
+           --acknowledged, others are queued------> POOL
+    POOL   --next, none is queued-----------------> NOBODY
 
 A function with pushes:
 
@@ -27,6 +40,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
 P = TypeVar("P")
@@ -51,6 +65,18 @@ class Push(Generic[P]):
     nbytes: int
 
 
+class Sender(Enum):
+    """Who sends pushes, and waits for their acknowledgements."""
+
+    NOBODY = auto()
+    STEP = auto()
+    """A thread of a step, the first push only."""
+    UNCLAIMED = auto()
+    """Nobody waits for the acknowledgement of the first push, which was sent."""
+    POOL = auto()
+    """A thread of the pool, all pushes."""
+
+
 @dataclass(eq=False)
 class PushOrder(Generic[P]):
     """The outstanding pushes of one worker. Its owner serializes the calls."""
@@ -58,7 +84,7 @@ class PushOrder(Generic[P]):
     most_bytes: int
     """Beyond this a push is added only if there is no other."""
     _queue: deque[Push[P]] = field(default_factory=deque)
-    _sending: bool = False  # the first one is being sent
+    sender: Sender = Sender.NOBODY
     _bytes: int = 0
 
     # Questions
@@ -86,30 +112,53 @@ class PushOrder(Generic[P]):
         owner.step += 1
         owner.of_step = 0
 
-    def add(self, owner: Owner, payload: P, nbytes: int) -> bool:
-        """Queue a push of the step that runs. Return whether to start sending."""
+    def add(self, owner: Owner, payload: P, nbytes: int, *, here: bool = False) -> bool:
+        """Queue a push of the step that runs. Return whether that has a new sender: STEP if `here`, otherwise POOL."""
         assert not owner.returned, "a function that has returned pushes nothing"
         owner.outstanding += 1
         owner.of_step += 1
         self._bytes += nbytes
         self._queue.append(Push(owner, owner.step, payload, nbytes))
-        return len(self._queue) == 1
+        if self.sender is not Sender.NOBODY:
+            return False
+        self.sender = Sender.STEP if here else Sender.POOL
+        return True
+
+    def sent(self) -> bool:
+        """Note that a step has sent the first push. Return whether the sender is now POOL."""
+        assert self.sender is Sender.STEP, self.sender
+        self.sender = Sender.UNCLAIMED if len(self._queue) == 1 else Sender.POOL
+        return self.sender is Sender.POOL
+
+    def claim(self, sender: Sender) -> bool:
+        """Have STEP or POOL wait for the acknowledgement that nobody waits for. Return False if there is none."""
+        if self.sender is not Sender.UNCLAIMED:
+            return False
+        self.sender = sender
+        return True
+
+    def acknowledged(self, error: BaseException | None = None) -> list[Owner]:
+        """Note that the first push was acknowledged, or has failed. Return the functions that have ended."""
+        assert self.sender in (Sender.STEP, Sender.POOL), self.sender
+        self._queue[0].owner.error = error
+        return self._remove()
+
+    def go_on(self) -> bool:
+        """Note that a step waits for acknowledgements no more. Return whether the sender is now POOL."""
+        assert self.sender is Sender.STEP, self.sender
+        self.sender = Sender.POOL if self._queue else Sender.NOBODY
+        return self.sender is Sender.POOL
 
     def next(self) -> tuple[Push[P] | None, list[Owner]]:
-        """Return the push to send now, if any, and functions that have ended since their pushes are dropped."""
-        assert not self._sending, "one push is sent at a time"
+        """Return the push that POOL sends now, if any, and functions that have ended since their pushes are dropped."""
+        assert self.sender is Sender.POOL, self.sender
         ended: list[Owner] = []
         while self._queue and self._queue[0].owner.error is not None:
             ended += self._remove()
-        self._sending = bool(self._queue)
-        return (self._queue[0] if self._queue else None), ended
-
-    def sent(self, error: BaseException | None = None) -> list[Owner]:
-        """Note that the push was acknowledged, or has failed. Return the functions that have ended."""
-        assert self._sending, "none is being sent"
-        self._sending = False
-        self._queue[0].owner.error = error
-        return self._remove()
+        if not self._queue:
+            self.sender = Sender.NOBODY
+            return None, ended
+        return self._queue[0], ended
 
     def returned(self, owner: Owner) -> bool:
         """Note that a function's code is over, however it ended. Return whether the function has ended."""

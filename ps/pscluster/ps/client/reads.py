@@ -18,10 +18,12 @@ import numpy as np
 from pscluster.core.context import FunctionContext, encodes_reads
 from pscluster.core.errors import UnavailableError
 from pscluster.core.metrics.trace import SESSION_HEADER
+from pscluster.core.phases import Phases, run
 from pscluster.core.transport.frames import Buffer, pack, view
 from pscluster.core.transport.payload_sink import PayloadSink
 from pscluster.ps.client.connections import new_session
 from pscluster.ps.client.exchanges import SLOWEST_BYTES_PER_SECOND, Exchanges
+from pscluster.ps.client.own_thread import OWN_BYTES
 from pscluster.ps.client.placements import Placements
 from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache, cache_bytes
 from pscluster.ps.client.read_plans import (
@@ -103,29 +105,35 @@ class Reader:
             return [own[variable] if variable in own else next(values) for variable in variables]
         return self._placements.following(lambda: self._read_by_plan(variables, describe, function))
 
-    def read_both(
+    def reading_both(
         self, reads: Sequence[ShardRead], variables: Sequence[int], describe: Callable[[], list[WholeVariable]]
-    ) -> Sequence[Array | None]:
+    ) -> Phases[Sequence[Array | None]]:
         """Do what `read` and `read_planned` do, by one request per server if the replies are small.
 
-        Not in a synchronous step.
+        These requests are under way once it has begun, unless they are for more than `OWN_BYTES`. Not in a synchronous
+        step.
         """
         function = self._begin()
-        return self._placements.following(lambda: self._read_both(reads, variables, describe, function))
+        return self._placements.following_begun(lambda: self._reading_both(reads, variables, describe, function))
 
-    def _read_both(
+    def _reading_both(
         self,
         reads: Sequence[ShardRead],
         variables: Sequence[int],
         describe: Callable[[], list[WholeVariable]],
         function: FunctionContext | None,
-    ) -> Sequence[Array | None]:
+    ) -> Phases[Sequence[Array | None]]:
         for read in reads:
             read.server = self._placements.owner(read.item.variable, read.item.shard, read.server)
         whole = self._plan_of((encodes_reads(function), *variables), describe) if variables else None
         plan = ReadPlan(self._job, reads, whole)
         results = [] if whole is None else whole.new_results()
-        self._transfer(plan, functools.partial(plan.deliver_both, results), function)
+        deliver = functools.partial(plan.deliver_both, results)
+        if plan.left_out or plan.pulled > OWN_BYTES:
+            yield False
+            self._transfer(plan, deliver, function)
+        else:
+            yield from self._transferring(plan, deliver, function)
         return self._read_by_plan(variables, describe, function) if plan.left_out else results
 
     def _read_by_plan(
@@ -156,6 +164,12 @@ class Reader:
         self, plan: ReadPlan, decode: Callable[[int, memoryview], None], function: FunctionContext | None
     ) -> None:
         """Send a plan's requests; give each reply in one message to `decode`, and pull the others to their targets."""
+        run(self._transferring(plan, decode, function))
+
+    def _transferring(
+        self, plan: ReadPlan, decode: Callable[[int, memoryview], None], function: FunctionContext | None
+    ) -> Phases[None]:
+        """Do what `_transfer` does. If all requests are small, they are under way once it has begun."""
 
         def finish(server: int, reply: ps_pb2.Reply, payload: memoryview) -> None:
             plan.check(server, reply, payload)
@@ -164,9 +178,12 @@ class Reader:
         requests: Mapping[int, Sequence[Buffer]] = plan.requests
         if function is not None and function.steps is not None:
             requests = {server: (function.steps.after, *request) for server, request in requests.items()}
-        if requests:
-            self._exchanges.exchange("pull", requests, finish, function)
-        if plan.large:
+        if not plan.large:
+            yield from self._exchanges.exchanging("pull", requests, finish, function)
+        else:
+            yield False
+            if requests:
+                self._exchanges.exchange("pull", requests, finish, function)
             self._exchanges.on_each(
                 functools.partial(self._pull, server, reads, function) for server, reads in plan.large.items()
             )

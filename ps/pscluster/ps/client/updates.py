@@ -13,6 +13,7 @@ from dataclasses import replace
 from pscluster.core.context import FunctionContext, in_background
 from pscluster.core.errors import MisuseError, StaleError
 from pscluster.core.fault_points import reach
+from pscluster.core.phases import Phases, run
 from pscluster.core.transport.frames import Buffer, padded, view
 from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.exchanges import Exchanges
@@ -71,7 +72,7 @@ class Updater:
             self._apply(updates, function)
 
     def _push(self, updates: Sequence[ShardUpdate], function: FunctionContext, overlap: StepOverlap) -> None:
-        """Have another thread apply updates, with copies of the caller's arrays, which it may use again."""
+        """Begin to apply updates, with copies of the caller's arrays, which it may use again."""
         if in_background():
             raise MisuseError("lookups must not change variables: it only names the rows that its step will read")
         copies = [
@@ -87,17 +88,21 @@ class Updater:
         if overlap.fetched is not None:
             overlap.fetched.drop({update.item.variable for update in updates})
         nbytes = sum(len(update.values) + (0 if update.ids is None else update.ids.nbytes) for update in copies)
-        overlap.push(lambda: self._apply(copies, function), nbytes)
+        overlap.push(lambda: self._applying(copies, function), nbytes)
 
     def _apply(self, updates: Sequence[ShardUpdate], function: FunctionContext | None) -> None:
         """Send updates, those with an encoding in that, until all servers have acknowledged."""
+        run(self._applying(updates, function))
+
+    def _applying(self, updates: Sequence[ShardUpdate], function: FunctionContext | None) -> Phases[None]:
+        """Do what `_apply` does. The updates are under way once it has begun, if all requests are small."""
         # The same for all attempts.
         term = function.term if function is not None and function.function else self.term
         pushes: dict[int, Push] = {}
         try:
             if any(update.encoding is not None for update in updates):
                 updates = self._encoded(updates, term, pushes)
-            self._apply_once(updates, term, function, pushes)
+            yield from self._applying_once(updates, term, function, pushes)
         finally:
             with contextlib.suppress(KeyError):  # after Ctrl-C, large requests may still be answered on other threads
                 while True:
@@ -115,9 +120,9 @@ class Updater:
             result.append(encoded)
         return result
 
-    def _apply_once(
+    def _applying_once(
         self, updates: Sequence[ShardUpdate], term: int, function: FunctionContext | None, pushes: dict[int, Push]
-    ) -> None:
+    ) -> Phases[None]:
         inside = function is not None and function.function
         sequence, settled = (0, 0) if inside else self._next_sequence()
         origin = ps_pb2.UpdateRequest(
@@ -131,19 +136,19 @@ class Updater:
         )
         try:
             reach("client.update.before")
-            self._placements.following(lambda: self._send(updates, origin, function, pushes))
+            yield from self._placements.following_begun(lambda: self._sending(updates, origin, function, pushes))
             reach("client.update.after")
         finally:
             with self._lock:
                 self._open.discard(sequence)
 
-    def _send(
+    def _sending(
         self,
         updates: Sequence[ShardUpdate],
         origin: ps_pb2.UpdateRequest,
         function: FunctionContext | None,
         pushes: dict[int, Push],
-    ) -> None:
+    ) -> Phases[None]:
         """Send each server its updates, of which it may have applied some already."""
         by_server: defaultdict[int, list[ShardUpdate]] = defaultdict(list)
         for update in updates:
@@ -168,7 +173,7 @@ class Updater:
                 if (push := pushes.pop(id(update), None)) is not None:
                     self._residuals.acknowledge(push)
 
-        self._exchanges.send_updates(requests, finish, function)
+        return self._exchanges.sending_updates(requests, finish, function)
 
     def header(self, function: FunctionContext) -> ps_pb2.UpdateRequest:
         """Return the origin of a function's updates, for its contributions to synchronous steps."""

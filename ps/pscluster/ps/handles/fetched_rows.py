@@ -7,14 +7,16 @@ has pushed to before: it reads what it has written.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import MisuseError
+from pscluster.core.phases import Begun, Phases, run
 from pscluster.ps.handles.indexing import Array, Ids
-from pscluster.ps.handles.reads import rows_and_variables
+from pscluster.ps.handles.reads import reading_rows_and_variables
 from pscluster.ps.handles.row_plans import RowPlan, last_plan, use_plan
 from pscluster.ps.handles.sharded import JoinedVariable
 from pscluster.ps.handles.variable import Variable
@@ -34,25 +36,39 @@ class FetchedRows:
         self._of: dict[tuple[str, str], list[_Fetched]] = {}
         self._whole: dict[int, Array] = {}
         self._plan: RowPlan | None = None
+        self._pairs: list[tuple[Variable, Ids]] = []
+        self._variables: list[Variable] = []
 
-    def fetch(self, lookups: object, *, whole: bool = True) -> None:
-        """Fetch what `lookups` has named: pairs of a table and ids, and variables to be read whole.
+    def name(self, lookups: object, *, whole: bool = True) -> None:
+        """Take what `lookups` has named: pairs of a table and ids, and variables to be read whole.
 
-        One request a server. Unless `whole`, variables that are named whole are left to the step.
+        Unless `whole`, variables that are named whole are left to the step.
 
         Raises:
             MisuseError: they are no such pairs, or no variables that are read whole.
             InvalidUpdateError: an id is not a row (the message names it), or ids are not integers.
         """
         named = _named(lookups)
-        variables = list({item.id: item for item in named if isinstance(item, Variable)}.values()) if whole else []
-        pairs = [pair for pair in named if not isinstance(pair, Variable)]
-        rows, values = rows_and_variables(pairs, variables)
-        for (table, ids), of_table in zip(pairs, rows, strict=True):
+        if whole:
+            self._variables = list({item.id: item for item in named if isinstance(item, Variable)}.values())
+        self._pairs = [pair for pair in named if not isinstance(pair, Variable)]
+
+    def fetch(self) -> None:
+        """Fetch what was named: one request a server."""
+        run(self.fetching())
+
+    def fetching(self) -> Phases[None]:
+        """Do what `fetch` does. The requests are under way once it has begun, if all are small."""
+        begun = Begun(reading_rows_and_variables(self._pairs, self._variables))
+        plan = last_plan()  # of this thread
+        with contextlib.closing(begun):
+            yield begun.is_under_way
+            rows, values = begun.finish()
+        self._plan = plan if begun.is_under_way else last_plan()
+        for (table, ids), of_table in zip(self._pairs, rows, strict=True):
             fetched = _Fetched(_numbers_of(table), ids, of_table)
             self._of.setdefault((table.handle_kind, table.handle_key), []).append(fetched)
-        self._whole.update(zip((variable.id for variable in variables), values, strict=True))
-        self._plan = last_plan()
+        self._whole.update(zip((variable.id for variable in self._variables), values, strict=True))
 
     def take(self, table: Variable, ids: Ids) -> Array | None:
         """Return the rows of these ids, (ids, ...), if they were fetched, and not taken or dropped since."""

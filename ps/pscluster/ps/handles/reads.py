@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, Set, ValuesView
 from typing import Any, ClassVar, cast
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import MisuseError
+from pscluster.core.phases import Begun, Phases, run
 from pscluster.core.values import map_structure
 from pscluster.ps.array_pool import aligned_empty
 from pscluster.ps.client.client import PsClient
@@ -81,16 +83,35 @@ def rows_and_variables(
     """
     if not (of := [*(table for table, _ in lookups), *variables]):
         return [], []
+    with one_client(of).gate:
+        return run(reading_rows_and_variables(lookups, variables))
+
+
+def reading_rows_and_variables(
+    lookups: Sequence[tuple[ShardRequests, Ids]], variables: Sequence[ReadableVariable]
+) -> Phases[tuple[list[Array], list[Array]]]:
+    """Do what `rows_and_variables` does, in a function. The requests are under way once it has begun, if all are small.
+
+    Not in the script, where a cut could change between its phases.
+    """
+    if not (of := [*(table for table, _ in lookups), *variables]):
+        yield True
+        return [], []
     client = one_client(of)
     with client.gate:
-        return _rows_and_variables(client, lookups, variables)
+        begun = Begun(_rows_and_variables(client, lookups, variables))
+    with contextlib.closing(begun):
+        yield begun.is_under_way
+        with client.gate:
+            return begun.finish()
 
 
 def _rows_and_variables(
     client: PsClient, lookups: Sequence[tuple[ShardRequests, Ids]], variables: Sequence[ReadableVariable]
-) -> tuple[list[Array], list[Array]]:
+) -> Phases[tuple[list[Array], list[Array]]]:
     function, fetched = current_function(), fetched_rows()
     if fetched is not None or (function is not None and function.steps is not None):
+        yield False
         ahead = [] if fetched is None else [item for item in variables if fetched.has_whole(item.id)]
         there = {item.id for item in ahead}
         others = [item for item in variables if item.id not in there]
@@ -98,7 +119,8 @@ def _rows_and_variables(
         values = dict(zip((item.id for item in (*ahead, *others)), both, strict=True))
         return distinct_rows(lookups), [values[item.id] for item in variables]
     reads, rows = distinct_reads(lookups)
-    found = client.read_both(reads, [item.id for item in variables], lambda: [item._whole() for item in variables])
+    ids = [item.id for item in variables]
+    found = yield from client.reading_both(reads, ids, lambda: [item._whole() for item in variables])
     large = iter(read_variables([item for item, value in zip(variables, found, strict=True) if value is None]))
     return rows(), [next(large) if value is None else value for value in found]
 
