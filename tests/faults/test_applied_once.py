@@ -38,9 +38,9 @@ from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client import exchanges
 from pscluster.ps.client import exchanges as client_exchanges
 from pscluster.ps.client.client import PsClient
-from pscluster.ps.server import creation, reads, update_checks, updates
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation, reads, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.store import Store
 from pscluster.v1 import ps_pb2
 
 FUNCTIONS = 700

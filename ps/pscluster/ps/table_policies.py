@@ -1,6 +1,6 @@
 """Which ids get a row in an `EmbeddingTable`, and which rows it drops: the user's choice, and its form in a spec.
 
-What they mean for a shard is decided by `pscluster.ps.server.table_policy`.
+What they mean for a shard is decided by `pscluster.ps.server.embedding.table_policy`.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from tests.conftest import SEARCH
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, remembered, unfinished
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError
 from pscluster.core.row_orders import RANGE
-from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.recuts import Recuts
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2

@@ -22,11 +22,11 @@ from pscluster.core.geometry import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import TRAFFIC_HALF_LIFE, ServiceMetrics, VariableMetrics
 from pscluster.ps.server.admission import Budget
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.prepared_reads import PreparedRead
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.prepared_reads import PreparedRead
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.telemetry import ServerTelemetry
 from pscluster.v1 import node_pb2, ps_pb2
 from pscluster.worker.telemetry import WorkerTelemetry
@@ -138,7 +138,7 @@ def test_a_prepared_reads_seconds_do_not_fall(monkeypatch: pytest.MonkeyPatch) -
             other.join()
         return now
 
-    monkeypatch.setattr("pscluster.ps.server.prepared_reads.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("pscluster.ps.server.state.prepared_reads.time", SimpleNamespace(monotonic=clock))
     answer()
     assert seconds == [1, 2]
 

@@ -26,11 +26,11 @@ from tests.ps.storage.support import (
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.request_metrics import ServiceMetrics
-from pscluster.ps.server import creation
-from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.requests import creation
+from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import COPY
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions

@@ -17,7 +17,7 @@ from tests.conftest import run_strategy, search
 from pscluster.coordinator import FixedShardsPartitioner, LocalCluster, ParameterServerStrategy, Variable
 from pscluster.core.errors import ConfigurationError
 from pscluster.ps.client.read_cache import CacheDecision, Key, ReadCache, cache_bytes
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.state.shard import Shard
 
 KEY, OTHER = (1, 0), (2, 3)
 SIZE = 5 << 20

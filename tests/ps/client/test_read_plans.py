@@ -19,11 +19,11 @@ from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES
 from pscluster.ps.client.reads import MAX_PLANS
 from pscluster.ps.handles.reads import rows_and_variables
-from pscluster.ps.server import creation
-from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.requests import creation
+from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import SESSION_BYTES
 from pscluster.v1 import ps_pb2
 

@@ -10,14 +10,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.ps.server.test_shard import JOB, OPTIMIZER, VARIABLE, Client, new_store
+from tests.ps.server.state.test_shard import JOB, OPTIMIZER, VARIABLE, Client, new_store
 
 from pscluster.core.errors import ProtocolError, PsClusterError, ShardMovedError, StaleError, UnavailableError
 from pscluster.ps.server import moves as moves_module
-from pscluster.ps.server import shard as shard_module
-from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.moves import Moves
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state import shard as shard_module
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.v1 import ps_pb2

@@ -18,9 +18,10 @@ from tests.waiting import TIMEOUT
 
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.optim.rules import RULES
-from pscluster.ps.server import creation, reads, shard, update_checks
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation, reads, update_checks
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state import shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.spec import METADATA
 from pscluster.ps.storage import log as log_module

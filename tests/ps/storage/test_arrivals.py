@@ -31,10 +31,10 @@ from tests.waiting import until
 
 from pscluster.core.errors import PsClusterError, StaleError
 from pscluster.ps.server import moves as moves_module
-from pscluster.ps.server import shard as shard_module
-from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.moves import Moves
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state import shard as shard_module
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import arrivals
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions

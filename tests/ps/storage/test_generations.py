@@ -46,9 +46,9 @@ from pscluster.core.errors import ConfigurationError, PsClusterError, StaleError
 from pscluster.core.functions.definitions import capture
 from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.schedules import CosineDecay
-from pscluster.ps.server import creation
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions

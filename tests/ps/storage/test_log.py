@@ -47,8 +47,8 @@ from tests.ps.storage.support import (
 from tests.waiting import TIMEOUT, until
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
-from pscluster.ps.server import update_checks
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import update_checks
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage import log as log_module
 from pscluster.ps.storage.generations import DamagedError

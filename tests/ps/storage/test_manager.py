@@ -41,9 +41,9 @@ from tests.waiting import TIMEOUT, until
 from pscluster.core.errors import MisuseError, PsClusterError, StaleError, UnavailableError
 from pscluster.ps.request_metrics import ServiceMetrics
 from pscluster.ps.server import role as role_module
-from pscluster.ps.server import update_checks
+from pscluster.ps.server.requests import update_checks
 from pscluster.ps.server.role import ParameterServerRole
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager

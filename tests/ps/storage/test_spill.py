@@ -15,9 +15,9 @@ import pytest
 from tests.ps.storage.support import CHUNK, JOB, Client, declare, dense, small_blocks
 
 from pscluster.core.errors import UnavailableError
-from pscluster.ps.server import reads
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import reads
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.generations import StateDirectory
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import Durability, DurabilityOptions

@@ -35,9 +35,9 @@ from pscluster.ps.handles.indexing import whole_index
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.optim.rules import RULES
-from pscluster.ps.server import creation, update_checks, updates
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage import tensor_files
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
@@ -730,7 +730,7 @@ def test_a_checkpoint_in_an_object_store(saved: Saved) -> None:
 
 def test_what_is_written_is_what_was_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates, slots, averages and variables after the mark are not in it, at whatever block they arrive."""
-    monkeypatch.setattr("pscluster.ps.server.shard.CHUNK_BYTES", 64)
+    monkeypatch.setattr("pscluster.ps.server.state.shard.CHUNK_BYTES", 64)
     servers = Servers(2)
     servers.declare("w", np.zeros((40, 8), np.float32), [[20, 40], [8]])
     servers.optimizer("adam", "adam", ema=0.5)

@@ -2,7 +2,7 @@
 
 A training step reads the same whole variables again and again. Writing and checking such a request item by item takes
 longer than moving its bytes (ten times as long for 500 variables of 4 KiB), so their plan is kept: see `WholeReadPlan`
-here and `pscluster.ps.server.prepared_reads` on the server.
+here and `pscluster.ps.server.state.prepared_reads` on the server.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterEr
 from pscluster.core.fault_points import reach
 from pscluster.core.transport.frames import Buffer, view
 from pscluster.ps.request_metrics import ShardTraffic
-from pscluster.ps.server.directory import HeldVariable
+from pscluster.ps.server.embedding.reserved_rows import reservation_of, resized
 from pscluster.ps.server.recuts import ACTIONS, Recuts
-from pscluster.ps.server.reserved_rows import reservation_of, resized
-from pscluster.ps.server.shard import Array, ChangedPages, Shard, pages_in
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Array, ChangedPages, Shard, pages_in
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MOVE_BYTES, PAGE_ELEMENTS
 from pscluster.ps.storage.arrivals import ShardFile
 from pscluster.ps.storage.checkpoint_parts import blank_array

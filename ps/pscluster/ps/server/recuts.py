@@ -28,9 +28,9 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterEr
 from pscluster.core.fault_points import reach
 from pscluster.core.limits import check_name
 from pscluster.ps.request_metrics import ShardTraffic
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.shard import Array, Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Array, Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MOVE_BYTES, RESERVED, partition_of
 from pscluster.ps.storage.checkpoint_parts import blank_array
 from pscluster.ps.storage.manager import StateManager

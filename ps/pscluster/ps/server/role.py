@@ -12,9 +12,9 @@ from pscluster.core.fault_points import reach
 from pscluster.core.ids import fresh_id
 from pscluster.core.role.node import Role
 from pscluster.ps.request_metrics import ServiceMetrics, StoreMetrics
-from pscluster.ps.server.directory import HeldVariable
 from pscluster.ps.server.moves import Moves
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.job_state import JobIdentity
 from pscluster.ps.storage.manager import StateManager

@@ -19,11 +19,11 @@ from pscluster.core.transport.admission import Admission
 from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, Buffer, padding, parts_of, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
-from pscluster.ps.server import reads
 from pscluster.ps.server.admission import DEFAULT_MIB, Budget, memory_of_read
-from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.requests import reads
+from pscluster.ps.server.requests.payload import Payload
 from pscluster.ps.server.role import ParameterServerRole
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.write_path import Incoming, WritePath
 from pscluster.ps.spec import MOVE_BYTES, SESSION_BYTES, split_step
 from pscluster.v1 import ps_pb2

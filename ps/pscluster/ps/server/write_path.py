@@ -32,14 +32,14 @@ from pscluster.core.transport.base import server_call
 from pscluster.core.transport.frames import Assembler, pack, unpack
 from pscluster.core.transport.watchdog import StallWatchdog
 from pscluster.ps.array_pool import ArrayPool
-from pscluster.ps.server import creation, update_checks, updates
 from pscluster.ps.server.admission import Budget, check_amount
-from pscluster.ps.server.payload import Payload, Staging
+from pscluster.ps.server.requests import creation, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload, Staging
+from pscluster.ps.server.requests.update_checks import Change
 from pscluster.ps.server.role import ParameterServerRole
-from pscluster.ps.server.shard import Array
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.shard import Array
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
-from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import COPY, MOVE_BYTES
 from pscluster.ps.storage.manager import StateManager
 from pscluster.v1 import ps_pb2

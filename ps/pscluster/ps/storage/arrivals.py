@@ -34,8 +34,8 @@ from xxhash import xxh3_128
 
 from pscluster.core.errors import StaleError
 from pscluster.core.transport.frames import view
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.disk import write_all
 from pscluster.ps.storage.tensor_files import lay_out

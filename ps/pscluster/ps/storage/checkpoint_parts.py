@@ -29,11 +29,11 @@ from pscluster.core.errors import CheckpointMisfitError, StaleError, Unavailable
 from pscluster.core.geometry import Partition, common_rows
 from pscluster.core.row_orders import Ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
-from pscluster.ps.server import table_policy, tables
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.metadata import check_texts
-from pscluster.ps.server.shard import Shard, Snapshot
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.embedding import table_policy, tables
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.metadata import check_texts
+from pscluster.ps.server.state.shard import Shard, Snapshot
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import METADATA, SYNCHRONOUS, row_order_of
 from pscluster.ps.storage.tensor_files import Array, read, tensor_name, tensor_to_write, write
 from pscluster.v1 import ps_pb2

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pscluster.core.errors import CheckpointError, ConfigurationError, PsClusterError
 from pscluster.core.fault_points import reach
-from pscluster.ps.server.reserved_rows import reserved, resized
+from pscluster.ps.server.embedding.reserved_rows import reserved, resized
 from pscluster.ps.spec import partition_of
 from pscluster.ps.storage.disk import write_all
 from pscluster.ps.storage.tensor_files import Array, read, stream

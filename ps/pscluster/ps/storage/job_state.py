@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.shard import Shard, Snapshot
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Shard, Snapshot
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.generations import StateDirectory

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from pscluster.core.errors import ConfigurationError, MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Array, Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.embedding.table_changes import record_bytes
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.update_checks import Change
+from pscluster.ps.server.requests.updates import Applied
+from pscluster.ps.server.state.shard import Array, Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
-from pscluster.ps.server.table_changes import record_bytes
-from pscluster.ps.server.update_checks import Change
-from pscluster.ps.server.updates import Applied
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, log_begins
 from pscluster.ps.storage.generations import DamagedError

@@ -12,14 +12,14 @@ from pscluster.core.errors import PsClusterError
 from pscluster.core.geometry import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps.row_ids import bytes_by
-from pscluster.ps.server import creation, update_checks, updates
-from pscluster.ps.server.directory import Contents, HeldOptimizer, HeldVariable
-from pscluster.ps.server.losses import UNKNOWN
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.update_checks import Change
+from pscluster.ps.server.state.directory import Contents, HeldOptimizer, HeldVariable
+from pscluster.ps.server.state.losses import UNKNOWN
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import Contribution
-from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import METADATA, partition_of
 from pscluster.ps.storage.generations import DamagedError
 from pscluster.ps.storage.log import Dropped

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pscluster.core.errors import ConfigurationError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
 from pscluster.core.metrics.registry import Histogram
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage import replay
 from pscluster.ps.storage.arrivals import ShardFile, extended, log_begins
 from pscluster.ps.storage.generations import StateDirectory

@@ -10,8 +10,8 @@ import numpy as np
 from tests.ps.storage.support import IDENTITY, JOB, NEVER, Part, declare, dense, killed, padded, values_of
 
 from pscluster.core.transport.frames import padding
-from pscluster.ps.server import update_checks
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import update_checks
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.steps import StepPath
 from pscluster.ps.server.write_path import write
 from pscluster.ps.storage.manager import StateManager

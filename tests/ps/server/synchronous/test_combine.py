@@ -10,9 +10,9 @@ import pytest
 
 from pscluster.core.errors import MisuseError, ProtocolError, PsClusterError
 from pscluster.core.transport.frames import padding, view
-from pscluster.ps.server import update_checks, updates
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.combine import (
     Combined,
     Contribution,

@@ -25,9 +25,10 @@ from typing import Any
 
 from pscluster.core.errors import MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
-from pscluster.ps.server import update_checks
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import update_checks
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.update_checks import Change
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.server.synchronous.clock import MAX_ITERATORS
 from pscluster.ps.server.synchronous.combine import (
     Contribution,
@@ -39,7 +40,6 @@ from pscluster.ps.server.synchronous.combine import (
 from pscluster.ps.server.synchronous.disagreement import disagreement_of
 from pscluster.ps.server.synchronous.run import Place, Run, Verdict
 from pscluster.ps.server.synchronous.ticks import WAIT_SECONDS, Ticks
-from pscluster.ps.server.update_checks import Change
 from pscluster.ps.spec import METADATA, SYNCHRONOUS
 from pscluster.v1 import ps_pb2
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.transport.frames import Buffer, view
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Snapshot
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.shard import Snapshot
 from pscluster.ps.wire_dtypes import (
     BLOCK,
     UnencodableError,

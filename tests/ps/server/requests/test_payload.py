@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from pscluster.ps.server.payload import Payload
+from pscluster.ps.server.requests.payload import Payload
 
 
 def chunks_of(*sizes: int) -> tuple[list[memoryview], list[weakref.ref[np.ndarray]]]:

@@ -20,14 +20,15 @@ from pscluster.ps import row_ids
 from pscluster.ps.optim.joint import MAX_ELEMENTS
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.row_ids import RowIds
-from pscluster.ps.server import encoded, table_changes
-from pscluster.ps.server.dedup import Origin
-from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
-from pscluster.ps.server.metadata import check_texts
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.selection import Array, Box, box_of, check_ids, table_of
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.embedding import table_changes
+from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.selection import Array, Box, box_of, check_ids, table_of
+from pscluster.ps.server.state.dedup import Origin
+from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.state.metadata import check_texts
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import MAX_TOGETHER, METADATA, OWN_RULE, SESSION_BYTES, check_kind
 from pscluster.v1 import ps_pb2
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.row_ids import RowIds, shown
-from pscluster.ps.server import table_policy
-from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
-from pscluster.ps.server.shard import Array, Shard
-from pscluster.ps.server.table_policy import Sightings
-from pscluster.ps.server.table_rows import TableRows
-from pscluster.ps.server.tables import rows_of, space_of
+from pscluster.ps.server.embedding import table_policy
+from pscluster.ps.server.embedding.table_policy import Sightings
+from pscluster.ps.server.embedding.table_rows import TableRows
+from pscluster.ps.server.embedding.tables import rows_of, space_of
+from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.table_policies import NEED_LIMIT
 from pscluster.ps.tables import Ids, Rows, initial_rows
 from pscluster.v1 import ps_pb2, state_pb2

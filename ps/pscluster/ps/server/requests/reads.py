@@ -18,12 +18,13 @@ from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import CHUNK_BYTES, Buffer, padding, parts_of, pieces, view
 from pscluster.ps import row_ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
-from pscluster.ps.server import encoded, tables
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.selection import Array, Box, Ids, box_of, check_ids, table_of
-from pscluster.ps.server.shard import Shard, Snapshot
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.embedding import tables
+from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.selection import Array, Box, Ids, box_of, check_ids, table_of
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Shard, Snapshot
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import AVERAGE
 from pscluster.ps.tables import InitialRows, initial_rows
 from pscluster.ps.wire_dtypes import encoded_bytes

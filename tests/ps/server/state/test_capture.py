@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.conftest import search
 from tests.ps.storage.support import CHUNK, JOB, Client, declare, declare_rule, dense, rows, small_blocks
 
-from pscluster.ps.server.shard import Shard, Snapshot, blocks_of_rows
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.shard import Shard, Snapshot, blocks_of_rows
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.manager import StateManager
 from pscluster.ps.storage.options import DurabilityOptions
 from pscluster.ps.storage.spill import Spill

@@ -21,13 +21,13 @@ from pscluster.ps import row_index
 from pscluster.ps.initializers import RandomUniform
 from pscluster.ps.optim.kernels import Groups
 from pscluster.ps.row_ids import columns_of, dtype_in, numbers_of, rows_by, string_ids, texts_of
-from pscluster.ps.server import creation, reads, update_checks, updates
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
-from pscluster.ps.server.table_changes import carry_out, decide, record_bytes, recorded
-from pscluster.ps.server.tables import new_array, read_rows, rows_of
+from pscluster.ps.server.embedding.table_changes import carry_out, decide, record_bytes, recorded
+from pscluster.ps.server.embedding.tables import new_array, read_rows, rows_of
+from pscluster.ps.server.requests import creation, reads, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.table_policies import LeastRecentlyUsed, SeenTimes
 from pscluster.ps.tables import InitialRows, check_table, shards_of, table_ids
 from pscluster.v1 import ps_pb2, state_pb2

@@ -14,12 +14,12 @@ from pscluster.core.limits import check_name
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim.rules import RULES, UpdateRule
 from pscluster.ps.optim.specs import rule_of
-from pscluster.ps.server import tables
-from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
-from pscluster.ps.server.initialization import Array, Fill, initial_values, initializer_of, no_handles
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.embedding import tables
+from pscluster.ps.server.requests.initialization import Array, Fill, initial_values, initializer_of, no_handles
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.state.shard import Shard
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import COPY, partition_of
 from pscluster.ps.tables import check_table, row_limit
 from pscluster.v1 import ps_pb2

@@ -21,11 +21,11 @@ from typing import Any
 from pscluster.core.errors import InvalidUpdateError, StaleError, UnknownVariableError
 from pscluster.core.transport.frames import view
 from pscluster.ps.request_metrics import StoreMetrics
-from pscluster.ps.server.dedup import Ledger
-from pscluster.ps.server.directory import Contents, Directory, HeldOptimizer, HeldVariable, described
-from pscluster.ps.server.losses import NAMES, Losses, ShardKey
-from pscluster.ps.server.prepared_reads import MAX_PREPARED, MAX_REQUEST_BYTES, PreparedRead
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.state.dedup import Ledger
+from pscluster.ps.server.state.directory import Contents, Directory, HeldOptimizer, HeldVariable, described
+from pscluster.ps.server.state.losses import NAMES, Losses, ShardKey
+from pscluster.ps.server.state.prepared_reads import MAX_PREPARED, MAX_REQUEST_BYTES, PreparedRead
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.server.synchronous.runs import Runs
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2

@@ -14,10 +14,10 @@ from pscluster.core.errors import CheckpointMisfitError
 from pscluster.ps.optim import kernels
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.row_ids import USE_COLUMNS, RowIds, can_hold
-from pscluster.ps.server import table_policy
-from pscluster.ps.server.reserved_rows import reservation_of, reserved, resized
-from pscluster.ps.server.shard import Array, Shard
-from pscluster.ps.server.table_rows import TableRows
+from pscluster.ps.server.embedding import table_policy
+from pscluster.ps.server.embedding.reserved_rows import reservation_of, reserved, resized
+from pscluster.ps.server.embedding.table_rows import TableRows
+from pscluster.ps.server.state.shard import Array, Shard
 from pscluster.ps.tables import Ids, InitialRows, Rows, ids_in, shards_of, tails_of
 from pscluster.v1 import ps_pb2
 

@@ -17,10 +17,10 @@ from tests.ps.storage.support import CHUNK, padded, small_blocks
 
 from pscluster.core.transport.frames import Buffer, padding, unpack, view
 from pscluster.ps.optim import rules
-from pscluster.ps.server import creation, reads, update_checks, updates
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.shard import Shard, Snapshot
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.requests import creation, reads, update_checks, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.state.shard import Shard, Snapshot
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.storage.spill import Spill
 from pscluster.v1 import ps_pb2
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pscluster.core.errors import ProtocolError
 from pscluster.core.limits import MAX_TEXT_BYTES, MAX_TEXTS, check_name
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.state.shard import Shard
 
 
 class Metadata(Shard):

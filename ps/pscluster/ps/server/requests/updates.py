@@ -3,7 +3,8 @@
 `update_values` is the arithmetic of an item. Small gradients that follow each
 other are applied together, by one run of their rule, under the locks of all their shards; see `joint`.
 
-See `pscluster.ps.server.store` for what happens at the same time, and `write_path` for what comes before and after.
+See `pscluster.ps.server.state.store` for what happens at the same time, and `pscluster.ps.server.write_path` for what
+comes before and after.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pscluster.core.errors import MisuseError, PsClusterError
 from pscluster.core.fault_points import reach
 from pscluster.ps.optim.joint import MAX_ELEMENTS
 from pscluster.ps.row_ids import RowIds
-from pscluster.ps.server import encoded, table_changes
-from pscluster.ps.server.dedup import Origin
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
-from pscluster.ps.server.table_changes import RowChanges
-from pscluster.ps.server.update_checks import Change, Rows, checked_rows, origin_of
-from pscluster.ps.server.update_values import apply_joined, apply_values, have_slots
+from pscluster.ps.server.embedding import table_changes
+from pscluster.ps.server.embedding.table_changes import RowChanges
+from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.update_checks import Change, Rows, checked_rows, origin_of
+from pscluster.ps.server.requests.update_values import apply_joined, apply_values, have_slots
+from pscluster.ps.server.state.dedup import Origin
+from pscluster.ps.server.state.store import Store
 from pscluster.v1 import ps_pb2, state_pb2
 
 

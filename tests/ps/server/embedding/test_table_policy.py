@@ -17,12 +17,21 @@ from pscluster.core.errors import InvalidUpdateError, ProtocolError
 from pscluster.core.geometry import Partition
 from pscluster.ps.initializers import RandomUniform
 from pscluster.ps.optim.rules import Adagrad
-from pscluster.ps.server import table_changes, table_policy
-from pscluster.ps.server.directory import HeldVariable
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.table_changes import RowChanges, carry_out, decide, record_bytes, recorded
-from pscluster.ps.server.table_policy import Sightings, admitted, ages, least_used, moved_to, newest, uses, window
-from pscluster.ps.server.tables import new_array, new_slots, read_rows, restore_rows, rows_of
+from pscluster.ps.server.embedding import table_changes, table_policy
+from pscluster.ps.server.embedding.table_changes import RowChanges, carry_out, decide, record_bytes, recorded
+from pscluster.ps.server.embedding.table_policy import (
+    Sightings,
+    admitted,
+    ages,
+    least_used,
+    moved_to,
+    newest,
+    uses,
+    window,
+)
+from pscluster.ps.server.embedding.tables import new_array, new_slots, read_rows, restore_rows, rows_of
+from pscluster.ps.server.state.directory import HeldVariable
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.table_policies import (
     Admission,
     Eviction,

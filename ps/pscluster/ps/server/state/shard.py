@@ -25,9 +25,9 @@ from pscluster.core.errors import ShardMovedError, StaleError, UnavailableError
 from pscluster.core.transport.frames import CHUNK_BYTES, view
 from pscluster.ps.optim.kernels import compute_dtype
 from pscluster.ps.request_metrics import ShardTraffic
-from pscluster.ps.server.reserved_rows import resized
-from pscluster.ps.server.table_policy import Sightings
-from pscluster.ps.server.table_rows import TableRows
+from pscluster.ps.server.embedding.reserved_rows import resized
+from pscluster.ps.server.embedding.table_policy import Sightings
+from pscluster.ps.server.embedding.table_rows import TableRows
 from pscluster.ps.spec import PAGE_ELEMENTS
 from pscluster.ps.storage.spill import SavedBlock, Spill
 

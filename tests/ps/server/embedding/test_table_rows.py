@@ -25,12 +25,12 @@ from pscluster.ps.initializers import (
     Zeros,
 )
 from pscluster.ps.optim.rules import Adagrad, Adam
-from pscluster.ps.server import reserved_rows
-from pscluster.ps.server.directory import HeldOptimizer, HeldVariable
-from pscluster.ps.server.shard import Shard
-from pscluster.ps.server.table_changes import carry_out, check_room, decide
-from pscluster.ps.server.table_rows import TableRows
-from pscluster.ps.server.tables import new_array, new_slots, read_rows, rows_of
+from pscluster.ps.server.embedding import reserved_rows
+from pscluster.ps.server.embedding.table_changes import carry_out, check_room, decide
+from pscluster.ps.server.embedding.table_rows import TableRows
+from pscluster.ps.server.embedding.tables import new_array, new_slots, read_rows, rows_of
+from pscluster.ps.server.state.directory import HeldOptimizer, HeldVariable
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.storage.spill import Spill
 from pscluster.ps.tables import TAIL, Ids, InitialRows, initial_rows, shards_of, table_ids
 from pscluster.v1 import ps_pb2

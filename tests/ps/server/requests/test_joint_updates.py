@@ -15,11 +15,11 @@ from tests.ps.storage.support import padded
 from pscluster.core.errors import InvalidUpdateError, ShardMovedError
 from pscluster.core.transport.frames import padding
 from pscluster.ps.optim import joint, rules
-from pscluster.ps.server import creation, update_checks, update_values, updates
-from pscluster.ps.server.directory import HeldOptimizer
-from pscluster.ps.server.payload import Payload
-from pscluster.ps.server.store import Store
-from pscluster.ps.server.updates import Applied
+from pscluster.ps.server.requests import creation, update_checks, update_values, updates
+from pscluster.ps.server.requests.payload import Payload
+from pscluster.ps.server.requests.updates import Applied
+from pscluster.ps.server.state.directory import HeldOptimizer
+from pscluster.ps.server.state.store import Store
 from pscluster.v1 import ps_pb2
 
 Gradient = tuple[int, list[int] | None, npt.NDArray[Any]]

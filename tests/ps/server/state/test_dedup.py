@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pscluster.core.errors import ProtocolError, StaleError
-from pscluster.ps.server.dedup import Ledger, Origin
+from pscluster.ps.server.state.dedup import Ledger, Origin
 
 CLIENTS = (101, 102)
 FUNCTIONS = range(1, 8)

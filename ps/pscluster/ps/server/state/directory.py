@@ -25,9 +25,9 @@ from pscluster.core.errors import (
 from pscluster.core.geometry import Partition
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.request_metrics import VariableMetrics
-from pscluster.ps.server.losses import NAMES
-from pscluster.ps.server.metadata import Metadata
-from pscluster.ps.server.shard import Shard
+from pscluster.ps.server.state.losses import NAMES
+from pscluster.ps.server.state.metadata import Metadata
+from pscluster.ps.server.state.shard import Shard
 from pscluster.ps.spec import METADATA
 from pscluster.v1 import definition_pb2, ps_pb2
 

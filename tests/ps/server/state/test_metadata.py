@@ -30,7 +30,7 @@ from pscluster.core.limits import MAX_TEXT_BYTES, MAX_TEXTS
 from pscluster.core.transport.frames import pack, unpack
 from pscluster.ps.server.role import ParameterServerRole
 from pscluster.ps.server.service import ParameterServerService
-from pscluster.ps.server.store import Store
+from pscluster.ps.server.state.store import Store
 from pscluster.ps.spec import METADATA
 from pscluster.ps.storage.checkpoint_parts import CheckpointParts
 from pscluster.ps.storage.manager import StateManager

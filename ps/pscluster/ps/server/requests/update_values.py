@@ -13,11 +13,12 @@ import numpy as np
 from pscluster.core.errors import InvalidUpdateError
 from pscluster.ps.optim.joint import Part, apply_together
 from pscluster.ps.optim.kernels import apply_dense, apply_rows, deduplicate, new_slots
-from pscluster.ps.server import encoded, tables
-from pscluster.ps.server.metadata import Metadata
-from pscluster.ps.server.payload import Ids, Payload
-from pscluster.ps.server.selection import Array, table_of
-from pscluster.ps.server.update_checks import ARITHMETIC, Change
+from pscluster.ps.server.embedding import tables
+from pscluster.ps.server.requests import encoded
+from pscluster.ps.server.requests.payload import Ids, Payload
+from pscluster.ps.server.requests.selection import Array, table_of
+from pscluster.ps.server.requests.update_checks import ARITHMETIC, Change
+from pscluster.ps.server.state.metadata import Metadata
 from pscluster.ps.spec import OWN_RULE
 from pscluster.v1 import ps_pb2
 
