@@ -78,7 +78,7 @@ _LONGEST = (
     "faults/test_worker_extremes.py",
     "roles/test_signals.py",
     "faults/test_cuts.py",
-    "coordinator/scheduling/test_schedule.py",
+    "coordinator/queue/test_schedule.py",
     "faults/test_visit_once.py",
     "faults/test_ps_death.py",
     "coordinator/variables/test_variables.py",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import NUM_WORKERS, Everywhere, Gate, in_one_process, leave_mark, marks, wait_for_file
-from tests.coordinator.scheduling.test_evaluate import Examples
+from tests.coordinator.queue.test_evaluate import Examples
 from tests.waiting import TIMEOUT, until
 
 from pscluster.coordinator import (
