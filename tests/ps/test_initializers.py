@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core import random_blocks
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps import initializers
 from pscluster.ps.initializers import (
     INITIALIZERS,

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from pscluster.coordinator import IndexedSlices, LocalCluster, ParameterServerStrategy, Variable, embedding_lookup
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 
 try:
     import ml_dtypes

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, StaleError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE, RowOrder
 from pscluster.core.limits import MAX_RANK, check_name
-from pscluster.core.row_orders import RANGE, RowOrder
 from pscluster.v1 import ps_pb2
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]

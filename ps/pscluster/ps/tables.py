@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from pscluster.core.dtypes import as_array
 from pscluster.core.errors import InvalidUpdateError, ProtocolError, PsClusterError
-from pscluster.core.geometry import Partition, integers
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.rows import integers
 from pscluster.core.splitmix import mixed
 from pscluster.ps.initializers import Constant, Initializer, Ones, RandomNormal, RandomUniform, TruncatedNormal, Zeros
 from pscluster.ps.initializers import from_spec as initializer_from_spec

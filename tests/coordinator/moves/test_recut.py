@@ -18,7 +18,7 @@ from tests.conftest import SEARCH
 
 from pscluster.coordinator.moves.recut import ENDS, Recut, Step, merged, owners_of, remembered, unfinished
 from pscluster.core.errors import ProtocolError, PsClusterError, StaleError, UnavailableError
-from pscluster.core.row_orders import RANGE
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.ps.server.recuts import Recuts
 from pscluster.ps.server.state.directory import HeldVariable
 from pscluster.ps.server.state.shard import Shard

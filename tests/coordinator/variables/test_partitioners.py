@@ -21,7 +21,7 @@ from pscluster.coordinator.variables.partitioners import (
     partition_for,
 )
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 
 F32 = np.dtype(np.float32)
 STRING = np.dtype(object)

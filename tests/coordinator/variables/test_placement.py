@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pscluster.coordinator.variables.placement import Load, ShardPlacer, ShardToPlace
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.geometry import Block, Partition
+from pscluster.core.geometry.partition import Block, Partition
 
 I1 = np.dtype(np.int8)
 F32 = np.dtype(np.float32)

@@ -18,7 +18,7 @@ import pytest
 from pscluster.coordinator.observability.job_metrics import CoordinatorMetrics
 from pscluster.coordinator.observability.telemetry import CoordinatorTelemetry
 from pscluster.coordinator.scheduling.tasks import Task
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.metrics.registry import OTHER, Histogram, Labels, Metric, Snapshot, Telemetry
 from pscluster.ps.request_metrics import TRAFFIC_HALF_LIFE, ServiceMetrics, VariableMetrics
 from pscluster.ps.server.admission import Budget

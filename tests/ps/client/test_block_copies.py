@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.worker.collectives.memory_links import MemoryLinks, Network
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.block_copies import _AT_ONCE, BlockCopies, _difference
 from pscluster.ps.client.gradient_forms import GradientForm

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import Partition
-from pscluster.core.row_orders import RowOrder
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RowOrder
 from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.residuals import Push, Residuals
 from pscluster.ps.client.row_places import ById

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscluster.core.geometry import Partition
-from pscluster.core.row_orders import RANGE, RowOrder
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE, RowOrder
 from pscluster.ps.handles.row_plans import RowPlan
 
 WIDTH = 3

@@ -27,7 +27,7 @@ from xxhash import xxh3_128
 from pscluster.coordinator.checkpoints.index import Index, check_whole, read_index, write_index
 from pscluster.coordinator.checkpoints.restore_plan import plan_variable
 from pscluster.core.errors import CheckpointError, StaleError, UnavailableError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import padding, view
 from pscluster.ps.client.placements import Placements

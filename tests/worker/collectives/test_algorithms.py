@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.worker.collectives.memory_links import MemoryLinks, on_each
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.worker.collectives import algorithms
 

@@ -27,8 +27,8 @@ from pscluster.coordinator.checkpoints.folder import INDEX, reason, written, wri
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import CheckpointError, MisuseError, ProtocolError
 from pscluster.core.fault_points import reach
-from pscluster.core.geometry import Partition
-from pscluster.core.row_orders import RANGE, RowOrder
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE, RowOrder
 from pscluster.ps.spec import row_order_of
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES, join, tensor_name
 from pscluster.v1 import ps_pb2

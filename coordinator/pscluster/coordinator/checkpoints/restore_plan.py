@@ -9,7 +9,7 @@ from typing import Any
 
 from pscluster.coordinator.checkpoints.index import SavedVariable
 from pscluster.core.errors import CheckpointMisfitError
-from pscluster.core.geometry import moves
+from pscluster.core.geometry.moves import moves
 from pscluster.ps.handles.table import EmbeddingTable
 from pscluster.ps.handles.variable import Variable
 from pscluster.ps.row_ids import can_hold, kind_of

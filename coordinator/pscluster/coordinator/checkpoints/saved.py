@@ -14,7 +14,7 @@ from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dt
 from pscluster.coordinator.checkpoints.saved_layers import layers_of
 from pscluster.coordinator.job.progress import PROGRESS, decoded
 from pscluster.core.errors import CheckpointError, UnknownVariableError
-from pscluster.core.row_orders import RANGE
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.ps.row_ids import are_strings, has_ids, texts_of
 from pscluster.ps.storage.tensor_files import Array, join, read
 from pscluster.ps.tables import ids_in

@@ -20,7 +20,7 @@ from pscluster.coordinator.checkpoints.folder import exists, written
 from pscluster.coordinator.checkpoints.index import Index, SavedTensor, SavedVariable, check_whole, dtype_of, read_index
 from pscluster.coordinator.cli.tables import rendered
 from pscluster.core.errors import CheckpointError
-from pscluster.core.row_orders import RANGE
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.sanitize import shown
 from pscluster.ps.optim.rules import RULES
 from pscluster.ps.storage.tensor_files import CHUNK_BYTES, Array, join, tensor_name, tensor_to_write, verified, write

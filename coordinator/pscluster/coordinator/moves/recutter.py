@@ -25,7 +25,7 @@ from pscluster.coordinator.variables.partitioners import (
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import MisuseError, PsClusterError, UnavailableError
 from pscluster.core.fault_points import reach
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.ids import fresh_id
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.recut_steps import RecutSteps

@@ -17,7 +17,8 @@ from pscluster.coordinator.checkpoints.index import SavedTensor, check_whole, dt
 from pscluster.coordinator.serving.by_id import MappedById
 from pscluster.coordinator.serving.versions import TableVersion
 from pscluster.core.errors import CheckpointError, InvalidUpdateError, MisuseError, UnknownVariableError
-from pscluster.core.geometry import Partition, check_ids, split_rows
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.rows import check_ids, split_rows
 from pscluster.ps.storage.tensor_files import Array, join, verified
 from pscluster.ps.tables import initial_rows
 from pscluster.v1 import ps_pb2

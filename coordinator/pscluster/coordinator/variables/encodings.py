@@ -8,7 +8,7 @@ import numpy as np
 
 from pscluster.core import checks
 from pscluster.core.errors import MisuseError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.ps.wire_dtypes import CODES
 

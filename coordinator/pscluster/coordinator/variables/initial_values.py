@@ -16,7 +16,7 @@ from pscluster.core.dtypes import as_array, converted, dtype_named, is_variable_
 from pscluster.core.errors import MisuseError
 from pscluster.core.functions.definitions import capture, split_off_bulk
 from pscluster.core.functions.policy import SerializationPolicy
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.handles.indexing import Array
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.ps.initializers import Initializer

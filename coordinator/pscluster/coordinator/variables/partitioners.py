@@ -24,8 +24,8 @@ import numpy as np
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.geometry import Partition
-from pscluster.core.row_orders import RANGE, RowOrder
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE, RowOrder
 
 PartitionerLike = Callable[[tuple[int, ...], "np.dtype[Any]"], Sequence[int]]
 """What `variable_partitioner` takes: `(shape, dtype)` to the number of shards per axis."""
@@ -102,8 +102,8 @@ class ModuloPartitioner(_ByRow):
 class HashPartitioner(_ByRow):
     """Cuts rows into min(num_shards, D) shards by a hash of their ids, so that any pattern of ids is spread.
 
-    The hash is a bijection (see `core/row_orders.py`): the shards' sizes differ by one row at most, and no row takes
-    more memory. It is the same on every machine.
+    The hash is a bijection (see `core/geometry/row_orders.py`): the shards' sizes differ by one row at most, and no row
+    takes more memory. It is the same on every machine.
 
     Args:
         num_shards: at most 1024.

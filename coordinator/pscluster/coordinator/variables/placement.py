@@ -16,7 +16,7 @@ import numpy as np
 from pscluster.core import checks
 from pscluster.core.checks import configuration_errors
 from pscluster.core.errors import ConfigurationError
-from pscluster.core.geometry import Block, Partition
+from pscluster.core.geometry.partition import Block, Partition
 from pscluster.core.notebook import html_table
 from pscluster.core.sanitize import shown
 from pscluster.ps.handles.variable import Variable

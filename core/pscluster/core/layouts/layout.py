@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from pscluster.core.checks import type_of
 from pscluster.core.errors import LayoutError
-from pscluster.core.geometry import Block, Partition
+from pscluster.core.geometry.partition import Block, Partition
 from pscluster.core.layouts.mesh import MATCH, UNSHARDED, Mesh
 
 Spec = str | None

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pscluster.core.geometry import Block, moves
+from pscluster.core.geometry.moves import moves
+from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.core.layouts.mesh import Mesh
 

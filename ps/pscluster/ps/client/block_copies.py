@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.gradient_forms import Array, Describe, Forms, GradientForm, known_rule, read_item
 from pscluster.ps.client.read_plans import ShardRead

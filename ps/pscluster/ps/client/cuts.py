@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from pscluster.core.errors import WaitTimeoutError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.spec import partition_of
 from pscluster.v1 import ps_pb2
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import UnavailableError
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.core.limits import MAX_ROWS_BYTES
 from pscluster.core.transport.frames import ALIGNMENT, Buffer, padded, padding, parts_of, view
 from pscluster.ps.array_pool import CACHE_LINE, UNALIGNED_BYTES, aligned_empty

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from pscluster.core.errors import MisuseError
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.gradient_forms import Array, Forms, GradientForm
 from pscluster.ps.optim.kernels import compute_dtype

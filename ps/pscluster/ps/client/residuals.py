@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import split_rows
+from pscluster.core.geometry.rows import split_rows
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.cuts import Cut
 from pscluster.ps.client.row_places import ById, ByNumber, Ids, Places, RowPlaces

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.row_ids import RowIds
 from pscluster.v1 import ps_pb2
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import MisuseError
-from pscluster.core.geometry import Block
-from pscluster.core.row_orders import RANGE
+from pscluster.core.geometry.partition import Block
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.read_plans import ShardRead
 from pscluster.ps.client.shard_update import ShardUpdate

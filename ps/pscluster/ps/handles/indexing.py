@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.dtypes import array_of, as_array
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pscluster.core.geometry import Partition, ShardRows
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.rows import ShardRows
 from pscluster.ps.handles.indexing import Array, Ids
 from pscluster.ps.optim.kernels import Groups, sum_rows, take_rows
 

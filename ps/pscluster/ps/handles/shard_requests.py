@@ -18,8 +18,10 @@ from pscluster.core.checks import type_of
 from pscluster.core.context import current_function, encodes_reads
 from pscluster.core.dtypes import as_array, converted, is_or_are
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.geometry import AxisSlice, Partition, Selection, ShardRows, check_ids, select, split_rows
-from pscluster.core.row_orders import RANGE
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE
+from pscluster.core.geometry.rows import ShardRows, check_ids, split_rows
+from pscluster.core.geometry.selection import AxisSlice, Selection, select
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.cuts import SharedCut

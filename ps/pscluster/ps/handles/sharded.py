@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pscluster.core.errors import ProtocolError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.values import describe
 from pscluster.ps.client.cuts import Cut, SharedCut
 from pscluster.ps.client.shard_update import ShardUpdate

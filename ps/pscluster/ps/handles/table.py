@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from pscluster.core import checks
 from pscluster.core.errors import InvalidUpdateError, MisuseError
-from pscluster.core.geometry import Selection, ShardRows
+from pscluster.core.geometry.rows import ShardRows
+from pscluster.core.geometry.selection import Selection
 from pscluster.core.transport.frames import view
 from pscluster.ps.client.client import PsClient
 from pscluster.ps.client.read_plans import ShardRead, WholeVariable

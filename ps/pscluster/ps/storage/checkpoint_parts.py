@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from pscluster.core.errors import CheckpointMisfitError, StaleError, UnavailableError
-from pscluster.core.geometry import Partition, common_rows
-from pscluster.core.row_orders import Ids
+from pscluster.core.geometry.moves import common_rows
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import Ids
 from pscluster.ps.optim.kernels import compute_dtype, new_slots
 from pscluster.ps.server.embedding import table_policy, tables
 from pscluster.ps.server.state.directory import HeldVariable

@@ -9,7 +9,7 @@ from typing import Any
 
 from pscluster.core.dtypes import dtype_named
 from pscluster.core.errors import PsClusterError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps.row_ids import bytes_by
 from pscluster.ps.server.requests import creation, update_checks, updates

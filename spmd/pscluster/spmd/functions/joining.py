@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.layouts.rule import Label
 from pscluster.spmd.functions.applying import (
     Result,

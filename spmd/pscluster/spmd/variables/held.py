@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.ps.optim.kernels import apply_dense, new_slots
 from pscluster.ps.optim.rules import UpdateRule

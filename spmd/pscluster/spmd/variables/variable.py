@@ -20,8 +20,8 @@ from pscluster.core import checks
 from pscluster.core.dtypes import converted
 from pscluster.core.errors import InvalidUpdateError, LayoutError, MisuseError
 from pscluster.core.functions.policy import SerializationPolicy
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.layouts.layout import Layout, Spec
-from pscluster.core.row_orders import RANGE
 from pscluster.ps.handles.scope import VariableRequest
 from pscluster.spmd.executors import InProcess, Workers
 from pscluster.spmd.meshes import session_of

@@ -15,7 +15,7 @@ from tests.ps.storage.support import padded
 from tests.ps.strings import colliding, text_of
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.transport.frames import padding
 from pscluster.ps import row_index
 from pscluster.ps.initializers import RandomUniform

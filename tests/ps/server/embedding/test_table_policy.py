@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.initializers import RandomUniform
 from pscluster.ps.optim.rules import Adagrad
 from pscluster.ps.server.embedding import table_changes, table_policy

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.core.splitmix import mixed
 from pscluster.ps.initializers import (
     Constant,

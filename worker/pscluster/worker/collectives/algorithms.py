@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.transport.frames import Buffer, view
 
 Array = npt.NDArray[Any]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.layout import Layout
 from pscluster.worker.collectives.replica import replica_context
 from pscluster.worker.programs.computing import Computation

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.ps.initializers import Initializer, RandomNormal, RandomUniform, TruncatedNormal
 
 Array = npt.NDArray[Any]

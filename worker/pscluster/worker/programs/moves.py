@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.core.layouts.moving import Moving, Piece, gathering, moving, owners_of
 from pscluster.core.transport.frames import view
 from pscluster.worker.collectives.algorithms import PIECE_BYTES, Incoming, Outgoing

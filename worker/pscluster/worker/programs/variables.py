@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pscluster.core.checks import type_of
 from pscluster.core.context import current_function
 from pscluster.core.errors import ProtocolError
-from pscluster.core.geometry import Block
+from pscluster.core.geometry.partition import Block
 from pscluster.ps.handles.blocks import BlockUpdate, read_blocks, shard_updates
 from pscluster.ps.handles.optimizers import Optimizer
 from pscluster.ps.handles.variable import Variable

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from pscluster.core.dtypes import converted
 from pscluster.core.errors import InvalidUpdateError, MisuseError, PsClusterError
 from pscluster.core.functions.definitions import resolve
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
+from pscluster.core.geometry.row_orders import RANGE
 from pscluster.core.handles import Handle
-from pscluster.core.row_orders import RANGE
 from pscluster.ps.initializers import from_spec
 from pscluster.v1 import ps_pb2
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscluster.core.errors import InvalidUpdateError, ProtocolError
-from pscluster.core.geometry import AxisSlice
+from pscluster.core.geometry.selection import AxisSlice
 from pscluster.v1 import ps_pb2
 
 Array = npt.NDArray[Any]

@@ -22,7 +22,7 @@ from pscluster.core.errors import (
     UnavailableError,
     UnknownVariableError,
 )
-from pscluster.core.geometry import Partition
+from pscluster.core.geometry.partition import Partition
 from pscluster.ps.optim.rules import UpdateRule
 from pscluster.ps.request_metrics import VariableMetrics
 from pscluster.ps.server.state.losses import NAMES

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pscluster.core.geometry import even_ends
+from pscluster.core.geometry.partition import even_ends
 from pscluster.core.layouts.mesh import Mesh
 from pscluster.core.transport.frames import view
 from pscluster.worker.programs.exchange import Exchange

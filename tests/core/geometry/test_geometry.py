@@ -16,18 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscluster.core.errors import InvalidUpdateError
-from pscluster.core.geometry import (
-    AxisSlice,
-    BasicIndex,
-    Block,
-    Partition,
-    Selection,
-    check_ids,
-    even_ends,
-    moves,
-    select,
-    split_rows,
-)
+from pscluster.core.geometry.moves import moves
+from pscluster.core.geometry.partition import Block, Partition, even_ends
+from pscluster.core.geometry.rows import check_ids, split_rows
+from pscluster.core.geometry.selection import AxisSlice, BasicIndex, Selection, select
 
 Array = npt.NDArray[np.int64]
 

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscluster.core.geometry import Partition, common_rows, even_ends, moves, select, split_rows
-from pscluster.core.row_orders import KINDS, RANGE, RowOrder
+from pscluster.core.geometry.moves import common_rows, moves
+from pscluster.core.geometry.partition import Partition, even_ends
+from pscluster.core.geometry.row_orders import KINDS, RANGE, RowOrder
+from pscluster.core.geometry.rows import split_rows
+from pscluster.core.geometry.selection import select
 
 Array = npt.NDArray[np.int64]
 
